@@ -1,41 +1,61 @@
-"""A diffusion transformer for images and videos, with text: adaLN-zero blocks, joint attention, relative positions.
+"""A diffusion transformer for images and videos, with text: adaLN-zero blocks, relative positions.
 
     model = DiT(encoding="rotate", text_encoder=TextEncoder())
     v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); the rest is in .flow
 
-Text and image have weights of their own in each block and attend to each other in one sequence (MM-DiT, SD3, arXiv
-2403.03206); time and pooled text steer the blocks through adaLN-zero (DiT, arXiv 2212.09748). Size and text length are
-free at run time.
+Text takes part in the attention of patches, or patches attend to it. Time and pooled text steer the blocks through
+adaLN-zero (DiT, arXiv 2212.09748). Size and text length are free at run time. Options of the blocks give those of
+published models, and ``DiT.from_name("XL/2", ..)`` their sizes.
 
 Forward mode (``torch.func.jvp``, dual numbers) works with respect to every input: the encodings then run the reference,
 and attention PyTorch's plain implementation, since the fused ones have no forward mode.
 
-Shapes: B batch, K axes, L text tokens, N tokens (text, then patches), C embed_dim, H heads, D head_dim.
+Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
+D head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from einops import rearrange
+from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
+from lrpe_md.checks import check_at_least
 from lrpe_md.engine.linear_call import NormalizerName
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
 from lrpe_md.presets.scheme import Preset, Scheme
 
-from .joint import JointBlock, TimeEmbedding, modulate, modulation
+from .blocks import (
+    BlockOptions,
+    DiTBlock,
+    ModulationTable,
+    TextAttention,
+    TimeEmbedding,
+    build_norm,
+    modulate,
+    modulation,
+)
 from .text import Text, TextFeatures, replace_texts
 
-__all__ = ["DiT", "patchify", "unpatchify"]
+__all__ = ["SIZES", "DiT", "patchify", "unpatchify"]
 
 AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
+SIZES = {  # DiT, arXiv 2212.09748, table 1
+    "S": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "B": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "L": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "XL": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
+}
+T = TypeVar("T")
 
 
 def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
@@ -60,20 +80,37 @@ class DiT(nn.Module):
 
     Args:
         num_axes: 2 or 3.
-        in_chans: of pixels or latents.
-        patch_size: a number for height and width (and 1 for frames), or one an axis.
-        embed_dim, depth, num_heads, mlp_ratio: of the blocks.
+        in_chans: channels of pixels or latents.
+        out_chans: channels of the output. Default: in_chans.
+        patch_size: one number for height and width (and 1 for frames), or one for each axis.
+        embed_dim, depth, num_heads: width, number of blocks and heads; see :meth:`from_name`.
+        mlp, mlp_ratio: "gelu", "gelu_tanh" (its tanh approximation) or "swiglu", and the hidden width by embed_dim.
+        norm: "layer", LayerNorm without weights, or "rms", RMSNorm with weights.
+        qk_norm: RMSNorm of q and k over each "head" or over all "heads", or "none".
+        modulation: "block": each block has an MLP from time to shifts, scales and gates. "shared": all blocks have one
+            MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv 2310.00426).
+        parallel: run attention and MLP of a block side by side on one input (ViT-22B, arXiv 2302.05442). One value, or
+            one for each block.
+        reg_tokens: number of register tokens. They are not rotated.
         encoding, encoding_kwargs: of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`; a preset
             (flux1, wan, qwen_image, ..) comes with its positions of text and image.
-        absolute: "none", or "sincos", added to the patches.
+        absolute: positions added to the patches: "none", "sincos", or "sincos_dit", the same in the order of channels
+            that the weights of DiT and PixArt expect.
         attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
-            an RMSNorm behind the attention.
+            an RMSNorm behind the attention. Cross-attention is always softmax.
         keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Take one of :mod:`lrpe_md.models.text`, for captions, class labels or
             precomputed features, or write your own as described there. None: an unconditional model.
         text_width, pooled_width: channels of precomputed features, in place of a text_encoder; short for
             :class:`lrpe_md.models.text.TextFeatures`.
+        text_attention: "joint": text and patches attend to both, with weights of their own (MM-DiT, SD3). "single":
+            they share the weights of one sequence. "cross": patches attend to text after they attended to patches. One
+            value, or one for each block, as joint and then single blocks (FLUX).
+        cross_norm: put a LayerNorm in front of cross-attention.
+        text_projection: layers from the features of text to embed_dim: "linear", or "mlp" with one hidden layer.
+        pooled_projection: the same for pooled features; "none" adds them to the time embedding as they are (DiT's
+            class labels).
         text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
             rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
         image_after: axes on which the image is behind the text; None: it stands at the origin, or as the preset has it.
@@ -94,57 +131,104 @@ class DiT(nn.Module):
         *,
         num_axes: int = 2,
         in_chans: int = 3,
+        out_chans: int | None = None,
         patch_size: int | Sequence[int] = 2,
         embed_dim: int = 192,
         depth: int = 8,
         num_heads: int = 3,
+        mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu",
         mlp_ratio: float = 4.0,
+        norm: Literal["layer", "rms"] = "layer",
+        qk_norm: Literal["head", "heads", "none"] = "head",
+        modulation: Literal["block", "shared"] = "block",
+        parallel: bool | Sequence[bool] = False,
+        reg_tokens: int = 0,
         encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
-        absolute: Literal["none", "sincos"] = "none",
+        absolute: Literal["none", "sincos", "sincos_dit"] = "none",
         attention: Literal["softmax", "linear"] = "softmax",
         normalizer: NormalizerName = "unrotated",
         keep_encoded: bool = True,
         text_encoder: Any = None,
         text_width: int | None = None,
         pooled_width: int = 0,
+        text_attention: TextAttention | Sequence[TextAttention] = "joint",
+        cross_norm: bool = True,
+        text_projection: Literal["linear", "mlp"] = "linear",
+        pooled_projection: Literal["linear", "mlp", "none"] = "linear",
         text_positions: str | Tokens | None = None,
         image_after: Sequence[int] | None = None,
         interval: bool = False,
     ) -> None:
         super().__init__()
-        if num_axes not in AXES:
-            raise ValueError(f"num_axes: expected 2 (images) or 3 (videos), got {num_axes}")
-        if isinstance(patch_size, int):
-            patch_size = (1,) * (num_axes - 2) + (patch_size, patch_size)
-        if len(patch_size) != num_axes or min(patch_size) < 1:
-            raise ValueError(f"patch_size: expected a size for each of {num_axes} axes, got {tuple(patch_size)}")
-        if embed_dim % (2 * num_heads):
-            raise ValueError(f"embed_dim: expected a multiple of 2 · num_heads = {2 * num_heads}, got {embed_dim}")
-        if absolute not in ("none", "sincos"):
-            raise ValueError(f"absolute: expected 'none' or 'sincos', got {absolute!r}")
-        if attention not in ("softmax", "linear"):
-            raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
-        self.num_axes, self.in_chans, self.patch_size = num_axes, in_chans, tuple(patch_size)
+        options = BlockOptions(
+            embed_dim, num_heads, mlp_ratio, mlp, norm, qk_norm, modulation, cross_norm, attention, normalizer,
+            keep_encoded,
+        )  # fmt: skip
+        _check_options(options, absolute=absolute, reg_tokens=reg_tokens, depth=depth)
+        self.num_axes, self.in_chans, self.out_chans = num_axes, in_chans, in_chans if out_chans is None else out_chans
+        self.patch_size = _check_patch_size(num_axes, patch_size)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.reference: tuple[int | None, ...] | None = None
         self.grad_checkpointing = False
 
-        kwargs = dict(encoding_kwargs or {})
-        if attention == "linear" and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
-            kwargs.setdefault("act", "relu")
-        self.encoding = build_encoding(encoding, kwargs, embed_dim // num_heads, num_heads, depth, num_axes)
-        stack = EncodingStack(self.encoding)
-        stack.check(num_axes)
-        if attention == "linear":
-            stack.check_linear(normalizer)
+        kinds = _of_blocks("text_attention", text_attention, depth, ("joint", "cross", "single"))
+        self.cross = "cross" in kinds
+        self._set_encoding(encoding, dict(encoding_kwargs or {}), options, depth)
+        self.num_registers = reg_tokens
         self._set_rules(text_positions, image_after)
+        self._set_inputs(absolute, interval)
+        self._set_conditions(text_encoder, text_width, pooled_width, (text_projection, pooled_projection))
+        self._check_text_attention(kinds)
+        self._set_blocks(options, kinds, _of_blocks("parallel", parallel, depth, (False, True)))
+        self._init_weights()
 
-        channels = in_chans * torch.Size(self.patch_size).numel()
-        self.embed = nn.Linear(channels, embed_dim)
-        self.sincos = CosineMd(embed_dim // 2, num_axes) if absolute == "sincos" else None
-        self.time = TimeEmbedding(embed_dim)
-        self.interval = TimeEmbedding(embed_dim) if interval else None
+    @classmethod
+    def from_name(cls, name: str, **kwargs: Any) -> DiT:
+        """Build a model of a published size: ``DiT.from_name("XL/2", encoding="rotate")``.
+
+        Args:
+            name: a size, "S", "B", "L" or "XL", and a patch size.
+            kwargs: arguments of the class; they override those of the name.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        size, _, patch_size = name.partition("/")
+        if size not in SIZES or not patch_size.isdecimal():
+            raise ValueError(f"name: expected SIZE/PATCH with a size of {', '.join(SIZES)}, as 'XL/2', got {name!r}")
+        return cls(**{"patch_size": int(patch_size), **SIZES[size], **kwargs})
+
+    def _set_encoding(self, encoding: Encoding, kwargs: dict[str, Any], options: BlockOptions, depth: int) -> None:
+        linear, num_heads = options.attention == "linear", self.num_heads
+        if linear and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
+            kwargs.setdefault("act", "relu")
+        self.encoding = build_encoding(encoding, kwargs, self.embed_dim // num_heads, num_heads, depth, self.num_axes)
+        stack = EncodingStack(self.encoding)
+        stack.check(self.num_axes)
+        if linear:
+            stack.check_linear(options.normalizer)
+
+    def _set_inputs(self, absolute: str, interval: bool) -> None:
+        """Build what precedes the blocks, without the text."""
+        self.embed = nn.Linear(self.in_chans * torch.Size(self.patch_size).numel(), self.embed_dim)
+        self.absolute, self.sincos = absolute, None
+        if absolute != "none":
+            if absolute == "sincos_dit" and self.embed_dim % (2 * self.num_axes):
+                raise ValueError(
+                    f"embed_dim: expected a multiple of 2 · num_axes = {2 * self.num_axes} with absolute='sincos_dit', "
+                    f"got {self.embed_dim}"
+                )
+            self.sincos = CosineMd(self.embed_dim // 2, self.num_axes, base=1e4)
+        self.reg_token = None
+        if self.num_registers:
+            self.reg_token = nn.Parameter(torch.empty(1, self.num_registers, self.embed_dim))
+        self.time = TimeEmbedding(self.embed_dim)
+        self.interval = TimeEmbedding(self.embed_dim) if interval else None
+
+    def _set_conditions(
+        self, text_encoder: Any, text_width: int | None, pooled_width: int, projections: tuple[str, str]
+    ) -> None:
         if text_width is not None or pooled_width:
             if text_encoder is not None:
                 raise ValueError(
@@ -154,24 +238,50 @@ class DiT(nn.Module):
             text_encoder = TextFeatures(text_width or 0, pooled_width)
         self.text_encoder = text_encoder
         self.text_width, self.pooled_width = _widths(text_encoder)
+        _one_of("text_projection", projections[0], ("linear", "mlp"))
+        _one_of("pooled_projection", projections[1], ("linear", "mlp", "none"))
         if self.text_width:
-            self.text_embed = nn.Linear(self.text_width, embed_dim)
+            act = partial(nn.GELU, approximate="tanh")
+            self.text_embed = _projection(projections[0], self.text_width, self.embed_dim, act)
         if self.pooled_width:
-            self.pooled_embed = nn.Linear(self.pooled_width, embed_dim)
-        self.blocks = nn.ModuleList(
-            JointBlock(
-                embed_dim, num_heads, mlp_ratio, text=self.text_width > 0, last=i == depth - 1,
-                attention=attention, normalizer=normalizer, keep_encoded=keep_encoded,
+            if projections[1] == "none" and self.pooled_width != self.embed_dim:
+                raise ValueError(
+                    f"pooled_projection: expected 'linear' or 'mlp' for pooled features of {self.pooled_width} "
+                    f"channels, since embed_dim is {self.embed_dim}, got 'none'"
+                )
+            self.pooled_embed = _projection(projections[1], self.pooled_width, self.embed_dim, nn.SiLU)
+
+    def _check_text_attention(self, kinds: Sequence[TextAttention]) -> None:
+        if self.cross and set(kinds) != {"cross"}:
+            raise ValueError(
+                "text_attention: expected 'cross' in all blocks or in none, since it keeps text out of the sequence, "
+                f"got {tuple(kinds)}"
             )
+        if set(kinds) != {"joint"} and not self.text_width:
+            raise ValueError(
+                "text_attention: expected 'joint', the default, without features of text, got "
+                f"{kinds[0]!r}; pass a text_encoder or text_width="
+            )
+
+    def _set_blocks(self, options: BlockOptions, kinds: Sequence[TextAttention], parallel: Sequence[bool]) -> None:
+        embed_dim, depth = self.embed_dim, len(kinds)
+        self.blocks = nn.ModuleList(
+            DiTBlock(options, text=kinds[i] if self.text_width else None, parallel=parallel[i], last=i == depth - 1)
             for i in range(depth)
-        )  # fmt: skip
-        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, elementwise_affine=False)
-        self.modulation = modulation(embed_dim, 2)
-        self.head = nn.Linear(embed_dim, channels)
-        self._init_weights()
+        )
+        self.norm = build_norm(options)
+        shared = options.modulation == "shared"
+        self.shared_modulation = modulation(embed_dim, 3 if all(parallel) else 6) if shared else None
+        self.modulation = ModulationTable(embed_dim, 2) if shared else modulation(embed_dim, 2)
+        self.head = nn.Linear(embed_dim, self.out_chans * torch.Size(self.patch_size).numel())
 
     def _set_rules(self, text: str | Tokens | None, after: Sequence[int] | None) -> None:
         self.preset = EncodingStack(self.encoding).preset
+        if self.cross and (text is not None or after is not None):
+            raise ValueError(
+                "text_positions, image_after: expected None with text_attention='cross', which gives text no "
+                f"positions, got {text!r}, {after!r}"
+            )
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
                 f"text_positions, image_after: the preset {self.preset.name} brings its own, expected None, "
@@ -179,7 +289,7 @@ class DiT(nn.Module):
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
-        self.positions((2,) * self.num_axes, 1)  # checks them
+        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # checks them
 
     def _init_weights(self) -> None:
         """DiT's: the blocks begin as the identity, the output as zero."""
@@ -192,35 +302,36 @@ class DiT(nn.Module):
                 nn.init.normal_(embedding.mlp.fc1.weight, std=0.02)
                 nn.init.normal_(embedding.mlp.fc2.weight, std=0.02)
         for name, module in self.named_modules():
-            if name.split(".")[-1] == "modulation":
+            if name.endswith(("modulation", "cross.proj")) and not name.startswith("text_encoder."):
                 module.apply(_zero)
         _zero(self.head)
+        if self.reg_token is not None:
+            nn.init.trunc_normal_(self.reg_token, std=0.02)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Frequencies and phases, and the table of bytes."""
-        table = {name for name, _ in self.named_parameters() if name.endswith("text_encoder.embed.weight")}
+        """Return the names of frequencies and phases, and of tables of bytes, labels, registers and modulation."""
+        ends = ("text_encoder.embed.weight", "reg_token", "modulation.table")
+        table = {name for name, _ in self.named_parameters() if name.endswith(ends)}
         return table | EncodingStack(self.encoding).no_weight_decay(self)
 
     def positions(
         self, shape: Sequence[int], length: int = 0, device: torch.device | str = "cpu", mask: Tensor | None = None
     ) -> Grid | Coordinates:
-        """Return the positions of ``length`` text tokens, and after them those of the patches of a grid.
+        """Return the positions of ``length`` text tokens, of the registers, and of the patches of a grid.
 
-        mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
+        Args:
+            length: 0 with cross-attention, where text is not in the sequence.
+            mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
         placed = stack.lay_out(shape, before, after=self.image_after, reference=self.reference, device=device)
-        if not self.image_after or mask is None or isinstance(placed, Grid):
-            return placed
-        padding = length - mask.sum(1)
-        behind = torch.zeros_like(placed.coords)
-        behind[length:, list(self.image_after)] = 1
-        coords = placed.coords - padding[:, None, None] * behind
-        return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
+        if self.image_after and mask is not None and not isinstance(placed, Grid):
+            placed = _move_image(placed, self.image_after, length, mask)
+        return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
         """Encode the condition once, for :meth:`forward` at many times.
@@ -289,32 +400,49 @@ class DiT(nn.Module):
             c = c + self.interval(torch.zeros_like(t) if r is None else t - r)
         elif r is not None:
             raise ValueError("r: expected None, the model is not conditioned on it; make it with interval=True")
+        tokens = self._embed_patches(x, shape)
+        features, mask, pooled = self._condition(text, drop, x.shape[0])
+        if features is not None:
+            features = self.text_embed(features.to(self.embed.weight.dtype)).to(x.dtype)
+        if pooled is not None:
+            c = c + self.pooled_embed(pooled.to(self.embed.weight.dtype))
+        length = 0 if features is None or self.cross else features.shape[1]
+        positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)
+        if mask is not None and not self.cross:
+            mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
+
+        tokens = self._run_blocks(tokens, features, c, positions, mask)[:, self.num_registers :]
+        shift, scale = self.modulation(c).chunk(2, dim=-1)
+        return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
+
+    def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the tokens of registers and patches, (B, R + N, C)."""
         tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # what blocks add to is x's, also under autocast
         if self.sincos is not None:
             grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
-            tokens = tokens + self.sincos(ones, positions=grid)[0]
+            table = self.sincos(ones, positions=grid)[0]  # [cos Θ, sin Θ] of the axes, the last one first
+            if self.absolute == "sincos_dit":
+                table = table.unflatten(-1, (2, self.num_axes, -1)).flip(-3).transpose(-3, -2).flatten(-3)
+            tokens = tokens + table
+        if self.reg_token is None:
+            return tokens
+        return torch.cat([self.reg_token.expand(x.shape[0], -1, -1).to(x.dtype), tokens], dim=1)
 
-        features, mask, pooled = self._condition(text, drop, x.shape[0])
-        if features is not None:
-            features = self.text_embed(features.to(self.text_embed.weight.dtype)).to(x.dtype)
-        if pooled is not None:
-            c = c + self.pooled_embed(pooled.to(self.pooled_embed.weight.dtype))
-        length = 0 if features is None else features.shape[1]
-        positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)
-        if mask is not None:
-            mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
-
+    def _run_blocks(
+        self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None
+    ) -> Tensor:
         stack = EncodingStack(self.encoding)
         positions = stack.locate(positions)
+        if self.shared_modulation is not None:
+            c = self.shared_modulation(c)
         for i, block in enumerate(self.blocks):
             args = tokens, features, c, Context(stack[i], positions, mask)
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens, features = checkpoint(block, *args, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
             else:
                 tokens, features = block(*args)
-        shift, scale = self.modulation(c).chunk(2, dim=-1)
-        return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
+        return tokens
 
     def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
         """Return the condition of each sample, emptied where ``drop`` is True."""
@@ -361,6 +489,81 @@ def _widths(encoder: Any) -> tuple[int, int]:
             "transformers use lrpe_md.models.text.PretrainedEncoder"
         )
     return width, pooled
+
+
+def _one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
+
+
+def _check_options(options: BlockOptions, *, absolute: str, reg_tokens: int, depth: int) -> None:
+    embed_dim, num_heads = options.embed_dim, options.num_heads
+    check_at_least(1, depth=depth, num_heads=num_heads)
+    check_at_least(0, reg_tokens=reg_tokens)
+    if embed_dim % (2 * num_heads):
+        raise ValueError(f"embed_dim: expected a multiple of 2 · num_heads = {2 * num_heads}, got {embed_dim}")
+    for name, value, known in (
+        ("absolute", absolute, ("none", "sincos", "sincos_dit")),
+        ("attention", options.attention, ("softmax", "linear")),
+        ("mlp", options.mlp, ("gelu", "gelu_tanh", "swiglu")),
+        ("norm", options.norm, ("layer", "rms")),
+        ("qk_norm", options.qk_norm, ("head", "heads", "none")),
+        ("modulation", options.modulation, ("block", "shared")),
+    ):
+        _one_of(name, value, known)
+
+
+def _check_patch_size(num_axes: int, patch_size: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the patch size of each axis."""
+    if num_axes not in AXES:
+        raise ValueError(f"num_axes: expected 2 (images) or 3 (videos), got {num_axes}")
+    if isinstance(patch_size, int):
+        patch_size = (1,) * (num_axes - 2) + (patch_size, patch_size)
+    if len(patch_size) != num_axes or min(patch_size) < 1:
+        raise ValueError(f"patch_size: expected a size for each of {num_axes} axes, got {tuple(patch_size)}")
+    return tuple(patch_size)
+
+
+def _of_blocks(name: str, value: T | Sequence[T], depth: int, known: Sequence[T]) -> Sequence[T]:
+    """Return an option of each block."""
+    values: Any = (value,) * depth if isinstance(value, (bool, str)) or not isinstance(value, Sequence) else value
+    if len(values) != depth:
+        raise ValueError(f"{name}: expected one value, or one for each of {depth} blocks, got {len(values)}")
+    for each in values:
+        _one_of(name, each, known)
+    return tuple(values)
+
+
+def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
+    return nn.Linear(width, embed_dim) if kind == "linear" else Mlp(width, embed_dim, embed_dim, act_layer=act)
+
+
+def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
+    """Move the image of each sample to where its text ends."""
+    padding = length - mask.sum(1)
+    behind = torch.zeros_like(placed.coords)
+    behind[length:, list(axes)] = 1
+    coords = placed.coords - padding[:, None, None] * behind
+    return Coordinates(coords, rotated=None if placed.rotated is None else placed.rotated.expand(coords.shape[:2]))
+
+
+def _insert_unrotated(placed: Grid | Coordinates, index: int, number: int) -> Grid | Coordinates:
+    """Insert so many tokens that are not rotated in front of token ``index``."""
+    if index <= placed.prefix:
+        return replace(placed, prefix=placed.prefix + number)
+    if isinstance(placed, Grid):
+        placed = Coordinates(placed.coordinates(), prefix=placed.prefix, suffix=placed.suffix)
+    coords, row = placed.coords, index - placed.prefix
+    rotated = coords.new_ones(coords.shape[:-1], dtype=torch.bool) if placed.rotated is None else placed.rotated
+    new = coords.new_zeros(*coords.shape[:-2], number, coords.shape[-1])
+    return replace(
+        placed,
+        coords=torch.cat([coords[..., :row, :], new, coords[..., row:, :]], dim=-2),
+        rotated=torch.cat([rotated[..., :row], new[..., 0] != 0, rotated[..., row:]], dim=-1),
+    )
 
 
 def _zero(module: nn.Module) -> None:

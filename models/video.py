@@ -2,7 +2,7 @@
 
 ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is that of the image
 models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has
-three axes, (T, H, W).
+three axes, (T, H, W). The video models of diffusion, with text and time, are ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
 training, or laid over a grid of another size (``model.reference``).
@@ -30,6 +30,7 @@ from lrpe_md.integrations.attention import Carried, Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies
 
+from .dit import patchify
 from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
@@ -87,9 +88,7 @@ class TubeletEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # A convolution without overlap is a product of matrices; cuDNN's own in 3-D and 16 bits is slower.
-        t, h, w = self.patch_size
-        x = rearrange(x, "b c (t i) (h j) (w k) -> b (t h w) (c i j k)", i=t, j=h, k=w)
-        return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
+        return self.norm(F.linear(patchify(x, self.patch_size), self.proj.weight.flatten(1), self.proj.bias))
 
 
 class Layout(NamedTuple):
@@ -142,7 +141,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
         drop_unit: "token", or "tube": the same places in all frames (VideoMAE, arXiv 2203.12602), which factorised
             attention needs.
-        args, kwargs: timm's.
+        args, kwargs: timm's, as reg_tokens, qk_norm, mlp_ratio, mlp_layer=SwiGLU or block_fn=ParallelThingsBlock.
 
     Attributes:
         reference: may be set at any time. None: one unit a token, beyond the trained size extrapolated. One size an
@@ -481,7 +480,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return with_own_frequencies(state_dict, model)
 
 
-SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
+SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 
 default_cfgs = generate_default_cfgs({f"lrpe_video_{size}_patch16_224.untrained": timm_cfg() for size in SIZES})
 
@@ -515,3 +514,9 @@ def lrpe_video_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> Lrp
 def lrpe_video_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
     """ViT-B/16 on 16 frames, tubelets of 2."""
     return _create("base", pretrained, **kwargs)
+
+
+@register_model
+def lrpe_video_large_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
+    """ViT-L/16 on 16 frames, tubelets of 2."""
+    return _create("large", pretrained, **kwargs)

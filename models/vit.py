@@ -15,7 +15,10 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrai
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 
-__all__ = ["lrpe_vit_base_patch16_224", "lrpe_vit_small_patch16_224", "lrpe_vit_tiny_patch16_224"]
+__all__ = [
+    "lrpe_vit_base_patch16_224", "lrpe_vit_large_patch16_224", "lrpe_vit_small_patch16_224",
+    "lrpe_vit_tiny_patch16_224",
+]  # fmt: skip
 
 
 def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def _timm_weights(size: str) -> dict[str, dict[str, Any]]:
 
 
 default_cfgs = generate_default_cfgs(
-    {name: cfg for size in ("tiny", "small", "base") for name, cfg in _timm_weights(size).items()}
+    {name: cfg for size in ("tiny", "small", "base", "large") for name, cfg in _timm_weights(size).items()}
 )
 
 
@@ -84,4 +87,14 @@ def lrpe_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVi
         "lrpe_vit_base_patch16_224",
         pretrained,
         **{"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12, **kwargs},
+    )
+
+
+@register_model
+def lrpe_vit_large_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
+    """ViT-L/16."""
+    return _create(
+        "lrpe_vit_large_patch16_224",
+        pretrained,
+        **{"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16, **kwargs},
     )

@@ -21,7 +21,7 @@ from lrpe_md import CosineMd, Grid, RotateMd
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.timm import LrpeAttention, adapt
 
-from ...models.joint import JointBlock
+from ...models.blocks import DiTBlock
 from ..common.devices import sent
 from ..train.config import Training
 from ..train.data.captions import Captioned
@@ -235,7 +235,7 @@ class DiffusionBackbone(Backbone):
     def build(self, encoding: str) -> nn.Module:
         model = super().build(encoding.removesuffix(NORMS_FIRST))
         for block in model.modules() if encoding.endswith(NORMS_FIRST) else ():
-            if isinstance(block, JointBlock):
+            if isinstance(block, DiTBlock):
                 block.norm = lambda context, length, dtype: None
         return model
 

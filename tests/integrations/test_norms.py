@@ -12,7 +12,7 @@ from lrpe_md.integrations.norms import join_norms, norm_of
 timm = pytest.importorskip("timm")
 
 import lrpe_md.models.vit  # noqa: E402, F401
-from lrpe_md.models import joint  # noqa: E402
+from lrpe_md.models import blocks  # noqa: E402
 from timm.layers.norm import RmsNorm  # noqa: E402
 
 from lrpe_md.integrations import timm as vit  # noqa: E402
@@ -78,13 +78,13 @@ def test_joint_blocks(text, monkeypatch, norms_taken):
     from lrpe_md import Grid, RotateMd
     from lrpe_md.integrations.attention import Context
 
-    block = randomized(joint.JointBlock(32, 2, 2.0, text=text, last=False, attention="softmax", normalizer="none"))
+    block = randomized(blocks.DiTBlock(blocks.BlockOptions(32, 2, 2.0), text="joint" if text else None))
     context = Context(RotateMd(16, 2), Grid((3, 4), prefix=5 if text else 0))
     args = (torch.randn(2, 12, 32), torch.randn(2, 5, 32) if text else None, torch.randn(2, 32), context)
     found = block(*args)
     (norm,) = norms_taken
     assert norm.weight[0].shape == ((2, 1, 16) if text else (16,))
-    monkeypatch.setattr(joint, "takes_norm", lambda *args: False)
+    monkeypatch.setattr(blocks, "takes_norm", lambda *args: False)
     for a, b in zip(found, block(*args), strict=True):
         assert (a is None) == (b is None)
         if a is not None:

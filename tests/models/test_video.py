@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 timm = pytest.importorskip("timm")
 
 from lrpe_md.models.video import LrpeVideoTransformer, inflate  # noqa: E402
+from timm.layers import RmsNorm, SwiGLU  # noqa: E402
 from timm.models.vision_transformer import ParallelThingsBlock  # noqa: E402
 
 from lrpe_md import Coordinates, preset  # noqa: E402
@@ -288,6 +289,39 @@ def test_timm_interface():
     close(model.train().forward_features(x), expected)
     adapt(model, "cosine")
     assert model.encoding.num_axes == 3
+
+
+OPTIONS_OF_TIMM = {
+    "swiglu": {"mlp_layer": SwiGLU, "mlp_ratio": 2.0},
+    "registers": {"reg_tokens": 3, "qk_norm": True, "norm_layer": RmsNorm},
+    "parallel": {"block_fn": ParallelThingsBlock},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_TIMM)
+def test_blocks_of_timm(name):
+    """They know positions, and checkpointing gives the same gradients."""
+    model, x, grads = build(encoding="wan", **OPTIONS_OF_TIMM[name]), video(), []
+    y = model(x)
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model.train()(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+        assert all(grad is not None for grad in grads[-1])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    model.reference = (2, 2, 2)
+    assert (model.eval()(x) - y).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+def test_sizes(size):
+    """The blocks have as many parameters as those of timm's image model of this size."""
+    with torch.device("meta"):
+        ours = timm.create_model(f"lrpe_video_{size}_patch16_224")
+        theirs = timm.create_model(f"vit_{size}_patch16_224")
+    assert sum(p.numel() for p in ours.blocks.parameters()) == sum(p.numel() for p in theirs.blocks.parameters())
 
 
 @torch.no_grad()

@@ -867,11 +867,13 @@ def test_timm_surface():
         "lrpe_vit_tiny_patch16_224", **TINY, encoding="cosine", features_only=True, out_indices=[0, 1]
     )
     assert [f.shape[1:] for f in features(image())] == [(32, 4, 4), (32, 4, 4)]
-    assert set(timm.list_models("lrpe_vit_*")) >= {f"lrpe_vit_{s}_patch16_224" for s in ("tiny", "small", "base")}
+    assert set(timm.list_models("lrpe_vit_*")) >= {
+        f"lrpe_vit_{s}_patch16_224" for s in ("tiny", "small", "base", "large")
+    }
     with torch.device("meta"):
         sizes = {
             s: sum(p.numel() for p in timm.create_model(f"lrpe_vit_{s}_patch16_224", encoding="cosine").parameters())
-            for s in ("tiny", "small", "base")
+            for s in ("tiny", "small", "base", "large")
         }
         for s, n in sizes.items():
             other = timm.create_model(f"vit_{s}_patch16_224", pos_embed="none")
@@ -930,7 +932,7 @@ def test_strict_load_refuses_other_names():
         model.load_state_dict({**state, "other": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_pretrained_weights_equal_timms(size):
     ours, theirs = (timm.models.get_pretrained_cfg(f"{prefix}vit_{size}_patch16_224") for prefix in ("lrpe_", ""))
     for name in ("hf_hub_id", "mean", "std", "crop_pct", "num_classes", "tag"):

@@ -1,0 +1,287 @@
+"""Transformer blocks steered by a vector: one block, whose options give those of published models.
+
+Text and patches attend to each other with weights of their own (MM-DiT, SD3, arXiv 2403.03206), patches attend to text
+(PixArt-α, arXiv 2310.00426), or both share the weights of one sequence (FLUX, Lumina 2). A vector steers the blocks
+through adaLN-zero (DiT, arXiv 2212.09748).
+
+Shapes: B batch, L text tokens, N tokens (text, then registers and patches), C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from einops import rearrange
+from timm.layers.mlp import Mlp, SwiGLUPacked
+from timm.layers.norm import RmsNorm
+from torch import Tensor, nn
+
+from lrpe_md import Norm, geometric_theta
+from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.engine.views import split_qkv
+from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
+from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
+
+__all__ = [
+    "BlockOptions", "CrossAttention", "DiTBlock", "ModulationTable", "Stream", "TextAttention", "TimeEmbedding",
+    "build_norm", "modulate", "modulation",
+]  # fmt: skip
+
+TextAttention: TypeAlias = Literal["joint", "cross", "single"]
+
+
+class BlockOptions(NamedTuple):
+    """Options that the blocks of a model share; :class:`lrpe_md.models.dit.DiT` describes them."""
+
+    embed_dim: int
+    num_heads: int
+    mlp_ratio: float = 4.0
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    norm: Literal["layer", "rms"] = "layer"
+    qk_norm: Literal["head", "heads", "none"] = "head"
+    modulation: Literal["block", "shared"] = "block"
+    cross_norm: bool = True
+    attention: Literal["softmax", "linear"] = "softmax"
+    normalizer: NormalizerName = "unrotated"
+    keep_encoded: bool = True
+
+
+class TimeEmbedding(nn.Module):
+    """t (B,) → (B, C): cosines and sines of 1000 t, and two layers; computed in float32 at least.
+
+    Attributes:
+        base: of the frequencies, base^(-i / num_frequencies).
+    """
+
+    def __init__(self, embed_dim: int, num_frequencies: int = 128, base: float = 1e4) -> None:
+        super().__init__()
+        self.num_frequencies, self.base = num_frequencies, base
+        self.mlp = Mlp(2 * num_frequencies, embed_dim, embed_dim, act_layer=nn.SiLU)
+
+    def forward(self, t: Tensor) -> Tensor:
+        dtype = torch.promote_types(t.dtype, torch.float32)
+        theta = geometric_theta(self.num_frequencies, self.base, dtype=dtype, device=t.device)
+        angles = 1000 * t.to(dtype)[:, None] * theta
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.mlp.fc1.weight.dtype))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x (B, N, C) · (1 + scale (B, C)) + shift (B, C)."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+def modulation(embed_dim: int, number: int) -> nn.Sequential:
+    """Build the layers that turn a vector (B, C) into shifts, scales and gates (B, number · C)."""
+    return nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, number * embed_dim))
+
+
+class ModulationTable(nn.Module):
+    """Learned offsets of shifts, scales and gates that all blocks share (adaLN-single, PixArt-α, arXiv 2310.00426)."""
+
+    def __init__(self, embed_dim: int, number: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(number, embed_dim))
+
+    def forward(self, shared: Tensor) -> Tensor:
+        """Shared vectors (B, m C), m at least the number of rows, or 1 for all of them → (B, rows · C)."""
+        number, embed_dim = self.table.shape
+        return (shared.unflatten(-1, (-1, embed_dim))[:, :number] + self.table).flatten(1)
+
+
+def _build_modulation(options: BlockOptions, number: int) -> nn.Module:
+    return (modulation if options.modulation == "block" else ModulationTable)(options.embed_dim, number)
+
+
+def build_norm(options: BlockOptions) -> nn.Module:
+    """Build the norm in front of an attention, of an MLP or of the head."""
+    if options.norm == "rms":
+        return RmsNorm(options.embed_dim, eps=1e-6)
+    return nn.LayerNorm(options.embed_dim, eps=1e-6, elementwise_affine=False)
+
+
+def _build_qk_norm(options: BlockOptions) -> nn.Module:
+    if options.qk_norm == "none":
+        return nn.Identity()
+    return RmsNorm(options.embed_dim // (options.num_heads if options.qk_norm == "head" else 1))
+
+
+def _build_mlp(options: BlockOptions) -> nn.Module:
+    hidden = int(options.mlp_ratio * options.embed_dim)
+    if options.mlp == "swiglu":
+        return SwiGLUPacked(options.embed_dim, 2 * hidden)
+    act = nn.GELU if options.mlp == "gelu" else partial(nn.GELU, approximate="tanh")
+    return Mlp(options.embed_dim, hidden, act_layer=act)  # pyright: ignore[reportArgumentType]
+
+
+def _normalize(norm: nn.Module, x: Tensor, dtype: torch.dtype, over: str) -> Tensor:
+    """Normalise q or k (B, H, N, D) over a "head" or over all "heads"."""
+    if over == "heads":
+        x = norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+    else:
+        x = norm(x)
+    return x.to(dtype)  # autocast norms in float32
+
+
+class Stream(nn.Module):
+    """Weights of a sequence in a block: its self-attention and MLP.
+
+    Args:
+        parallel: attention and MLP read the same input, and one gate weighs their sum.
+        last: nothing reads the output; there are weights for q, k and v alone.
+    """
+
+    def __init__(self, options: BlockOptions, *, parallel: bool = False, last: bool = False) -> None:
+        super().__init__()
+        embed_dim = options.embed_dim
+        self.num_heads, self.qk_norm, self.parallel, self.last = options.num_heads, options.qk_norm, parallel, last
+        self.norm1 = build_norm(options)
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
+        self.q_norm, self.k_norm = _build_qk_norm(options), _build_qk_norm(options)
+        self.num_vectors = 2 if last else 3 if parallel else 6
+        self.modulation = _build_modulation(options, self.num_vectors)
+        if not last:
+            norm = options.attention == "linear" and options.normalizer == "none"
+            self.norm = RmsNorm(embed_dim) if norm else nn.Identity()
+            self.proj = nn.Linear(embed_dim, embed_dim)
+            self.norm2 = nn.Identity() if parallel else build_norm(options)
+            self.mlp = _build_mlp(options)
+
+    def project(self, x: Tensor, c: Tensor, normed: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """x (B, N, C), c (B, C or 6 C) → q, k, v (B, H, N, D), and the inputs of :meth:`update` and :meth:`feed`."""
+        shift, scale, *rest = self.modulation(c).chunk(self.num_vectors, dim=-1)
+        x = modulate(self.norm1(x), shift, scale)
+        if self.parallel:
+            rest.append(x)
+        q, k, v = split_qkv(rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.num_heads))
+        if normed:
+            q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
+            k = _normalize(self.k_norm, k, v.dtype, self.qk_norm)
+        return (q, k, v), tuple(rest)
+
+    def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
+        """Add the attention's output (B, H, N, D) to x (B, N, C), with ``parallel`` the MLP's, too."""
+        if self.last:
+            return x
+        attended = self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
+        if self.parallel:
+            attended = attended + self.mlp(rest[1])
+        return x + rest[0][:, None] * attended
+
+    def feed(self, x: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
+        """Add the MLP's output to x (B, N, C), unless :meth:`update` has."""
+        if self.last or self.parallel:
+            return x
+        _, shift, scale, gate = rest
+        return x + gate[:, None] * self.mlp(modulate(self.norm2(x), shift, scale))
+
+
+class CrossAttention(nn.Module):
+    """Patches attend to text, without positions (PixArt-α, arXiv 2310.00426; Wan, arXiv 2503.20314)."""
+
+    def __init__(self, options: BlockOptions) -> None:
+        super().__init__()
+        embed_dim = options.embed_dim
+        self.num_heads, self.qk_norm = options.num_heads, options.qk_norm
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if options.cross_norm else nn.Identity()
+        self.q, self.kv = nn.Linear(embed_dim, embed_dim), nn.Linear(embed_dim, 2 * embed_dim)
+        self.q_norm, self.k_norm = _build_qk_norm(options), _build_qk_norm(options)
+        self.proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, N, C), text (B, L, C), mask (B, L), False for padding → x."""
+        q = rearrange(self.q(self.norm(x)), "b n (h d) -> b h n d", h=self.num_heads)
+        k, v = rearrange(self.kv(text), "b l (two h d) -> two b h l d", two=2, h=self.num_heads)
+        q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
+        k = _normalize(self.k_norm, k, v.dtype, self.qk_norm)
+        mask = None if mask is None else mask[:, None, None]
+        attended = softmax_attention(q, k, v, scale=q.shape[-1] ** -0.5, attn_mask=mask)
+        return x + self.proj(rearrange(attended, "b h n d -> b n (h d)"))
+
+
+class DiTBlock(nn.Module):
+    """A block of a diffusion transformer.
+
+    Args:
+        text: "joint", text and patches attend to both, with weights of their own; "cross", patches attend to patches,
+            then to text, before the MLP or with ``parallel`` after it; "single", text and patches share the weights of
+            one sequence; None, there is no text.
+        parallel: see :class:`Stream`.
+        last: nothing reads the text that the block returns.
+    """
+
+    def __init__(
+        self, options: BlockOptions, *, text: TextAttention | None = None, parallel: bool = False, last: bool = False
+    ) -> None:
+        super().__init__()
+        self.attention, self.keep_encoded, self.qk_norm = options.attention, options.keep_encoded, options.qk_norm
+        self.normalizer: NormalizerName = options.normalizer
+        self.single = text == "single"
+        self.image = Stream(options, parallel=parallel)
+        self.text = Stream(options, parallel=parallel, last=last) if text == "joint" else None
+        self.cross = CrossAttention(options) if text == "cross" else None
+        self.num_heads, self.scale = options.num_heads, (options.embed_dim // options.num_heads) ** -0.5
+
+    def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Update the patches x and the text.
+
+        Args:
+            x: (B, N - L, C), with cross-attention (B, N, C).
+            text: (B, L, C).
+            c: (B, C), with shared modulation (B, 6 C).
+            context: its mask is False for padding, (B, N), with cross-attention (B, L).
+        """
+        norm = self.norm(context, 0 if text is None else text.shape[1], x.dtype)
+        if self.text is not None and text is not None:
+            return self._attend_jointly(x, text, c, context, norm)
+        length = text.shape[1] if text is not None and self.single else 0
+        if text is not None and self.single:
+            x = torch.cat([text, x], dim=1)
+        (q, k, v), rest = self.image.project(x, c, norm is None)
+        x = self.image.update(x, self.attend(q, k, v, context, norm), rest)
+        if self.cross is not None and text is not None:
+            x = self.cross(x, text, context.attn_mask)
+        x = self.image.feed(x, rest)
+        return (x[:, length:], x[:, :length]) if length else (x, text)
+
+    def _attend_jointly(
+        self, x: Tensor, text: Tensor, c: Tensor, context: Context, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        assert self.text is not None
+        length = text.shape[1]
+        image, rest = self.image.project(x, c, norm is None)
+        first, text_rest = self.text.project(text, c, norm is None)
+        q, k, v = (torch.cat(pair, dim=2) for pair in zip(first, image, strict=True))
+        attended = self.attend(q, k, v, context, norm)
+        text = self.text.feed(self.text.update(text, attended[:, :, :length], text_rest), text_rest)
+        return self.image.feed(self.image.update(x, attended[:, :, length:], rest), rest), text
+
+    def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
+        """Return the norms of q and k as one that the encoding takes; None: they come first."""
+        if not takes_norm(context.encoding, self.attention):
+            return None
+        heads = (self.num_heads, self.num_heads) if self.qk_norm == "heads" else None
+        image = norm_of(self.image.q_norm, self.image.k_norm, dtype, heads)
+        if self.text is None or image is None or not length:
+            return image
+        text, positions = norm_of(self.text.q_norm, self.text.k_norm, dtype), context.positions
+        if heads or positions is None or positions.prefix != length or positions.suffix:
+            return None  # text that has positions of its own, or registers behind it
+        return join_norms((text, image))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
+        """Self-attention of raw q, k, v (B, H, N, D)."""
+        encoding, positions = context.encoding, context.positions
+        mask = None if self.cross is not None else context.attn_mask
+        if self.attention == "linear":
+            gate = None if mask is None else mask[:, None]
+            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate, norm=norm)
+        attend = partial(softmax_attention, scale=self.scale, attn_mask=None if mask is None else mask[:, None, None])
+        if encoding is None:
+            return attend(q, k, v)
+        encode = partial(encoding, positions=positions, **({} if norm is None else {"norm": norm}))
+        if not self.keep_encoded:
+            return attend_encoded(encode, attend, q, k, v)
+        q, k = encode(q, k)
+        return attend(q, k, v)
