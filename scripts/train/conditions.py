@@ -33,7 +33,8 @@ class Condition(Protocol):
         names: one for each sample, to show beside it.
     """
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
 
     @property
     def settings(self) -> dict[str, Any]: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,7 +110,7 @@ class Evaluation:
         return self.source.names(chosen), columns
 
     @torch.no_grad()
-    def distance(self, model: Any, sampling: Sampling, num: int, autocast: AbstractContextManager[Any] | Any) -> float:
+    def distance(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> float:
         """Return the Fréchet distance, in random features, of ``num`` training samples and as many drawn for their
         conditions."""
         size = self.source.values.sizes[0]

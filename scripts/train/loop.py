@@ -159,7 +159,7 @@ class Trainer:
         """The weights to evaluate: the EMA where there is one."""
         return self.raw if self.average is None else self.average.module
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def whole_weights(self) -> dict[str, Any]:
         """Return the weights to evaluate, on the CPU, whole on the first process; all processes call it."""
         return get_model_state_dict(self.averaged, options=WHOLE)
 

@@ -134,7 +134,7 @@ def main(
     if (number is None) != (npz is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
     sheet = Sheet(**options)
-    painter = Painter(state, on, vae=vae, encoder=encoder)
+    painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if number is None or npz is None:
         sample_images(run, painter, prompts or [""], seed, sheet)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,8 @@ class Records:
         keys = self.names if self.captions is None else self.captions
         found = self.tests
         if found is None:
-            found = np.array([zlib.crc32(key.encode()) % split.parts == split.fold for key in keys], bool)
+            hashed = _mix if self.captions is None else zlib.crc32
+            found = np.array([hashed(key.encode()) % split.parts == split.fold for key in keys], bool)
         if found.all() or not found.any():
             raise typer.BadParameter(
                 f"--data {path}: {found.sum()} of {len(keys)} {'images' if self.captions is None else 'pairs'} are "
@@ -107,3 +109,8 @@ class Records:
             values["names"], values["captions"], None if labels is None else np.array(labels, np.int64),
             tuple(values["classes"]), None if tests is None else np.array(tests, bool),
         )  # fmt: skip
+
+
+def _mix(name: bytes) -> int:
+    """Hash a name. A CRC would not do: it is linear, so that all of a numbered series can end alike."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
