@@ -33,8 +33,14 @@ from .vae import BATCH, Decoder, load_vae
 
 
 class Options(NamedTuple):
-    """How latents are made and stored: size of the images, mirrored ones too, one sample instead of mean and
-    deviation, and the NumPy type."""
+    """Options of stored latents.
+
+    Args:
+        size: height and width of the images, in pixels.
+        flip: also encode mirrored images.
+        sampled: store one sample instead of mean and standard deviation.
+        dtype: of the arrays.
+    """
 
     size: int
     flip: bool

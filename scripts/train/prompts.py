@@ -262,7 +262,7 @@ def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, consol
 
 
 class Count(NamedTuple):
-    """How many samples to draw, and the .npz that they go to."""
+    """Number of samples to draw, and the .npz to write them to."""
 
     number: int
     npz: Path

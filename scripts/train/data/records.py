@@ -32,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Records:
-    """What is known about each sample.
+    """Names of samples, and their captions or classes.
 
     Args:
         names: one for each sample, unique.

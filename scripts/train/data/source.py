@@ -85,11 +85,12 @@ class Source:
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return what to show beside each sample."""
-        return [self.condition.names[i] for i in indices]
+        names = self.condition.names
+        return [names[i] for i in indices]
 
 
 class Encoding(NamedTuple):
-    """How conditions are encoded.
+    """Encoders of the conditions.
 
     Args:
         size: of the encoder of captions; the embeddings of classes have its width.

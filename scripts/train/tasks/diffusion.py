@@ -248,7 +248,7 @@ def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
     if config.sharding == "fsdp":
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in ("encode_text", "empty_text"):
+        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # those not registered yet
             register_fsdp_forward_method(trainer.averaged, name)
 
 

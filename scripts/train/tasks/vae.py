@@ -39,7 +39,7 @@ class VaeTraining(GenerativeTraining):
 
     Command: python -m scripts.train vae --data FOLDER --size 32 --out runs/vae
 
-    Cost: 1.9 M parameters by default.
+    Cost: 1.7 M parameters by default.
 
     Expect: a sharp reconstruction of simple images. A VAE for photographs needs a perceptual loss and a discriminator,
     which this program does not have: use a pretrained one.
@@ -72,7 +72,7 @@ class VaeTraining(GenerativeTraining):
 
     @property
     def factor(self) -> int:
-        """How much smaller the latents are than the images."""
+        """Size of the images, divided by that of the latents."""
         return 2 ** (len(self.channels) - 1)
 
 
