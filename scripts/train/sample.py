@@ -85,13 +85,22 @@ def main(
     device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
     tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. Default: 400.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Text: sampling temperature; 0 takes the likeliest byte. Default: 0.8.")
+        float | None,
+        typer.Option(
+            min=0, callback=finite, help="Text: sampling temperature; 0 takes the likeliest byte. Default: 0.8."
+        ),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. Default: 0.95.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: scale positions to the length of the result: linear, ntk or yarn.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. Default: 0.95."),
+    ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="Text: scale positions to the length of the result: linear, ntk or yarn.")
+    ] = None,
     size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. Default: the trained size.")] = None,
     scale: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 turns guidance off. Default: 3.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 turns guidance off. Default: 3."),
     ] = None,
     negative: Annotated[
         str | None, typer.Option(help="Images: prompt or class to steer away from. Default: the empty one.")
@@ -100,7 +109,8 @@ def main(
     sampler: Annotated[str | None, typer.Option(help=f"Images: one of {', '.join(SAMPLERS)}. Default: heun.")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. Default: 4.")] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Images: positions at another size, rescaled (over the trained grid) or extrapolated.")
+        str | None,
+        typer.Option(help="Images: positions at another size, rescaled (over the trained grid) or extrapolated."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Images: the sheet. Default: sheet.png.")] = None,
     vae: Annotated[

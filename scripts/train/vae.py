@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import typer
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
 from .loop import digest_of, first_line
@@ -15,7 +14,7 @@ from .loop import digest_of, first_line
 BATCH = 64  # images that are encoded or decoded at a time
 
 
-def load_vae(name: str, option: str = "--vae") -> AutoencoderKL:
+def load_vae(name: str) -> Any:
     """Load an AutoencoderKL of diffusers in float32.
 
     name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
@@ -23,6 +22,8 @@ def load_vae(name: str, option: str = "--vae") -> AutoencoderKL:
     Raises:
         typer.BadParameter: nothing there can be read as one.
     """
+    from diffusers import AutoencoderKL
+
     folder = Path(name)
     places = [""] if (folder / "config.json").is_file() else ["vae"] if folder.is_dir() else ["", "vae"]
     errors = []
@@ -33,7 +34,7 @@ def load_vae(name: str, option: str = "--vae") -> AutoencoderKL:
         except Exception as error:  # a hub, JSON or safetensors raise errors of their own
             errors.append(first_line(error))
     raise typer.BadParameter(
-        f"{option} {name}: expected an AutoencoderKL of diffusers (a folder, a run of `train vae`, or an id of the "
+        f"--vae {name}: expected an AutoencoderKL of diffusers (a folder, a run of `train vae`, or an id of the "
         f"hub), got none ({errors[0]}); give another path"
     )
 
@@ -42,12 +43,12 @@ class Decoder:
     """A frozen VAE that encodes pixels into latents and decodes them, in batches.
 
     Args:
-        vae: from :func:`load_vae`.
+        vae: from :func:`load_vae`, an AutoencoderKL.
         device: where it runs.
     """
 
-    def __init__(self, vae: AutoencoderKL, device: torch.device) -> None:
-        self.vae: Any = vae.to(device)  # pyright: ignore[reportArgumentType]
+    def __init__(self, vae: Any, device: torch.device) -> None:
+        self.vae = vae.to(device)
         self.device = device
         config: Any = vae.config
         self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)

@@ -318,6 +318,13 @@ def test_a_clip_is_mirrored_as_a_whole():
     assert torch.equal(clips.batch(np.array([1]), 4), found[:1])
 
 
+def test_a_folder_of_images_and_videos_is_refused(tmp_path):
+    folder = write_classes(tmp_path / "classes")
+    (folder / "clip.mp4").touch()
+    with pytest.raises(typer.BadParameter, match="expected images or videos, got both"):
+        config({"data": folder, **PIXELS}, tmp_path / "out")
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 

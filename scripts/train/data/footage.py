@@ -7,18 +7,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
+from .captions import SUFFIXES as IMAGES
 from .captions import read_text
 from .records import Records, Split
 from .videos import SUFFIXES, Footage, decode, find_videos, segments
 
 
 def is_footage(path: Path) -> bool:
-    """Tell whether a path is a video, or a folder with videos in it."""
-    if path.is_dir():
-        return any(each.suffix.lower() in SUFFIXES for each in path.rglob("*"))
-    return path.suffix.lower() in SUFFIXES
+    """Tell whether a path is a video, or a folder of videos.
+
+    Raises:
+        typer.BadParameter: a folder with both videos and images.
+    """
+    if not path.is_dir():
+        return path.suffix.lower() in SUFFIXES
+    there = {each.suffix.lower() for each in path.rglob("*")}
+    if there & set(SUFFIXES) and there & set(IMAGES):
+        raise typer.BadParameter(f"--data {path}: expected images or videos, got both; give a folder of one kind")
+    return bool(there & set(SUFFIXES))
 
 
 @dataclass(frozen=True)

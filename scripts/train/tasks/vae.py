@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,6 +86,8 @@ class Autoencoder(nn.Module):
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        from diffusers import AutoencoderKL
+
         super().__init__()
         self.vae: Any = AutoencoderKL(**arguments)
 
@@ -190,6 +191,8 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write vae/, as diffusers loads it, in place of an earlier one."""
+    from diffusers import AutoencoderKL
+
     vae: Any = AutoencoderKL(**arguments)
     vae.load_state_dict({name.removeprefix("vae."): value for name, value in weights.items()})
     shutil.rmtree(config.out / "vae", ignore_errors=True)
