@@ -49,7 +49,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
             kind = transformers.AutoModelForTextEncoding
         else:
             kind = transformers.AutoModel
-        model = kind.from_pretrained(name, torch_dtype=torch.float32)
+        model = kind.from_pretrained(name, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     except Exception as error:  # a hub, JSON, safetensors and tokenizers raise errors of their own
         raise typer.BadParameter(

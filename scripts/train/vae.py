@@ -22,7 +22,7 @@ def load_vae(name: str) -> Any:
     Raises:
         typer.BadParameter: nothing there can be read as one.
     """
-    from diffusers import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     folder = Path(name)
     places = [""] if (folder / "config.json").is_file() else ["vae"] if folder.is_dir() else ["", "vae"]

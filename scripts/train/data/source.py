@@ -85,7 +85,7 @@ class Source:
 
     def names(self, indices: np.ndarray) -> list[str]:
         """Return what to show beside each sample."""
-        names = self.condition.names
+        names: Any = self.condition.names
         return [names[i] for i in indices]
 
 

@@ -86,7 +86,7 @@ class Autoencoder(nn.Module):
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from diffusers import AutoencoderKL
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         super().__init__()
         self.vae: Any = AutoencoderKL(**arguments)
@@ -191,7 +191,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write vae/, as diffusers loads it, in place of an earlier one."""
-    from diffusers import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     vae: Any = AutoencoderKL(**arguments)
     vae.load_state_dict({name.removeprefix("vae."): value for name, value in weights.items()})
