@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,12 +383,19 @@ def test_samples_on_the_way(data, tmp_path, monkeypatch):
     """Sheets do not change the training, and a run with sheets but no regular checkpoint can be resumed."""
     options = {**data["labels"], "save_every": 100}
     plain = diffusion.run(config(options, tmp_path / "plain"))
-    original = Evaluation.evaluate
-    monkeypatch.setattr(Evaluation, "evaluate", lambda *args: (_ for _ in ()).throw(Killed()))
-    shown = config(options, tmp_path / "shown", sample_every=2)
-    with pytest.raises(Killed):
-        diffusion.run(replace(shown, steps=4))
-    monkeypatch.setattr(Evaluation, "evaluate", original)
+    shown, original, calls = config(options, tmp_path / "shown", sample_every=2), diffusion.loss, []
+
+    def dying(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise Killed
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diffusion, "loss", dying)
+        with pytest.raises(Killed):
+            diffusion.run(shown)
+    assert (tmp_path / "shown" / "samples-0000002.png").exists()
     assert diffusion.run(shown)["held_out"] == plain["held_out"]
     sheets = sorted(path.name for path in (tmp_path / "shown").glob("samples*.png"))
     assert sheets == ["samples-0000002.png", "samples-0000004.png", "samples.png"]
