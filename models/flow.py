@@ -1,7 +1,8 @@
 """Flow matching: the loss, guidance by text, and sampling.
 
 Along the straight path z_t = (1 - t) x + t ε from an image (t = 0) to noise (t = 1) the velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)`` and returns v.
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)`` and returns v, or
+ε or x with ``prediction="noise"`` or "sample".
 
 Shapes: B batch; x, z, ε (B, C, ..); t (B,).
 """
@@ -18,21 +19,60 @@ from torch.func import jvp
 
 from .text import Text, join_texts
 
-__all__ = ["draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample", "time_grid"]
+__all__ = [
+    "NOISE_START", "draw_times", "flow_matching_loss", "guided", "integrate", "mean_flow_loss", "sample", "time_grid",
+    "velocity_of",
+]  # fmt: skip
 
 Method = Literal["euler", "heun"]
+Times = Literal["logit-normal", "uniform"]
+Prediction = Literal["velocity", "noise", "sample"]
 Velocity = Callable[[Tensor, Tensor], Tensor]
+NOISE_START = 0.99  # a model that predicts noise cannot divide by 1 - t = 0
 
 
-def draw_times(batch: int, *, generator: torch.Generator | None = None, device: Any = None) -> Tensor:
-    """t = sigmoid(n), n ~ N(0, 1): (B,) float32, most of them in the middle (SD3, arXiv 2403.03206)."""
+def draw_times(
+    batch: int, distribution: Times = "logit-normal", *, generator: torch.Generator | None = None, device: Any = None
+) -> Tensor:
+    """Draw times of a training, (B,) float32.
+
+    distribution: "logit-normal", sigmoid(n) with n ~ N(0, 1), most of them in the middle (SD3, arXiv 2403.03206), or
+        "uniform" on [0, 1).
+    """
+    if distribution not in ("logit-normal", "uniform"):
+        raise ValueError(f"distribution: expected 'logit-normal' or 'uniform', got {distribution!r}")
+    if distribution == "uniform":
+        return torch.rand(batch, generator=generator, device=device)
     return torch.randn(batch, generator=generator, device=device).sigmoid()
 
 
+def _check_prediction(prediction: str) -> None:
+    if prediction not in ("velocity", "noise", "sample"):
+        raise ValueError(f"prediction: expected 'velocity', 'noise' or 'sample', got {prediction!r}")
+
+
+def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
+    """Return the velocity at z and t (B,) from the output of a model.
+
+    From noise ε it is (ε - z) / (1 - t), from a sample x it is (z - x) / t: t must be below 1, or above 0.
+    """
+    _check_prediction(prediction)
+    if prediction == "velocity":
+        return output
+    return (output - z) / _like(1 - t, z) if prediction == "noise" else (z - output) / _like(t, z)
+
+
 def flow_matching_loss(
-    model: Any, x: Tensor, text: Any, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
+    model: Any,
+    x: Tensor,
+    text: Any,
+    t: Tensor,
+    noise: Tensor,
+    *,
+    drop: Tensor | None = None,
+    prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Return the mean square of v - (ε - x) by sample: (B,), in float32 at least.
+    """Return the mean square error of the model's prediction by sample: (B,), in float32 at least.
 
     Args:
         x: images (B, C, ..).
@@ -40,9 +80,12 @@ def flow_matching_loss(
         t: (B,), from 0 (image) to 1 (noise).
         noise: ε, like x.
         drop: (B,) bool, True for samples whose text is emptied. Guidance needs a tenth of them in training.
+        prediction: what the model learns: "velocity" (ε - x), "noise" (ε) or "sample" (x).
     """
+    _check_prediction(prediction)
     z = torch.lerp(x, noise, _like(t, x))
-    return _mean_square(model(z, t, text, **_dropped(drop)), noise - x)
+    wanted = {"velocity": lambda: noise - x, "noise": lambda: noise, "sample": lambda: x}[prediction]()
+    return _mean_square(model(z, t, text, **_dropped(drop)), wanted)
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
@@ -76,6 +119,8 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
     """Return (z, t) → v without the text + scale · (v with the text - v without it), the text encoded once.
+
+    If the model predicts noise or samples, the result does, too; see :func:`velocity_of`.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
@@ -150,10 +195,22 @@ def sample(
     steps: int = 50,
     method: Method = "euler",
     shift: float = 1.0,
+    prediction: Prediction = "velocity",
 ) -> Tensor:
     """Return images from noise (B, C, ..), of any size that the model's patches divide.
 
     The text, scale and negative are those of :func:`guided`, the steps and the shift those of :func:`time_grid`, and
-    the method that of :func:`integrate`.
+    the method that of :func:`integrate`. The prediction is the one that the model was trained with: noise says nothing
+    about the image at t = 1, so sampling begins at ``NOISE_START``; a sample says nothing about the noise at t = 0, so
+    the last step is Euler's.
     """
-    return integrate(guided(model, text, scale, negative), noise, time_grid(steps, shift), method)
+    predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
+
+    def velocity(z: Tensor, t: Tensor) -> Tensor:
+        return velocity_of(predict(z, t), z, t, prediction)
+
+    if prediction == "noise":
+        times = times.clamp(max=NOISE_START)
+    if prediction == "sample":
+        return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
+    return integrate(velocity, noise, times, method)

@@ -228,7 +228,9 @@ class TextFeatures(nn.Module):
         if not isinstance(empty, Text) or empty.batch_size != 1:
             raise ValueError(f"empty: expected the Text of one empty caption, got {type(empty).__name__}")
         for name, value in empty._asdict().items():
-            self.register_buffer(f"empty_{name}", None if value is None else value.detach().clone())
+            self.register_buffer(
+                f"empty_{name}", None if value is None else value.detach().clone(memory_format=torch.contiguous_format)
+            )
 
     def forward(self, text: Text) -> Text:
         """Return the features as they are."""

@@ -23,9 +23,11 @@ from lrpe_md.integrations.timm import LrpeAttention, adapt
 
 from ...models.blocks import DiTBlock
 from ..common.devices import sent
+from ..train.conditions import Captions
 from ..train.config import Training
-from ..train.data.captions import Captioned
 from ..train.data.images import Images, Labelled
+from ..train.data.source import Source
+from ..train.data.values import Pixels
 from ..train.data.videos import Footage, Segment
 from ..train.order import shuffle
 from ..train.tasks import diffusion as train_diffusion
@@ -168,7 +170,7 @@ class Backbone:
 
     @cached_property
     def config(self) -> Any:
-        return self.training(**{"out": Path(), "data": Path(), **self.options})
+        return self.training(**{"out": Path(), "data": Path("unused"), **self.options})
 
     @property
     def baselines(self) -> dict[str, str]:
@@ -242,8 +244,12 @@ class DiffusionBackbone(Backbone):
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
         size, length = self.config.size, self.config.text_length
         captions = ["x" * (length - i % (1 + length // 2)) for i in range(num)]
-        data = Captioned(random_bytes(num, 3, size, size), captions, np.zeros(num, bool))
-        return (train_diffusion.Pairs(self.config, data, device),)
+        values = Pixels({size: random_bytes(num, 3, size, size).to(device)})
+        condition = Captions(captions, self.config.text_encoder)
+        return (Source(values, condition, np.arange(num), np.arange(0), 0),)
+
+    def loss(self, model: Any, *inputs: Any) -> Tensor:
+        return self.script.loss(self.config, model, inputs)
 
 
 Workload = ViT | Video | Backbone

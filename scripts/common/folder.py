@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,8 +65,39 @@ def claim(out: Path) -> Iterator[None]:
             except OSError:  # the file system has no locks
                 pass
         for part in out.glob("*.part"):
-            part.unlink(missing_ok=True)
+            delete(part)
         yield
+
+
+def delete(path: Path) -> None:
+    """Delete a file, or a folder with its content."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes ``out`` when the block ends. If the block fails, nothing is left.
+
+    Raises:
+        typer.BadParameter: ``out`` has content, it can't be written, or another program is filling it.
+        SaveError: the disk is full.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise typer.BadParameter(f"--out {out}: expected a new or an empty folder; choose another one")
+    part = out.with_name(f"{out.name}.part")
+    with claim(part):
+        for leftover in part.iterdir():
+            delete(leftover)
+        try:
+            yield part
+            os.replace(part, out)
+        except OSError as error:
+            raise SaveError(f"--out {out} can't be written ({error})") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

@@ -159,12 +159,17 @@ class Trainer:
         """The weights to evaluate: the EMA where there is one."""
         return self.raw if self.average is None else self.average.module
 
+    def whole_weights(self) -> dict[str, Any]:
+        """Return the weights to evaluate, on the CPU, whole on the first process; all processes call it."""
+        return get_model_state_dict(self.averaged, options=WHOLE)
+
     def fit(
         self,
         steps: Steps,
         batch: Callable[[np.ndarray, np.ndarray], Any],
         loss: Callable[[nn.Module, Any], Tensor],
         validate: Callable[[], dict[str, float]] | None = None,
+        after_step: Callable[[], bool] | None = None,
     ) -> None:
         """Train up to ``config.steps``, or for ``config.seconds``.
 
@@ -173,6 +178,7 @@ class Trainer:
             batch: (indices, draws) → a micro-batch.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
             validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
+            after_step: called after each step; returns whether it did more than look at the step.
         """
         config, accelerator = self.config, self.accelerator
         if self.last is not None and self.step >= self.last:
@@ -197,8 +203,11 @@ class Trainer:
                 check = validate if self._due(config.validate_every) else None
                 if check or self._due(config.log_every):
                     progress.update(bar, loss=f"{self._log(check):.4f}")
+                worked = after_step is not None and after_step()
                 if self._due(config.save_every):
                     self.save()
+                    worked = True
+                if worked:
                     self.clock = self.clock and (self.step, time.perf_counter())
         for tracker in accelerator.trackers:  # end_training would end the processes' group, which evaluations need
             tracker.finish()

@@ -1,14 +1,14 @@
-"""Images of prompts of one's own, by the checkpoint of a diffusion training."""
+"""Samples of a trained diffusion model, for prompts or classes of your own: a sheet, or an .npz of many."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,27 +18,32 @@ from rich.progress import track
 from torch import Tensor
 
 from ...models.dit import DiT
-from ...models.flow import sample
-from ...models.text import TextEncoder, tokenize
+from ...models.text import Text, tokenize
 from ..common.folder import save_whole
 from ..common.options import choose
+from .conditions import build_encoder
+from .generation import as_images
+from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
+from .text_features import load_encoder
+from .vae import Decoder, load_vae
 
 BATCH = 16  # images that are drawn together
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Options of a sheet of samples.
+    """Options of sampling.
 
     Args:
         size: "HEIGHTxWIDTH" in pixels; None: the trained one.
         scale: of the guidance by the prompt.
-        steps: of Heun's method.
+        steps: of the sampler.
         images: of each prompt, each with a noise of its own, which is the same for all prompts.
         positions: "rescaled" or "extrapolated".
         out: the PNG.
-        negative: prompt that the guidance steers away from; None: the empty caption.
+        negative: prompt that the guidance steers away from; None: the empty condition.
+        sampler: one of :data:`.samplers.SAMPLERS`.
     """
 
     size: str | None
@@ -48,11 +53,13 @@ class Sheet:
     positions: str
     out: Path
     negative: str | None = None
+    sampler: str = "heun"
 
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
+        choose("--sampler", [self.sampler], SAMPLERS)
 
-    def height_and_width(self, trained: int, patch: int) -> tuple[int, int]:
+    def height_and_width(self, trained: int, multiple: int) -> tuple[int, int]:
         """Height and width in pixels."""
         if self.size is None:
             return trained, trained
@@ -60,31 +67,31 @@ class Sheet:
         if found is None:
             raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, as 96x64, got {self.size!r}")
         height, width = int(found[1]), int(found[2])
-        if height % patch or width % patch or not height * width:
+        if height % multiple or width % multiple or not height * width:
             raise typer.BadParameter(
-                f"--size: expected multiples of {patch}, the model's patch, got {self.size}; the next is "
-                f"{max(1, math.ceil(height / patch)) * patch}x{max(1, math.ceil(width / patch)) * patch}"
+                f"--size: expected multiples of {multiple}, the model's patch, got {self.size}; the next is "
+                f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
             )
         return height, width
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, option: str = "--out", example: str = "sheet.png") -> None:
     """Check the output file before the minutes of sampling."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"--out {out} can't be written ({error.strerror}); choose another place") from error
+        raise typer.BadParameter(f"{option} {out} can't be written ({error.strerror}); choose another place") from error
     if out.is_dir():
-        raise typer.BadParameter(f"--out {out}: expected a file, as sheet.png, got a folder")
+        raise typer.BadParameter(f"{option} {out}: expected a file, as {example}, got a folder")
 
 
 def words_of(captions: Iterable[str]) -> set[str]:
-    """Their words in small letters."""
+    """Return the words of captions in lower case."""
     return {word for caption in captions for word in re.findall(r"\w+", caption.lower())}
 
 
 def check_prompts(prompts: list[str], length: int, run: Path, console: Console) -> None:
-    """Refuse what the model can't read to its end, and say which words no caption of the training had."""
+    """Refuse prompts that the model can't read to their end, and name words that no caption of the training had."""
     for prompt in prompts:
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
@@ -102,15 +109,6 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
             )
 
 
-def load_model(state: dict[str, Any]) -> DiT:
-    """The model of a checkpoint, on the CPU."""
-    settings = state["settings"]
-    encoder = TextEncoder(settings["text_dim"], settings["text_depth"], settings["heads"])
-    model = DiT(text_encoder=encoder, **settings["model"])
-    model.load_state_dict(state.get("average", state["model"]))
-    return model.eval()
-
-
 def lay_over(trained: int, grid: tuple[int, int]) -> tuple[int, int]:
     """Return a grid with as many patches as in training, in the image's proportions."""
     side = math.sqrt(grid[0] * grid[1])
@@ -118,50 +116,183 @@ def lay_over(trained: int, grid: tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-def draw_noise(sheet: Sheet, size: tuple[int, int], channels: int, seed: int) -> Tensor:
-    """(images, C, H, W), the i-th by seed + i: the same whatever the device, and however many there are."""
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(sheet.images)]
-    return torch.stack([torch.randn(channels, *size, generator=generator) for generator in generators])
+def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return noise (num, *shape), the i-th by seed + i: the same on any device, and however many there are."""
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
+    return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
 
-def draw(
-    model: DiT, settings: dict[str, Any], prompts: list[str], noise: Tensor, sheet: Sheet, device: torch.device
-) -> Tensor:
-    """Images (prompts, images, C, H, W) in [-1, 1], from noise (images, C, H, W)."""
-    height, width = noise.shape[-2:]
-    trained, patch = settings["size"], settings["patch"]
-    if (height, width) != (trained, trained) and sheet.positions == "rescaled":
-        model.reference = lay_over(trained // patch, (height // patch, width // patch))
-    model = model.to(device)
-    tokens = tokenize(prompts, settings["text_length"]).repeat_interleave(len(noise), 0)
-    noise = noise.repeat(len(prompts), 1, 1, 1)
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings["precision"])
-    cast = precision is not None and device.type == "cuda"
-    negative = None if sheet.negative is None else tokenize([sheet.negative], settings["text_length"], device)
-    batches = list(zip(noise.split(BATCH), tokens.split(BATCH), strict=True))
-    found = []
-    for z, text in track(batches, "images", console=Console(stderr=True)):
-        with torch.autocast("cuda", precision) if cast else nullcontext():
-            found.append(
-                sample(
-                    model, z.to(device), text.to(device), scale=sheet.scale, negative=negative, steps=sheet.steps,
-                    method="heun",
-                    shift=math.sqrt(height * width) / trained,
-                ).float().cpu()
-            )  # fmt: skip
-    return torch.cat(found).unflatten(0, (len(prompts), -1))
+def load_model(state: dict[str, Any]) -> DiT:
+    """Build the model of a checkpoint, on the CPU, with the averaged weights if there are any."""
+    settings = state["settings"]
+    model = DiT(text_encoder=build_encoder(settings["condition"]), **settings["model"])
+    model.load_state_dict(state.get("average", state["model"]))
+    return model.eval()
 
 
-def sample_images(
-    run: Path, state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, sheet: Sheet
-) -> None:
-    """Draw prompts by the model of a checkpoint: a row for each, and a column for each noise, as a PNG."""
-    settings, console = state["settings"], Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    size = sheet.height_and_width(settings["size"], settings["patch"])
-    check_prompts([*prompts, *([sheet.negative] if sheet.negative else [])], settings["text_length"], run, console)
+class Painter:
+    """A trained diffusion model that draws samples for prompts.
+
+    Args:
+        state: the checkpoint.
+        device: where the model runs.
+        vae: of a model of latents; "auto": the one that made them.
+        encoder: the text model that made the features of a training with --text-features.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], device: torch.device, *, vae: str = "auto", encoder: str | None = None
+    ) -> None:
+        self.settings, self.step, self.device = state["settings"], state["step"], device
+        self.condition: dict[str, Any] = self.settings["condition"]
+        self.model = load_model(state).to(device)
+        latents = self.settings.get("latents")
+        self.decoder, self.factor = None, 1
+        if latents is not None:
+            self.decoder = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
+            self.decoder.scale, self.decoder.shift = latents["scale"], latents["shift"]
+            self.factor = latents["size"] // latents["shape"][-1]
+        self.encoder = None
+        if self.condition["kind"] == "features" and encoder is not None:
+            self.encoder = load_encoder(encoder, self.condition["length"], device)
+
+    @property
+    def multiple(self) -> int:
+        """Height and width of a patch, in pixels."""
+        return self.settings["patch"] * self.factor
+
+    def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of a sample (C, [frames,] height, width), of an image of this size in pixels."""
+        frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
+        return self.model.in_chans, *frames, *(n // self.factor for n in size)
+
+    def encode(self, prompts: list[str]) -> Any:
+        """Return what the model takes as text for these prompts: captions, or names or numbers of classes.
+
+        Raises:
+            typer.BadParameter: an unknown class, or features without the model that makes them.
+        """
+        kind = self.condition["kind"]
+        if kind == "captions":
+            return tokenize(prompts, self.condition["length"], self.device)
+        if kind == "labels":
+            return torch.tensor([self._class(prompt) for prompt in prompts], device=self.device)
+        if kind == "none":
+            if any(prompts):
+                raise typer.BadParameter("--prompt: expected none, the model was trained without captions or classes")
+            return None
+        if self.encoder is None:
+            raise typer.BadParameter(
+                "--encoder: expected the text model that made the features of the training "
+                f"({self.condition['encoder']}), got none"
+            )
+        return Text(*(None if value is None else value.float() for value in self.encoder(prompts)))
+
+    def _class(self, prompt: str) -> int:
+        classes = self.condition["classes"]
+        if prompt in classes:
+            return classes.index(prompt)
+        if prompt.isdecimal() and int(prompt) < len(classes):
+            return int(prompt)
+        if not prompt:
+            return len(classes)  # the empty condition
+        choose("--prompt", [prompt], classes)
+        raise AssertionError(prompt)
+
+    def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
+        """Yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU, from noise on the CPU.
+
+        text: from :meth:`encode`, a condition for each sample.
+        """
+        size = tuple(n * self.factor for n in noise.shape[-2:])
+        trained = self.settings["size"]
+        reference = None
+        if size != (trained, trained) and sheet.positions == "rescaled":
+            grid = tuple(n // self.settings["patch"] for n in noise.shape[-2:])
+            reference = lay_over(trained // self.multiple, (grid[0], grid[1]))
+            reference = (None, *reference) if self.model.num_axes == 3 else reference
+        self.model.reference = reference
+        sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
+        negative = None if sheet.negative is None else self.encode([sheet.negative])
+        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
+        cast = precision is not None and self.device.type == "cuda"
+        for first in range(0, len(noise), BATCH):
+            rows = slice(first, first + BATCH)
+            with torch.autocast("cuda", precision) if cast else nullcontext():
+                found = draw_samples(
+                    self.model, noise[rows].to(self.device), _rows(text, rows), sampling, negative=negative,
+                    shift=math.sqrt(size[0] * size[1]) / trained,
+                ).float()  # fmt: skip
+            yield (found if self.decoder is None else self.decoder.decode(found)).cpu()
+
+
+def _rows(text: Any, rows: Any) -> Any:
+    if isinstance(text, Text):
+        return Text(*(None if value is None else value[rows] for value in text))
+    return None if text is None else text[rows]
+
+
+def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
+    """Draw each prompt from each noise (images, C, ..): (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
+    text = _rows(painter.encode(prompts), rows.to(painter.device))
+    noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))
+    batches = track(
+        painter.draw(text, noise, sheet), "sampling", math.ceil(len(noise) / BATCH), console=Console(stderr=True)
+    )
+    return torch.cat(list(batches)).unflatten(0, (len(prompts), -1))
+
+
+def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet) -> None:
+    """Draw prompts: a row for each, and a column for each noise, as a PNG."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    size = sheet.height_and_width(painter.settings["size"], painter.multiple)
+    _check(run, painter, prompts, sheet, console)
     check_out(sheet.out)
-    model = load_model(state)
-    drawn = draw(model, settings, prompts, draw_noise(sheet, size, model.in_chans, seed), sheet, device)
+    drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size), seed), sheet)
     columns: dict[str, np.ndarray] = {f"seed {seed + i}": pixels(drawn[:, i]) for i in range(sheet.images)}
     save_whole(sheet.out, lambda part: write_sheet(part, prompts, columns))
-    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} images of {size[0]}x{size[1]}, step {state['step']}")
+    console.print(f"{sheet.out}: {len(prompts)} × {sheet.images} images of {size[0]}x{size[1]}, step {painter.step}")
+
+
+def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, console: Console) -> None:
+    if painter.condition["kind"] == "captions":
+        given = [*prompts, *([sheet.negative] if sheet.negative else [])]
+        check_prompts(given, painter.condition["length"], run, console)
+
+
+class Count(NamedTuple):
+    """Number of samples to draw, and the .npz to write them to."""
+
+    number: int
+    npz: Path
+
+
+def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
+    """Draw ``count`` samples, prompts or classes in turn, and write them for tools that compute an FID.
+
+    The .npz holds arr_0, uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos; and arr_1, the labels (N,) of a model
+    with classes, or the numbers of the prompts.
+    """
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    check_out(count.npz, "--npz", "samples.npz")
+    size = sheet.height_and_width(painter.settings["size"], painter.multiple)
+    _check(run, painter, prompts, sheet, console)
+    if painter.condition["kind"] == "labels" and not any(prompts):
+        prompts = painter.condition["classes"]
+    text, shape, found = painter.encode(prompts), painter.shape(size), []
+    numbers = torch.arange(count.number) % len(prompts)
+    for part in track(numbers.split(BATCH), "sampling", console=Console(stderr=True)):
+        noise = draw_noise(len(part), shape, seed + sum(map(len, found)))
+        for drawn in painter.draw(_rows(text, part.to(painter.device)), noise, sheet):
+            images = as_images(drawn).permute(0, 2, 3, 1)
+            found.append((images.unflatten(0, (len(drawn), -1)) if drawn.ndim == 5 else images).numpy())
+    is_label = painter.condition["kind"] == "labels"
+    arrays: Any = {"arr_0": np.concatenate(found), "arr_1": (text[numbers].cpu() if is_label else numbers).numpy()}
+
+    def save(part: Path) -> None:
+        with part.open("wb") as file:
+            np.savez(file, **arrays)
+
+    save_whole(count.npz, save)
+    console.print(f"{count.npz}: {count.number} samples of {size[0]}x{size[1]}, step {painter.step}")

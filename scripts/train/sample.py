@@ -1,7 +1,8 @@
-"""Sample from the checkpoint of a training: go on with a text, or draw images of prompts.
+"""Sample from the checkpoint of a training: continue a text, or draw images or videos for prompts or classes.
 
 python -m scripts.train sample runs/lm --prompt "**ROMEO**" --tokens 400
 python -m scripts.train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
+python -m scripts.train sample runs/fashion --count 5000 --npz samples.npz
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import typer
 from ..common.devices import choose_device
 from ..common.options import SEEDS, finite, positive
 from .loop import read_checkpoint
-from .prompts import Sheet, sample_images
+from .prompts import Count, Painter, Sheet, sample_images, sample_many
+from .samplers import SAMPLERS
 from .tasks import lm
 
 TEXT, IMAGES = "lm", "diffusion"
@@ -29,6 +31,11 @@ OWN: dict[str, dict[str, Any]] = {
         "images": 4,
         "positions": "rescaled",
         "out": Path("sheet.png"),
+        "sampler": "heun",
+        "vae": "auto",
+        "encoder": None,
+        "count": None,
+        "npz": None,
     },
 }
 
@@ -70,39 +77,85 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def main(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training, of `train lm` or `diffusion`.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Of the draws, of the first image's noise.")] = 0,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Text: bytes to add, 400 unless told otherwise.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Text: 0.8; 0 takes the likeliest byte.")
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text, caption, or name or number of a class. May be repeated.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(max=1, callback=positive, help="Text: 0.95.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn, to the result's length.")] = None,
-    size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels; else that of the training.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Text file with a prompt in each line.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Random seed; that of the first image's noise.")] = 0,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. Default: 400.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, callback=finite, help="Text: sampling temperature; 0 takes the likeliest byte. Default: 0.8."
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. Default: 0.95."),
+    ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="Text: scale positions to the length of the result: linear, ntk or yarn.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. Default: the trained size.")] = None,
     scale: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Images: guidance by the prompt, 3; 1: none.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 turns guidance off. Default: 3."),
     ] = None,
     negative: Annotated[
-        str | None, typer.Option(help="Images: a prompt to steer away from. Default: the empty caption.")
+        str | None, typer.Option(help="Images: prompt or class to steer away from. Default: the empty one.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Images: steps of Heun's method, 50.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images of each prompt, 4.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Images: sampling steps. Default: 50.")] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Images: one of {', '.join(SAMPLERS)}. Default: heun.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. Default: 4.")] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Images: at another size rescaled (laid over the trained grid) or extrapolated.")
+        str | None,
+        typer.Option(help="Images: positions at another size, rescaled (over the trained grid) or extrapolated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Images: the sheet, sheet.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Images: the sheet. Default: sheet.png.")] = None,
+    vae: Annotated[
+        str | None, typer.Option(help="Images: VAE that decodes latents. Default: the one that made them.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="Images: text model of a training with --text-features, to encode prompts.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Images: draw this many, prompts or classes in turn, into --npz.")
+    ] = None,
+    npz: Annotated[
+        Path | None, typer.Option(help="Images: .npz of --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
+    ] = None,
 ) -> None:
-    """Go on with prompts, or draw them, by a model of yours: the averaged weights where the training kept them."""
+    """Continue or draw prompts with a trained model. The averaged weights are used if the training kept them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,
         {
             "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
             "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
+            "sampler": sampler, "vae": vae, "encoder": encoder, "count": count, "npz": npz,
         },
     )  # fmt: skip
+    prompts = [*(prompt or []), *read_prompts(prompt_file)]
     if task == TEXT:
-        lm.sample_text(state, prompt or ["\n"], seed, on, **options)
+        lm.sample_text(state, prompts or ["\n"], seed, on, **options)
+        return
+    vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
+    if (number is None) != (npz is None):
+        raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
+    sheet = Sheet(**options)
+    painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
+    if number is None or npz is None:
+        sample_images(run, painter, prompts or [""], seed, sheet)
     else:
-        sample_images(run, state, prompt or [""], seed, on, Sheet(**options))
+        sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """Return the lines of a file that are not empty."""
+    if path is None:
+        return []
+    try:
+        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--prompt-file {path}: can't be read as text ({error}); give another one") from error

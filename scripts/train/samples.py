@@ -18,7 +18,12 @@ HELD_OUT = "held out"  # the column of the images that the captions belong to
 
 
 def pixels(images: Tensor) -> np.ndarray:
-    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey where a model has diverged."""
+    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey where a model has diverged.
+
+    Videos (N, 3, frames, H, W) become (N, H, frames · W, 3), their frames from left to right.
+    """
+    if images.ndim == 5:
+        images = images.transpose(2, 3).flatten(3)
     return images.float().nan_to_num().clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 

@@ -30,6 +30,7 @@ class Work:
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
         evaluate: what result.json says of the trained model; all processes call it.
         validate: what a row of the history says of the model on the way.
+        after_step: called after each step, to draw samples for example; see :meth:`.loop.Trainer.fit`.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Work:
     loss: Callable[[nn.Module, Any], Tensor]
     evaluate: Callable[[Trainer], dict[str, Any]]
     validate: Callable[[Trainer], dict[str, float]] | None = None
+    after_step: Callable[[Trainer], bool] | None = None
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
@@ -53,7 +55,8 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
         trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
         stack.callback(trainer.end_turn)
         validate = None if work.validate is None else partial(work.validate, trainer)
-        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
+        after_step = None if work.after_step is None else partial(work.after_step, trainer)
+        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate, after_step))
         console.print("Evaluating")
         trainer.averaged.eval()
         result = {**work.evaluate(trainer), **common}

@@ -8,7 +8,6 @@ import os
 import zipfile
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +22,11 @@ pytest.importorskip("accelerate")
 
 from lrpe_md.scripts.train import samples
 from lrpe_md.scripts.train.app import app
-from lrpe_md.scripts.train.data.captions import load_captioned
+from lrpe_md.scripts.train.data.pictures import open_pictures
+from lrpe_md.scripts.train.data.records import Split
+from lrpe_md.scripts.train.data.values import digest_of
 from lrpe_md.scripts.train.encodings import CAPTIONED
+from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
@@ -56,7 +58,15 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-load = partial(load_captioned, size=8, parts=4)
+def load(path, size=8, parts=4, fold=0, limit=None, without=""):
+    """Read all pairs of a folder or a zip."""
+    split = Split(parts, fold, limit)
+    pictures = open_pictures(path, split, condition="captions", without=without)
+    images, records = pictures.read(size), pictures.records
+    return SimpleNamespace(
+        images=images, captions=records.captions, held_out=records.held_out(path, split),
+        digest=digest_of(images, records),
+    )  # fmt: skip
 
 
 # --- data ------------------------------------------------------------------------------------------------
@@ -197,21 +207,20 @@ def test_a_run_lowers_the_loss_and_shows_samples(folder, tmp_path):
 
 def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
     chosen = config(folder, tmp_path, drop_text=0.25, encoding="rotate")
-    data = load_captioned(folder, chosen.test_size, parts=chosen.parts)
-    pairs = train_diffusion.Pairs(chosen, data, torch.device("cpu"))
+    source = train_diffusion.open_source(chosen, torch.device("cpu"))
     draws = np.arange(16, dtype=np.int64) * 2**59
-    x, _, drop = train_diffusion.batch(chosen, pairs, np.arange(16) % len(pairs.train), draws)
+    x, _, drop = train_diffusion.batch(chosen, source, np.arange(16) % len(source.train), draws)
     assert x.shape == (16, 3, 8, 8)
     assert {x.min().item(), x.max().item()} == {-1, 1}
     assert drop.tolist() == [True] * 4 + [False] * 12
 
-    model = train_diffusion.build(chosen)
+    model = train_diffusion.build(chosen, source)
     torch.nn.init.normal_(model.head.weight)
-    trainer = SimpleNamespace(averaged=model, accelerator=SimpleNamespace(autocast=nullcontext))
-    first = train_diffusion.evaluate(chosen, pairs, trainer)
+    evaluation = train_diffusion.make_evaluation(chosen, source)
+    first = evaluation.evaluate(model, nullcontext)
     torch.randn(5)
-    assert train_diffusion.evaluate(chosen, pairs, trainer) == first
-    _, columns = train_diffusion.draw(chosen, pairs, trainer)
+    assert evaluation.evaluate(model, nullcontext) == first
+    _, columns = evaluation.draw(model, chosen.sampling, chosen.samples, nullcontext)
     assert {name: images.shape[-1] for name, images in columns.items()} == {
         "held out": 12, "8x8": 8, "12x12 extrapolated": 12, "12x12 rescaled": 12,
     }  # fmt: skip
@@ -240,7 +249,7 @@ def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, sto
 
     monkeypatch.setattr(train_diffusion, "loss", dying)
     if stop == SMALL["steps"]:
-        monkeypatch.setattr(train_diffusion, "evaluate", dying_late)
+        monkeypatch.setattr(Evaluation, "evaluate", dying_late)
     part = config(folder, tmp_path / "part", encoding="rotate-mixed")
     with pytest.raises(Killed):
         run(part)
@@ -289,7 +298,7 @@ def test_command_line(folder, tmp_path):
 def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
     chosen = config(folder, tmp_path, encoding=encoding, attention=attention, dim=64)
     model = train_diffusion.build(chosen)
-    for _, size, model.reference in train_diffusion.conditions(chosen):
+    for size, model.reference in ((8, None), (12, None), (12, (4, 4))):
         assert model(torch.randn(1, 3, size, size), torch.rand(1)).shape == (1, 3, size, size)
 
 

@@ -25,10 +25,10 @@ from lrpe_md.scripts.common.folder import claim
 from lrpe_md.scripts.train import loop, samples
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
-from lrpe_md.scripts.train.data.captions import load_captioned
 from lrpe_md.scripts.train.tasks import digits
 from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from PIL import Image
+from test_train_diffusion import load
 from test_train_image import write_folders, write_idx
 from typer.testing import CliRunner, Result
 
@@ -289,7 +289,7 @@ def write_captions(folder: Path, lines: str, table: str = "metadata.jsonl", num:
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
 def test_json_lines_only_end_at_newlines(sign, tmp_path):
     lines = [json.dumps({"file_name": f"{i}.png", "text": f"a{sign}{i}"}, ensure_ascii=False) for i in range(24)]
-    found = load_captioned(write_captions(tmp_path / "data", "\r\n".join(lines)), 8, parts=4)
+    found = load(write_captions(tmp_path / "data", "\r\n".join(lines)), 8, parts=4)
     assert len(found.captions) == 24
     assert all(caption.startswith(f"a{sign}") for caption in found.captions)
 
@@ -297,7 +297,7 @@ def test_json_lines_only_end_at_newlines(sign, tmp_path):
 def test_captions_must_be_text(tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "\\ud800 {i}"}}\n' for i in range(24))
     with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: .* not text"):
-        load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
+        load(write_captions(tmp_path / "data", rows), 8, parts=4)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +307,13 @@ def test_captions_must_be_text(tmp_path):
 def test_unreadable_captions(row, message, tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "{i}"}}\n' for i in range(23)) + row
     with pytest.raises(typer.BadParameter, match=rf"metadata\.jsonl, line 24 .*{message}"):
-        load_captioned(write_captions(tmp_path / "data", rows), 8, parts=4)
+        load(write_captions(tmp_path / "data", rows), 8, parts=4)
 
 
 def test_a_field_that_is_too_long(tmp_path):
     rows = "file_name,text\n" + "".join(f"{i}.png,{'x' * 2**18 if i == 3 else i}\n" for i in range(24))
     with pytest.raises(typer.BadParameter, match=r"metadata\.csv, line \d+: .*field"):
-        load_captioned(write_captions(tmp_path / "data", rows, "metadata.csv"), 8, parts=4)
+        load(write_captions(tmp_path / "data", rows, "metadata.csv"), 8, parts=4)
 
 
 def write_zip(path: Path, twice: bool = False, method: int = zipfile.ZIP_STORED) -> Path:
@@ -329,7 +329,7 @@ def write_zip(path: Path, twice: bool = False, method: int = zipfile.ZIP_STORED)
 
 def test_a_zip_with_one_name_twice(tmp_path):
     with pytest.raises(typer.BadParameter, match=r"3\.txt is in it twice"):
-        load_captioned(write_zip(tmp_path / "a.zip", twice=True), 8, parts=4)
+        load(write_zip(tmp_path / "a.zip", twice=True), 8, parts=4)
 
 
 def test_an_encrypted_zip(tmp_path):
@@ -342,7 +342,7 @@ def test_an_encrypted_zip(tmp_path):
             at = data.find(sign, at + 4)
     path.write_bytes(data)
     with pytest.raises(typer.BadParameter, match=r"can't be read.*encrypted"):
-        load_captioned(path, 8, parts=4)
+        load(path, 8, parts=4)
 
 
 def test_a_zip_with_broken_parts(tmp_path):
@@ -353,7 +353,7 @@ def test_a_zip_with_broken_parts(tmp_path):
         data[at : at + 4] = b"\xff\xff\xff\xff"
     path.write_bytes(data)
     with pytest.raises(typer.BadParameter, match=r"7\.(png|txt) can't be read"):
-        load_captioned(path, 8, parts=4)
+        load(path, 8, parts=4)
 
 
 def test_a_decompression_bomb(tmp_path, monkeypatch):

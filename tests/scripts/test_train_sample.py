@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.loop import FORMAT, digest_of, read_checkpoint
-from lrpe_md.scripts.train.prompts import Sheet, draw, draw_noise, lay_over, load_model
+from lrpe_md.scripts.train.prompts import Painter, Sheet, draw, draw_noise, lay_over, load_model
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -82,7 +82,7 @@ def test_a_negative_prompt(run_folder, tmp_path):
 
     def images(scale, negative):
         sheet = replace(SHEET, scale=scale, negative=negative)
-        return draw(load_model(state), state["settings"], ["red tile"], draw_noise(sheet, (8, 8), 3, 0), sheet, CPU)
+        return draw(Painter(state, CPU), ["red tile"], draw_noise(sheet.images, (3, 8, 8), 0), sheet)
 
     torch.testing.assert_close(images(3.0, ""), images(3.0, None))
     assert not torch.allclose(images(3.0, "blue tile"), images(3.0, None))
@@ -112,7 +112,7 @@ def test_seeds_prompts_and_positions(run_folder):
     prompts = ["red tile", "blue tile", ""]
 
     def images(seed=0, size=(8, 8), sheet=SHEET):
-        return draw(load_model(state), state["settings"], prompts, draw_noise(sheet, size, 3, seed), sheet, CPU)
+        return draw(Painter(state, CPU), prompts, draw_noise(sheet.images, (3, *size), seed), sheet)
 
     first = images()
     assert first.shape == (3, 2, 3, 8, 8)

@@ -1,4 +1,4 @@
-"""Images with captions, from a folder or a zip, in memory."""
+"""Read folders and zips of images: their names, captions and other fields of a table, and their pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 import typer
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from .images import Images, Labelled
 
@@ -35,63 +33,17 @@ Read = Callable[[], bytes]
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
-@dataclass(frozen=True)
-class Captioned:
-    """Images (N, 3, size, size) uint8, their captions, and which are held out, (N,) bool."""
-
-    images: Tensor
-    captions: list[str]
-    held_out: np.ndarray
-
-    @property
-    def digest(self) -> int:
-        """Hash the training data."""
-        return crc32("\n".join(self.captions).encode(), crc32(self.images.numpy().tobytes()))
-
-
-def load_captioned(
-    path: Path, size: int, *, parts: int, fold: int = 0, without: str = "", limit: int | None = None
-) -> Captioned:
-    """Load all pairs in ``path``, sorted by name.
-
-    Args:
-        path: a folder or a zip; see ``REMEDY``.
-        size: images are cropped to their central square and resized to this; what is transparent becomes white.
-        parts, fold: a pair is held out where a hash of its caption, modulo ``parts``, is ``fold``; equal captions stay
-            together. Equal images under different captions do not, nor captions that differ beyond the text's length.
-        without: a field of the table; rows where it is true are left out.
-        limit: take this many pairs at most.
-
-    Raises:
-        typer.BadParameter: no images, captions that don't match them, an unreadable image, nothing held out.
-    """
-    files = _files(path)
-    pairs = sorted(_pairs(path, files, without).items())[:limit]
-    decode = partial(_decode, path=path, size=size)
-    with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda pair: decode(pair[0], files[pair[0]]), pairs))
-    captions = [caption for _, caption in pairs]
-    held_out = np.array([crc32(caption.encode()) % parts == fold for caption in captions])
-    if held_out.all() or not held_out.any():
-        raise typer.BadParameter(
-            f"--data {path}: {held_out.sum()} of {len(pairs)} pairs are held out by --parts {parts} --fold {fold}; "
-            "give more pairs, or other parts"
-        )
-    return Captioned(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), captions, held_out)
-
-
 def load_classes(
     path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
 ) -> Labelled:
-    """The images of a table as :func:`load_captioned` reads them, with another field of it as their class.
+    """Load the images of a table, with one of its fields as their class.
 
     An image is for tests where a hash of its name, modulo ``parts``, is 0.
     """
-    files = _files(path)
-    pairs = sorted(_pairs(path, files, without, label).items())[:limit]
-    decode = partial(_decode, path=path, size=size)
+    files = list_files(path)
+    pairs = sorted(pair_up(path, files, without, label).items())[:limit]
     with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda pair: decode(pair[0], files[pair[0]]), pairs))
+        images = list(pool.map(lambda pair: crop_square(decode(pair[0], files[pair[0]], path), size), pairs))
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
     names = sorted({name for _, name in pairs})
     labels = torch.tensor([names.index(name) for _, name in pairs])
@@ -102,8 +54,8 @@ def load_classes(
     return Labelled(train, test, len(names))
 
 
-def _files(path: Path) -> dict[str, Read]:
-    """Names, relative and with forward slashes, and how to read them."""
+def list_files(path: Path) -> dict[str, Read]:
+    """Return the files of a folder or a zip by name, relative and with forward slashes."""
     if path.is_dir():
         return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
     if not path.exists():
@@ -121,8 +73,8 @@ def _files(path: Path) -> dict[str, Read]:
     return files
 
 
-def _pairs(path: Path, files: dict[str, Read], without: str, field: str = "text") -> dict[str, str]:
-    """Name of the image → caption, or another field of the table."""
+def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text") -> dict[str, str]:
+    """Map the name of each image to its caption, or to another field of the table."""
     images = {name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES}
     if not images:
         raise typer.BadParameter(f"--data {path}: no images among its {len(files)} files; {REMEDY}")
@@ -140,14 +92,14 @@ def _pairs(path: Path, files: dict[str, Read], without: str, field: str = "text"
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
     _refuse(path, "captions without an image", (n for n in captions if n.removesuffix(".txt") not in texts))
-    return {name: _text(path, text, files[text]).strip() for name, text in beside.items()}
+    return {name: read_text(path, text, files[text]).strip() for name, text in beside.items()}
 
 
 def _from_table(
     path: Path, table: str, files: dict[str, Read], images: set[str], without: str, field: str
 ) -> dict[str, str]:  # fmt: skip
     folder, pairs, skipped = PurePosixPath(table).parent, {}, set()
-    for line, row in _rows(path, table, _text(path, table, files[table])):
+    for line, row in _rows(path, table, read_text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
@@ -188,7 +140,8 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
                 raise typer.BadParameter(f"{path}: {table}, line {i} is nested too deeply to be read") from error
 
 
-def _text(path: Path, name: str, read: Read) -> str:
+def read_text(path: Path, name: str, read: Read) -> str:
+    """Read a file of text in UTF-8."""
     try:
         return read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -208,14 +161,20 @@ def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
         raise typer.BadParameter(f"--data {path}: {len(found)} {what}: {some}; complete the pairs or take them away")
 
 
-def _decode(name: str, read: Read, *, path: Path, size: int) -> np.ndarray:
+def decode(name: str, read: Read, path: Path) -> Image.Image:
+    """Return an image of ``path``, upright, in RGB; what is transparent becomes white."""
     try:
         with Image.open(io.BytesIO(read())) as image:
             rgba = ImageOps.exif_transpose(image).convert("RGBA")
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
     white = Image.new("RGBA", rgba.size, "white")
-    opaque, side = Image.alpha_composite(white, rgba).convert("RGB"), min(rgba.size)
-    left, top = ((n - side) // 2 for n in rgba.size)
-    square = opaque.crop((left, top, left + side, top + side))
+    return Image.alpha_composite(white, rgba).convert("RGB")
+
+
+def crop_square(image: Image.Image, size: int) -> np.ndarray:
+    """Return the central square of an image, resized to (size, size, 3)."""
+    side = min(image.size)
+    left, top = ((n - side) // 2 for n in image.size)
+    square = image.crop((left, top, left + side, top + side))
     return np.asarray(square.resize((size, size), Image.Resampling.LANCZOS))

@@ -1,10 +1,10 @@
-"""Train a text-conditioned diffusion transformer on captioned images, and sample at the trained and a larger size.
+"""Train a diffusion transformer on images, videos or latents, by captions, class labels or nothing, and sample from it.
 
     python -m scripts.train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
     torchrun --nproc-per-node 4 -m scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
-Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and words.txt (those of the captions) to the
-folder of the run; the same command goes on where it was interrupted. ``scripts.train sample`` draws your own prompts.
+Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the folder of
+the run; the same command resumes an interrupted run. ``scripts.train sample`` draws your own prompts or classes.
 Emoji with their names: ``npm pack emoji-datasource-google``, its folder img/google/64 beside a metadata.jsonl with
 file_name and text.
 """
@@ -12,37 +12,39 @@ file_name and text.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 import typer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ....models.dit import DiT
-from ....models.flow import draw_times, flow_matching_loss, sample
-from ....models.text import TextEncoder, tokenize
+from ....models.flow import Prediction, Times, draw_times, flow_matching_loss
 from ...common.devices import sent
-from ...common.folder import save_whole, write
+from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
-from ..config import Training, describe, option
-from ..data.captions import Captioned, load_captioned
+from ..conditions import Captions, EncoderSize, build_encoder
+from ..config import describe, option
+from ..data.footage import is_footage
+from ..data.source import Encoding, GenerativeTraining, Source, load_source
+from ..data.values import LATENTS
 from ..encodings import CAPTIONED, Backbone
+from ..generation import TIMES, Evaluation
 from ..loop import Trainer
 from ..order import shuffle
 from ..prompts import words_of
-from ..samples import HELD_OUT, keep, pixels, write_sheet
+from ..samplers import SAMPLERS, Sampling
+from ..samples import keep, pixels, write_sheet
+from ..vae import Decoder, load_vae
 from ..work import Work, train
-
-TIMES = 8  # of the evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionTraining(Training):
-    """Train a diffusion transformer (flow matching) on captioned images.
+class DiffusionTraining(GenerativeTraining):
+    """Train a diffusion transformer (flow matching) on images, videos or latents.
 
     Command: python -m scripts.train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
@@ -55,195 +57,211 @@ class DiffusionTraining(Training):
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
-    steps: int = option(2500, "Steps of the optimiser.", least=1)
-    data: Path = field(metadata=describe("Folder or zip of images and captions.", free=True))
-    without: str = option("", "A field of metadata.jsonl: rows where it is true are left out.")
-    limit: int = option(0, "Take so many pairs; 0: all.", least=0, off=True)
-    parts: int = option(20, "One in so many captions is held out.", least=1)
-    fold: int = option(0, "Which of them: 0 to parts - 1.")
+    steps: int = option(2500, "Optimiser steps.", least=1)
+    test_size: int = option(
+        48, "Larger size to test and sample at, in pixels; 0 tests at --size alone. Not for latents.", least=0, off=True
+    )
+    vae: str = option(
+        "auto", "VAE that decodes latents: a folder or a hub id; auto: the one that made them.", free=True
+    )
+    text_features: Path | None = field(
+        default=None,
+        metadata=describe("Output folder of `train features`: train on them instead of a text encoder.", free=True),
+    )
     encoding: str = option("rotate", CAPTIONED.help)
     attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
-    size: int = option(32, "Height and width in training, pixels.")
-    test_size: int = option(48, "The larger size to test and sample at.")
-    patch: int = option(2, "Pixels.", least=1)
-    dim: int = option(256, "Of the embedding.", least=1)
-    depth: int = option(8, "Blocks.", least=1)
-    heads: int = option(4, "Of attention.", least=1)
-    text_dim: int = option(256, "Of the text encoder; as many heads.", least=1)
-    text_depth: int = option(3, "Blocks of the text encoder.", least=1)
-    text_length: int = option(64, "Bytes of a caption at most.", least=1)
-    drop_text: float = option(0.1, "Share of captions that are emptied, for guidance.", least=0, below=1)
-    guidance: float = option(3.0, "Scale of the text in sampling; 1: none.", free=True, least=0)
-    sample_steps: int = option(50, "Of Heun's method, two calls each.", free=True, least=1)
-    samples: int = option(12, "Held-out captions to sample.", free=True, least=1)
-    test_samples: int = option(256, "Held-out pairs to test on at most.", free=True, least=1)
+    patch: int = option(2, "Height and width of a patch, in pixels or latents.", least=1)
+    dim: int = option(256, "Embedding width.", least=1)
+    depth: int = option(8, "Number of blocks.", least=1)
+    heads: int = option(4, "Number of attention heads.", least=1)
+    text_dim: int = option(256, "Width of the text encoder or of class embeddings.", least=1)
+    text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
+    text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
+    drop_text: float = option(
+        0.1, "Share of captions or labels that are emptied in training, for guidance.", least=0, below=1
+    )
+    times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.")
+    prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.")
+    guidance: float = option(3.0, "Guidance scale in sampling; 1 turns guidance off.", free=True, least=0)
+    sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True)
+    sample_steps: int = option(50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1)
+    samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1)
+    sample_every: int = option(
+        0, "Steps between two sheets of samples; 0 draws one at the end alone.", free=True, least=0, off=True
+    )
+    test_samples: int = option(256, "Maximum number of held-out samples to test on.", free=True, least=1)
+    distance_samples: int = option(
+        0, "Samples for a Fréchet distance in random features, at each validation and at the end; 0: none.",
+        free=True, least=0, off=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("--attention", [self.attention], CAPTIONED.attentions)
-        if not 0 <= self.fold < self.parts:
-            raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
-        for name in ("size", "test_size"):
-            if getattr(self, name) < 1 or getattr(self, name) % self.patch:
-                raise typer.BadParameter(
-                    f"--{name.replace('_', '-')}: expected a multiple of {self.patch}, got {getattr(self, name)}"
-                )
+        choose("--times", [self.times], ("logit-normal", "uniform"))
+        choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
+        choose("--sampler", [self.sampler], SAMPLERS)
+        if self.latents is None:
+            for name, size in (("--size", self.size), ("--test-size", self.test_size)):
+                if size % self.patch:
+                    raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")
+        elif self.latents["shape"][-1] % self.patch:
+            raise typer.BadParameter(
+                f"--patch {self.patch}: expected a divisor of {self.latents['shape'][-1]}, the size of the latents"
+            )
         self.check_encoding(DiT, model_arguments(self))
+
+    @cached_property
+    def latents(self) -> dict[str, Any] | None:
+        """The content of latents.json; None: the data is not latents."""
+        return read_json(self.data / LATENTS) if (self.data / LATENTS).is_file() else None
+
+    @cached_property
+    def num_axes(self) -> int:
+        """3 for videos, 2 for images."""
+        is_video = is_footage(self.data) if self.latents is None else self.latents["lengths"] is not None
+        return 3 if is_video else 2
+
+    @property
+    def text_encoder(self) -> EncoderSize:
+        return EncoderSize(self.text_dim, self.text_depth, self.heads, self.text_length)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.sampler, self.sample_steps, self.guidance, cast(Prediction, self.prediction))
 
 
 def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
     return {
+        "num_axes": config.num_axes, "in_chans": 3 if config.latents is None else config.latents["shape"][2],
         "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         **CAPTIONED.arguments(config.encoding, config.attention),
     }  # fmt: skip
 
 
-def build(config: DiffusionTraining) -> DiT:
-    return DiT(text_encoder=TextEncoder(config.text_dim, config.text_depth, config.heads), **model_arguments(config))
+def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
+    """Build the model for this data; None: for captioned images."""
+    if source is None:
+        encoder = build_encoder(Captions((), config.text_encoder).settings)
+    else:
+        encoder = source.condition.encoder()
+    return DiT(text_encoder=encoder, **model_arguments(config))
 
 
-class Pairs:
-    """The data on the device: images (N, 3, H, W) uint8 at both sizes, tokens (N, L), and which are for training."""
-
-    def __init__(self, config: DiffusionTraining, data: Captioned, device: torch.device) -> None:
-        self.captions, self.device = data.captions, device
-        self.images = {size: _resized(data.images, size).to(device) for size in (config.size, config.test_size)}
-        self.tokens = tokenize(data.captions, config.text_length, device)
-        self.train = torch.from_numpy(np.flatnonzero(~data.held_out)).to(device)
-        self.held_out = torch.from_numpy(np.flatnonzero(data.held_out)).to(device)
-
-    def __call__(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """x (B, 3, size, size) in [-1, 1], tokens (B, L)."""
-        return self.images[size][indices].float() / 127.5 - 1, self.tokens[indices]
+def open_source(config: DiffusionTraining, device: torch.device) -> Source:
+    sizes = tuple(dict.fromkeys(size for size in (config.size, config.test_size) if size))
+    return load_source(config, sizes, device, Encoding(config.text_encoder, config.text_features))
 
 
-def _resized(images: Tensor, size: int) -> Tensor:
-    if images.shape[-1] == size:
-        return images
-    parts = [F.interpolate(p.float(), size=(size, size), mode="bicubic", antialias=True) for p in images.split(256)]
-    return torch.cat([p.round().clamp(0, 255).byte() for p in parts])
-
-
-def batch(config: DiffusionTraining, pairs: Pairs, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, ...]:
-    """Return images, tokens, and which of the samples lose their caption."""
-    drop = sent(draws / 2**63 < config.drop_text, pairs.device)
-    return *pairs(pairs.train[sent(indices, pairs.device)], config.size), drop
+def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
+    """Return values, conditions, and which of the samples lose their condition."""
+    x, text = source.batch(source.train[indices], source.values.sizes[0], draws)
+    return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Patches of a step."""
-    return config.batch * (config.size // config.patch) ** 2
+    """Count the patches of a step."""
+    side = config.size if config.latents is None else config.latents["shape"][-1]
+    frames = config.frames if config.num_axes == 3 else 1
+    return config.batch * frames * (side // config.patch) ** 2
 
 
-def loss(model: nn.Module, samples: tuple[Tensor, ...]) -> Tensor:
-    x, tokens, drop = samples
-    t = draw_times(len(x), device=x.device)
-    return flow_matching_loss(model, x, tokens, t, torch.randn_like(x), drop=drop).mean()
+def loss(config: DiffusionTraining, model: nn.Module, samples: tuple[Any, ...]) -> Tensor:
+    x, text, drop = samples
+    t = draw_times(len(x), cast(Times, config.times), device=x.device)
+    prediction = cast(Prediction, config.prediction)
+    return flow_matching_loss(model, x, text, t, torch.randn_like(x), drop=drop, prediction=prediction).mean()
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, pairs: Pairs, size: int, limit: int, autocast: Any) -> list[float]:
-    """The mean loss at times (i + ½) / TIMES, with the same noise for every model."""
-    chosen = pairs.held_out[:limit]
-    generator = torch.Generator().manual_seed(0)
-    totals = torch.zeros(TIMES, dtype=torch.float64)
-    for part in chosen.split(64):
-        x, tokens = pairs(part, size)
-        for i in range(TIMES):
-            noise = torch.randn(x.shape, generator=generator).to(x.device)
-            t = torch.full((len(x),), (i + 0.5) / TIMES, device=x.device)
-            with autocast():
-                totals[i] += flow_matching_loss(model, x, tokens, t, noise).sum().item()
-    return (totals / len(chosen)).tolist()
+def open_decoder(config: DiffusionTraining, device: torch.device) -> Decoder | None:
+    """Load the VAE of latents; None: the data is not latents."""
+    if config.latents is None:
+        return None
+    found = Decoder(load_vae(config.latents["vae"] if config.vae == "auto" else config.vae), device)
+    if found.channels != config.latents["shape"][2]:
+        raise typer.BadParameter(
+            f"--vae: expected one with {config.latents['shape'][2]} channels, as the latents have, got {found.channels}"
+        )
+    found.scale, found.shift = config.latents["scale"], config.latents["shift"]
+    return found
 
 
-def evaluate(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> dict[str, Any]:
-    """Held-out loss at both sizes; at the larger one also with the positions laid over the trained grid."""
-    model: Any = trainer.averaged
-    results: dict[str, Any] = {"test_pairs": min(len(pairs.held_out), config.test_samples)}
-    for name, size, model.reference in conditions(config):
-        losses = held_out_loss(model, pairs, size, config.test_samples, trainer.accelerator.autocast)
-        results[name] = {"loss": sum(losses) / TIMES, "by_time": losses}
-    model.reference = None
-    return results
-
-
-def conditions(config: DiffusionTraining) -> list[tuple[str, int, tuple[int, int] | None]]:
-    """Name, size in pixels, and the grid that positions are laid over."""
-    size, trained = f"{config.test_size}x{config.test_size}", config.size // config.patch
-    return [
-        (f"{config.size}x{config.size}", config.size, None),
-        (f"{size} extrapolated", config.test_size, None),
-        (f"{size} rescaled", config.test_size, (trained, trained)),
-    ]
-
-
-@torch.no_grad()
-def draw(config: DiffusionTraining, pairs: Pairs, trainer: Trainer) -> tuple[list[str], dict[str, Tensor]]:
-    """Held-out captions, and by column their images and samples at each condition, the same noise for each size."""
-    model: Any = trainer.averaged
-    chosen = pairs.held_out[
-        torch.from_numpy(np.linspace(0, len(pairs.held_out) - 1, min(config.samples, len(pairs.held_out))).astype(int))
-    ]
-    x, tokens = pairs(chosen, config.test_size)
-    columns = {HELD_OUT: x}
-    for name, size, model.reference in conditions(config):
-        noise = torch.randn(len(chosen), 3, size, size, generator=torch.Generator().manual_seed(0)).to(x.device)
-        with trainer.accelerator.autocast():
-            columns[name] = sample(
-                model, noise, tokens, scale=config.guidance, steps=config.sample_steps, method="heun",
-                shift=size / config.size,
-            )  # fmt: skip
-    model.reference = None
-    return [pairs.captions[i] for i in chosen.tolist()], columns
+def make_evaluation(config: DiffusionTraining, source: Source, decoder: Decoder | None = None) -> Evaluation:
+    patch_size = (1,) * (config.num_axes - 2) + (config.patch, config.patch)
+    return Evaluation(source, patch_size, decoder, cast(Prediction, config.prediction), config.test_samples)
 
 
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:
-    model = build(config)
-    data = load_captioned(
-        config.data, max(config.size, config.test_size), parts=config.parts, fold=config.fold,
-        without=config.without, limit=config.limit or None,
-    )  # fmt: skip
-    if config.batch > (~data.held_out).sum():  # before anything is written
-        raise typer.BadParameter(
-            f"--batch {config.batch}: there are {(~data.held_out).sum()} pairs to train on; make it smaller"
-        )
-    pairs = Pairs(config, data, device)
-    known = words_of(caption for caption, out in zip(data.captions, data.held_out, strict=True) if not out)
+    decoder = open_decoder(config, device)
+    source = open_source(config, device)
+    source.check_batch(config.batch)  # before anything is written
+    model = build(config, source)
+    evaluation = make_evaluation(config, source, decoder)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
-        if config.sharding == "fsdp":
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
-            for name in ("encode_text", "empty_text"):  # sampling calls them by themselves
-                register_fsdp_forward_method(trainer.averaged, name)
+        autocast = trainer.accelerator.autocast
         result = {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-            "held_out": evaluate(config, pairs, trainer), "train_pairs": len(pairs.train), "tokens": patches(config),
+            "held_out": evaluation.evaluate(trainer.averaged, autocast), **measure_distance(trainer),
+            "train_pairs": len(source.train), "tokens": patches(config),
         }  # fmt: skip
-        show(config, trainer, *draw(config, pairs, trainer))
-        if trainer.accelerator.is_main_process:
+        show(config, evaluation, trainer, "samples")
+        if trainer.accelerator.is_main_process and isinstance(source.condition, Captions):
+            known = words_of(source.names(source.train))
             write(config.out / "words.txt", "".join(f"{word}\n" for word in sorted(known)))
         return result
 
-    def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out pairs, at the trained size."""
-        losses = held_out_loss(
-            trainer.averaged, pairs, config.size, config.test_samples, trainer.accelerator.autocast
+    def measure_distance(trainer: Trainer) -> dict[str, float]:
+        if not config.distance_samples:
+            return {}
+        allow_sampling(config, trainer)
+        found = evaluation.distance(
+            trainer.averaged, config.sampling, config.distance_samples, trainer.accelerator.autocast
         )  # fmt: skip
-        return {"held_out": sum(losses) / TIMES}
+        return {"frechet_random_features": found}
 
-    settings = {"model": model_arguments(config), "digest": data.digest}
-    steps = partial(shuffle, len(pairs.train), config.batch, config.seed)
-    return Work(model, settings, steps, partial(batch, config, pairs), loss, finish, validate)
+    def validate(trainer: Trainer) -> dict[str, float]:
+        """Evaluate on the held-out samples, at the trained size."""
+        losses = evaluation.losses(trainer.averaged, source.values.sizes[0], trainer.accelerator.autocast)
+        return {"held_out": sum(losses) / TIMES, **measure_distance(trainer)}
+
+    def after_step(trainer: Trainer) -> bool:
+        if not config.sample_every or trainer.step % config.sample_every:
+            return False
+        if trainer.step < config.save_every:  # a folder with files but no checkpoint could not be resumed
+            trainer.save()
+        trainer.averaged.eval()
+        show(config, evaluation, trainer, f"samples-{trainer.step:07}")
+        return True
+
+    settings = {"model": model_arguments(config), "digest": source.digest, "condition": source.condition.settings}
+    if source.latents is not None:
+        settings |= {"size": source.latents["size"], "latents": source.latents}
+    steps = partial(shuffle, len(source.train), config.batch, config.seed)
+    return Work(
+        model, settings, steps, partial(batch, config, source), partial(loss, config), finish, validate, after_step
+    )
 
 
-def show(config: DiffusionTraining, trainer: Trainer, captions: list[str], columns: dict[str, Tensor]) -> None:
-    """samples.npz and samples.png, by the first process."""
+def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
+    """Let sampling call a sharded model's methods besides ``forward``."""
+    if config.sharding == "fsdp":
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # those not registered yet
+            register_fsdp_forward_method(trainer.averaged, name)
+
+
+def show(config: DiffusionTraining, evaluation: Evaluation, trainer: Trainer, name: str) -> None:
+    """Write samples as NAME.npz and NAME.png, by the first process."""
+    allow_sampling(config, trainer)
+    captions, columns = evaluation.draw(
+        trainer.averaged, config.sampling, config.samples, trainer.accelerator.autocast
+    )  # fmt: skip
     if trainer.accelerator.is_main_process:
-        images = {name: pixels(column) for name, column in columns.items()}
-        save_whole(config.out / "samples.npz", lambda part: keep(part, captions, images))
-        save_whole(config.out / "samples.png", lambda part: write_sheet(part, captions, images))
+        images = {column: pixels(values) for column, values in columns.items()}
+        save_whole(config.out / f"{name}.npz", lambda part: keep(part, captions, images))
+        save_whole(config.out / f"{name}.png", lambda part: write_sheet(part, captions, images))
 
 
 run = partial(train, prepare)

@@ -1,0 +1,243 @@
+"""Conditions of a diffusion training: captions, class labels, precomputed text features, or none.
+
+A condition knows the inputs of each sample and builds their encoder. Its ``settings`` are in the checkpoint, so that
+:func:`build_encoder` builds the encoder again without the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+
+from ...models.text import LabelEncoder, Text, TextEncoder, TextFeatures, tokenize
+from ..common.devices import sent
+from ..common.folder import read_json
+
+FEATURES = "features.json"
+FORMAT = 1  # of folders of features
+
+
+class Condition(Protocol):
+    """Interface of the conditions.
+
+    Attributes:
+        settings: JSON values that :func:`build_encoder` needs.
+        names: one for each sample, to show beside it.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    def encoder(self) -> nn.Module | None:
+        """Build the encoder of the model; None: the model has none."""
+        ...
+
+    def inputs(self, indices: np.ndarray, device: torch.device) -> Any:
+        """Return what the encoder takes, for these samples; None: nothing."""
+        ...
+
+
+def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
+    """Build the encoder of a condition from its settings. Its weights, and the empty features, are in a checkpoint."""
+    kind = settings["kind"]
+    if kind == "captions":
+        return TextEncoder(settings["width"], settings["depth"], settings["heads"])
+    if kind == "labels":
+        return LabelEncoder(len(settings["classes"]), settings["width"])
+    if kind == "features":
+        length, width, pooled = (settings[name] for name in ("empty_length", "width", "pooled_width"))
+        return TextFeatures(width, pooled, _empty_features(length, width, pooled))
+    return None
+
+
+def _empty_features(length: int, width: int, pooled: int) -> Text:
+    mask = torch.ones(1, length, dtype=torch.bool)
+    return Text(torch.zeros(1, length, width), mask, torch.zeros(1, pooled) if pooled else None)
+
+
+@dataclass(frozen=True)
+class Unconditional:
+    """Nothing but the samples; names: of their files."""
+
+    names: Sequence[str]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"kind": "none"}
+
+    def encoder(self) -> None:
+        return None
+
+    def inputs(self, indices: np.ndarray, device: torch.device) -> None:
+        return None
+
+
+class EncoderSize(NamedTuple):
+    """Size of the encoder that is trained with the model: width, blocks, heads, and the longest caption in bytes."""
+
+    width: int
+    depth: int
+    heads: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Bytes of captions, read by a text encoder that is trained with the model."""
+
+    names: Sequence[str]
+    size: EncoderSize
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"kind": "captions", **self.size._asdict()}
+
+    def encoder(self) -> nn.Module | None:
+        return build_encoder(self.settings)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """All captions as tokens (N, L), on the CPU."""
+        return tokenize(self.names, self.size.length)
+
+    def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
+        return sent(self.tokens.numpy()[indices], device)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Class labels, each with an embedding that is trained with the model.
+
+    Args:
+        labels: (N,) int64.
+        classes: their names.
+        width: channels of an embedding.
+    """
+
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    width: int
+
+    @property
+    def names(self) -> list[str]:
+        return [self.classes[label] for label in self.labels]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"kind": "labels", "classes": list(self.classes), "width": self.width}
+
+    def encoder(self) -> nn.Module | None:
+        return build_encoder(self.settings)
+
+    def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
+        return sent(self.labels[indices], device)
+
+
+class FeatureFolder:
+    """Text features that ``train features`` has written, memory-mapped.
+
+    Raises:
+        typer.BadParameter: another folder, or a damaged one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        about = path / FEATURES
+        if not about.is_file():
+            raise typer.BadParameter(
+                f"--text-features {path}: expected a folder with {FEATURES}, as `train features` writes it, got none; "
+                "give its --out"
+            )
+        self.about: dict[str, Any] = read_json(about)
+        if self.about.get("format") != FORMAT:
+            raise typer.BadParameter(f"--text-features {path}: written by another version; run `train features` again")
+        self.rows = {caption: row for row, caption in enumerate(read_json(path / "captions.json"))}
+        self.features, self.mask = self._array("features"), self._array("mask")
+        self.pooled = self._array("pooled") if self.about["pooled_width"] else None
+        expected = (len(self.rows), self.about["length"], self.about["width"])
+        if self.features.shape != expected or self.mask.shape != expected[:2]:
+            raise typer.BadParameter(
+                f"--text-features {path}: expected features {expected}, got {self.features.shape}; run `train "
+                "features` again"
+            )
+
+    def _array(self, name: str) -> np.ndarray:
+        try:
+            return np.load(self.path / f"{name}.npy", mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise typer.BadParameter(
+                f"--text-features {self.path}: {name}.npy can't be read ({error}); run `train features` again"
+            ) from error
+
+    def find(self, captions: Sequence[str]) -> np.ndarray:
+        """Return the row of each caption."""
+        absent = [caption for caption in captions if caption not in self.rows]
+        if absent:
+            raise typer.BadParameter(
+                f"--text-features {self.path}: {len(absent)} captions of --data are not in it, as {absent[0]!r}; run "
+                "`train features` on the same data"
+            )
+        return np.array([self.rows[caption] for caption in captions], np.int64)
+
+    def texts(self, rows: np.ndarray, device: torch.device) -> Text:
+        """Return the features of these rows in float32, all padded to one length."""
+
+        def read(array: np.ndarray) -> Tensor:
+            return sent(np.ascontiguousarray(array[rows]), device)
+
+        pooled = None if self.pooled is None else read(self.pooled).float()
+        return Text(read(self.features).float(), read(self.mask), pooled)
+
+    @property
+    def empty(self) -> Text:
+        """The features of the empty caption, without padding."""
+        row = np.array([self.rows[""]])
+        found = self.texts(row, torch.device("cpu"))
+        assert found.features is not None
+        assert found.mask is not None
+        length = int(found.mask.sum())
+        return Text(found.features[:, :length], found.mask[:, :length], found.pooled)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Precomputed features of captions; the model learns none of them.
+
+    Args:
+        names: the captions.
+        folder: features of these captions and of the empty one.
+    """
+
+    names: Sequence[str]
+    folder: FeatureFolder
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        return self.folder.find(self.names)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        about = self.folder.about
+        return {
+            "kind": "features", "empty_length": int(about["empty_length"]), "digest": about["digest"],
+            "encoder": about["encoder"], "length": about["length"], "width": about["width"],
+            "pooled_width": about["pooled_width"],
+        }  # fmt: skip
+
+    def encoder(self) -> nn.Module:
+        about = self.folder.about
+        return TextFeatures(about["width"], about["pooled_width"], self.folder.empty)
+
+    def inputs(self, indices: np.ndarray, device: torch.device) -> Text:
+        return self.folder.texts(self.rows[indices], device)

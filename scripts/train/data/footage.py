@@ -1,0 +1,80 @@
+"""Videos for generative training, with captions, with class labels, or alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from .captions import SUFFIXES as IMAGES
+from .captions import read_text
+from .records import Records, Split
+from .videos import SUFFIXES, Footage, decode, find_videos, segments
+
+
+def is_footage(path: Path) -> bool:
+    """Tell whether a path is a video, or a folder of videos.
+
+    Raises:
+        typer.BadParameter: a folder with both videos and images.
+    """
+    if not path.is_dir():
+        return path.suffix.lower() in SUFFIXES
+    there = {each.suffix.lower() for each in path.rglob("*")}
+    if there & set(SUFFIXES) and there & set(IMAGES):
+        raise typer.BadParameter(f"--data {path}: expected images or videos, got both; give a folder of one kind")
+    return bool(there & set(SUFFIXES))
+
+
+@dataclass(frozen=True)
+class Films:
+    """Records of videos, and their lengths in frames."""
+
+    records: Records
+    lengths: list[int]
+
+    def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the clips of ``span`` frames: first frames, the number of their video, and which are held out.
+
+        Videos are cut into segments of ``segment`` frames, with a gap between trained and held-out ones, as
+        :func:`.videos.segments` does.
+        """
+        cut = segments(self.lengths, segment, split.parts, split.fold, span)
+        footage = Footage(torch.empty(0), cut)
+        parts = [footage.starts(span, held_out=held_out) for held_out in (False, True)]
+        starts = np.concatenate(parts)
+        owners = np.searchsorted(np.cumsum(self.lengths), starts, side="right")
+        return starts, owners, np.repeat([False, True], [len(part) for part in parts])
+
+
+def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Records]:
+    """Return the videos of a file or a folder, and their records.
+
+    A caption is in NAME.txt beside NAME.mp4; else the folder of a video is its class, if there are several.
+    """
+    found = find_videos([path])
+    files = [found[i] for i in split.some(len(found))]
+    return files, _records(path, files).with_condition(condition, path)
+
+
+def open_films(path: Path, size: int, split: Split, condition: str) -> tuple[Films, Tensor]:
+    """Decode the videos of a file or a folder: their records and lengths, and all frames (F, 3, size, size), uint8."""
+    files, records = find_films(path, split, condition)
+    frames = [decode(file, size) for file in files]
+    return Films(records, [len(each) for each in frames]), torch.cat(frames)
+
+
+def _records(path: Path, files: list[Path]) -> Records:
+    names = [file.name if file == path else file.relative_to(path).as_posix() for file in files]
+    texts = [file.with_suffix(".txt") for file in files]
+    if all(text.is_file() for text in texts):
+        return Records(names, captions=[read_text(path, text.name, text.read_bytes).strip() for text in texts])
+    folders = [file.parent.name for file in files]
+    classes = tuple(sorted(set(folders)))
+    if len(classes) < 2:
+        return Records(names)
+    return Records(names, labels=np.array([classes.index(each) for each in folders], np.int64), classes=classes)

@@ -1,0 +1,116 @@
+"""Records of samples: names, captions or classes, and which are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+CONDITIONS = ("auto", "captions", "labels", "none")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Choice of samples: one in ``parts`` is held out, the ``fold``-th; ``limit``: take this many at most."""
+
+    parts: int
+    fold: int = 0
+    limit: int | None = None
+
+    def some(self, num: int) -> np.ndarray:
+        """Return numbers of the samples to take, in order: a random choice, the same at every call."""
+        if self.limit is None or self.limit >= num:
+            return np.arange(num)
+        return np.sort(np.random.default_rng(0).permutation(num)[: self.limit])
+
+
+@dataclass(frozen=True)
+class Records:
+    """Names of samples, and their captions or classes.
+
+    Args:
+        names: one for each sample, unique.
+        captions: one for each sample, if they have any.
+        labels: (N,) int64, if they have classes.
+        classes: names of the classes.
+        tests: (N,) bool, True for the test part of data that has one.
+    """
+
+    names: list[str]
+    captions: list[str] | None = None
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    tests: np.ndarray | None = None
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Records:
+        """Return the records of some samples."""
+        return replace(
+            self,
+            names=[self.names[i] for i in indices],
+            captions=None if self.captions is None else [self.captions[i] for i in indices],
+            labels=None if self.labels is None else self.labels[indices],
+            tests=None if self.tests is None else self.tests[indices],
+        )
+
+    def with_condition(self, condition: str, path: Path) -> Records:
+        """Return the records with this condition alone, one of ``CONDITIONS``; "auto": as they are."""
+        if condition == "auto":
+            return self
+        if condition != "none" and getattr(self, condition) is None:
+            raise typer.BadParameter(f"--condition {condition}: --data {path} has none; choose another condition")
+        captions = self.captions if condition == "captions" else None
+        labels, classes = (self.labels, self.classes) if condition == "labels" else (None, ())
+        return replace(self, captions=captions, labels=labels, classes=classes)
+
+    def held_out(self, path: Path, split: Split) -> np.ndarray:
+        """Return which samples are held out, (N,) bool: the test part of the data, if it has one.
+
+        Otherwise a sample is held out where a hash of its caption, or of its name if there are no captions, modulo
+        ``parts`` is ``fold``. Equal captions stay together. Equal images under different captions do not, nor captions
+        that differ beyond the text's length.
+
+        Raises:
+            typer.BadParameter: no sample is held out, or all are.
+        """
+        keys = self.names if self.captions is None else self.captions
+        found = self.tests
+        if found is None:
+            hashed = _mix if self.captions is None else zlib.crc32
+            found = np.array([hashed(key.encode()) % split.parts == split.fold for key in keys], bool)
+        if found.all() or not found.any():
+            raise typer.BadParameter(
+                f"--data {path}: {found.sum()} of {len(keys)} {'images' if self.captions is None else 'pairs'} are "
+                f"held out by --parts {split.parts} --fold {split.fold}; give more of them, or other parts"
+            )
+        return found
+
+    @property
+    def digest(self) -> int:
+        """Hash the captions, labels and classes."""
+        return zlib.crc32(
+            repr((self.captions, None if self.labels is None else self.labels.tolist(), self.classes)).encode()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values that :meth:`from_json` reads."""
+        arrays = {name: None if (a := getattr(self, name)) is None else a.tolist() for name in ("labels", "tests")}
+        return {"names": self.names, "captions": self.captions, "classes": self.classes, **arrays}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Records:
+        labels, tests = values["labels"], values["tests"]
+        return cls(
+            values["names"], values["captions"], None if labels is None else np.array(labels, np.int64),
+            tuple(values["classes"]), None if tests is None else np.array(tests, bool),
+        )  # fmt: skip
+
+
+def _mix(name: bytes) -> int:
+    """Hash a name. A CRC would not do: it is linear, so that all of a numbered series can end alike."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")

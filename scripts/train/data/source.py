@@ -1,0 +1,164 @@
+"""Data of generative trainings: options that they share, and how to open what ``--data`` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from ...common.options import choose
+from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
+from ..config import Training, describe, option
+from .footage import Films, is_footage, open_films
+from .pictures import open_pictures
+from .records import CONDITIONS, Records, Split
+from .values import LATENTS, Clips, Latents, Pixels, Values, digest_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerativeTraining(Training):
+    """Options of trainings on images, videos or latents."""
+
+    data: Path = field(
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
+            "`train latents`.",
+            free=True,
+        )
+    )
+    condition: str = option("auto", "captions, labels, none, or auto: captions or labels if the data has them.")
+    without: str = option("", "Field of the table of captions; rows where it is true are left out.")
+    limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
+    parts: int = option(20, "Hold out one in this many images, or segments of videos.", least=1)
+    fold: int = option(0, "Which part is held out, 0 to --parts - 1.")
+    flip: bool = option(False, "Mirror half of the training images from left to right.")
+    size: int = option(32, "Height and width in training, in pixels. Latents keep theirs.", least=1)
+    frames: int = option(16, "Frames of a clip.", least=1)
+    every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
+    segment: int = option(240, "Length of a segment of video, in frames. Clips stay within a segment.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose("--condition", [self.condition], CONDITIONS)
+        if not 0 <= self.fold < self.parts:
+            raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
+
+    @property
+    def split(self) -> Split:
+        return Split(self.parts, self.fold, self.limit or None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples of a training.
+
+    Args:
+        values: what the model generates.
+        condition: what it is told about each sample.
+        train, held_out: numbers of the samples.
+        digest: hash of the data.
+        latents: latents.json, for latents.
+    """
+
+    values: Values
+    condition: Condition
+    train: np.ndarray
+    held_out: np.ndarray
+    digest: Any
+    latents: dict[str, Any] | None = None
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse a batch that is larger than the training part."""
+        if batch > len(self.train):
+            raise typer.BadParameter(
+                f"--batch {batch}: there are {len(self.train)} samples to train on; make it smaller"
+            )
+
+    def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
+        """Return values and conditions of these samples, see :meth:`.values.Values.batch`."""
+        return self.values.batch(indices, size, draws), self.condition.inputs(indices, self.values.device)
+
+    def names(self, indices: np.ndarray) -> list[str]:
+        """Return what to show beside each sample."""
+        names: Any = self.condition.names
+        return [names[i] for i in indices]
+
+
+class Encoding(NamedTuple):
+    """Encoders of the conditions.
+
+    Args:
+        size: of the encoder of captions; the embeddings of classes have its width.
+        features: folder of ``train features``, in place of an encoder of captions.
+    """
+
+    size: EncoderSize
+    features: Path | None = None
+
+
+def make_condition(records: Records, encoding: Encoding) -> Condition:
+    """Return the condition of samples: their captions, their labels, or none."""
+    size, features = encoding
+    if features is not None:
+        if records.captions is None:
+            raise typer.BadParameter(f"--text-features {features}: expected data with captions; leave it out")
+        return Features(records.captions, FeatureFolder(features))
+    if records.captions is not None:
+        return Captions(records.captions, size)
+    if records.labels is not None:
+        return Labels(records.labels, records.classes, size.width)
+    return Unconditional(records.names)
+
+
+def load_source(
+    config: GenerativeTraining,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    encoding: Encoding,
+) -> Source:
+    """Open the data of a training.
+
+    Args:
+        sizes: of images, in pixels, the trained size first.
+        encoding: of the conditions.
+
+    Raises:
+        typer.BadParameter: data that can't be used.
+    """
+    path, split = config.data, config.split
+    if (path / LATENTS).is_file():
+        latents = Latents(path, config.flip, device)
+        records = latents.records.with_condition(config.condition, path)
+        if latents.lengths is not None:
+            return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
+        chosen = split.some(len(records.names))
+        condition = make_condition(records, encoding)
+        held_out = records.take(chosen).held_out(path, split)
+        return Source(latents, condition, chosen[~held_out], chosen[held_out], latents.about["digest"], latents.about)
+    if is_footage(path):
+        films, frames = open_films(path, max(sizes), split, config.condition)
+        digest = digest_of(frames, films.records)
+        return _clips(config, Pixels.at_sizes(frames, sizes, config.flip, device), films, digest, encoding)
+    pictures = open_pictures(path, split, condition=config.condition, without=config.without)
+    held_out = pictures.records.held_out(path, split)
+    images = pictures.read(max(sizes))
+    return Source(
+        Pixels.at_sizes(images, sizes, config.flip, device), make_condition(pictures.records, encoding),
+        np.flatnonzero(~held_out), np.flatnonzero(held_out), digest_of(images, pictures.records),
+    )  # fmt: skip
+
+
+def _clips(
+    config: GenerativeTraining, frames: Pixels | Latents, films: Films, digest: Any, encoding: Encoding
+) -> Source:
+    span = (config.frames - 1) * config.every + 1
+    starts, owners, held_out = films.clips(span, config.segment, config.split)
+    values = Clips(frames, starts, config.frames, config.every)
+    about = frames.about if isinstance(frames, Latents) else None
+    condition = make_condition(films.records.take(owners), encoding)
+    return Source(values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, about)

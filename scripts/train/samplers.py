@@ -1,0 +1,66 @@
+"""Samplers by name: Euler's and Heun's methods of :mod:`models.flow`, and schedulers of diffusers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...models.flow import NOISE_START, Prediction, guided, sample, velocity_of
+
+METHODS = ("euler", "heun")
+SCHEDULERS = {  # name → diffusers' class, and its arguments
+    "dpm++": ("DPMSolverMultistepScheduler", {"solver_order": 2, "algorithm_type": "dpmsolver++"}),
+    "unipc": ("UniPCMultistepScheduler", {"solver_order": 2}),
+}
+SAMPLERS = (*METHODS, *SCHEDULERS)
+
+
+class Sampling(NamedTuple):
+    """Settings of sampling.
+
+    Args:
+        sampler: one of ``SAMPLERS``.
+        steps: of the sampler.
+        scale: of the guidance; 1: none.
+        prediction: of the model.
+    """
+
+    sampler: str = "heun"
+    steps: int = 50
+    scale: float = 1.0
+    prediction: Prediction = "velocity"
+
+
+@torch.no_grad()
+def draw_samples(
+    model: Any, noise: Tensor, text: Any, sampling: Sampling, *, negative: Any = None, shift: float = 1.0
+) -> Tensor:
+    """Return samples from noise (B, C, ..).
+
+    Args:
+        text, negative: see :func:`models.flow.guided`.
+        shift: of the times, see :func:`models.flow.time_grid`.
+    """
+    if sampling.sampler in METHODS:
+        method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"
+        return sample(
+            model, noise, text, scale=sampling.scale, negative=negative, steps=sampling.steps, method=method,
+            shift=shift, prediction=sampling.prediction,
+        )  # fmt: skip
+    import diffusers
+
+    name, arguments = SCHEDULERS[sampling.sampler]
+    scheduler: Any = getattr(diffusers, name)(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift, **arguments
+    )
+    scheduler.set_timesteps(sampling.steps)
+    scheduler.set_begin_index(0)  # rounded timesteps can repeat
+    predict, z = guided(model, text, sampling.scale, negative), noise
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
+        t = torch.full((len(z),), sigma, device=z.device)
+        if sampling.prediction == "noise":
+            t = t.clamp(max=NOISE_START)
+        z = scheduler.step(velocity_of(predict(z, t), z, t, sampling.prediction), timestep, z, return_dict=False)[0]
+    return z

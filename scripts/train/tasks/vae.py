@@ -1,0 +1,203 @@
+"""Train a VAE on images, diffusers' AutoencoderKL, for `train latents`.
+
+    lrpe-md train vae --data FOLDER --size 32 --out runs/vae
+    lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
+
+Writes checkpoint.pt, history.csv, result.json, reconstructions.png and vae/, which diffusers loads, to the folder of
+the run; the same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...common.folder import new_folder, save_whole
+from ..conditions import EncoderSize
+from ..config import option
+from ..data.source import Encoding, GenerativeTraining, Source, load_source
+from ..encodings import Backbone
+from ..loop import Trainer
+from ..order import shuffle
+from ..samples import HELD_OUT, pixels, write_sheet
+from ..vae import BATCH
+from ..work import Work, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeTraining(GenerativeTraining):
+    """Train a variational autoencoder on images: mean square error and a small KL divergence.
+
+    Command: python -m scripts.train vae --data FOLDER --size 32 --out runs/vae
+
+    Cost: 1.7 M parameters by default.
+
+    Expect: a sharp reconstruction of simple images. A VAE for photographs needs a perceptual loss and a discriminator,
+    which this program does not have: use a pretrained one.
+    """
+
+    backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
+    steps: int = option(2500, "Optimiser steps.", least=1)
+    widths: str = option("32,64,96", "Channels at each scale, with commas; each scale after the first halves the size.")
+    layers: int = option(1, "Residual blocks at each scale.", least=1)
+    latent_channels: int = option(4, "Channels of the latents.", least=1)
+    kl: float = option(1e-4, "Weight of the KL divergence, per value of the latents.", least=0)
+    frames: int = option(1, "Frames of a clip, for videos; each counts as an image.", least=1)
+    samples: int = option(12, "Number of held-out images to show.", free=True, least=1)
+    test_samples: int = option(256, "Maximum number of held-out images to test on.", free=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % self.factor:
+            raise typer.BadParameter(f"--size: expected a multiple of {self.factor} for {self.widths}, got {self.size}")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        try:
+            found = tuple(int(width) for width in self.widths.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1 or any(width % GROUPS for width in found):
+            raise typer.BadParameter(f"--widths: expected multiples of {GROUPS} with commas, got {self.widths!r}")
+        return found
+
+    @property
+    def factor(self) -> int:
+        """Size of the images, divided by that of the latents."""
+        return 2 ** (len(self.channels) - 1)
+
+
+GROUPS = 8  # of the group norms
+
+
+class Autoencoder(nn.Module):
+    """Autoencoder whose forward is a whole pass, so that sharding and DDP see one call.
+
+    Args:
+        arguments: of diffusers' AutoencoderKL.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+        super().__init__()
+        self.vae: Any = AutoencoderKL(**arguments)
+
+    def forward(self, x: Tensor, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Pixels (B, 3, H, W) in [-1, 1] → their reconstruction, and mean and log-variance of the latents.
+
+        sampled: reconstruct a sample of the latents, as in training, instead of their mean.
+        """
+        found = self.vae.encode(x).latent_dist
+        z = found.mean + found.std * torch.randn_like(found.mean) if sampled else found.mean
+        return self.vae.decode(z).sample, found.mean, found.logvar
+
+
+def model_arguments(config: VaeTraining) -> dict[str, Any]:
+    number = len(config.channels)
+    return {
+        "block_out_channels": list(config.channels), "layers_per_block": config.layers,
+        "down_block_types": ["DownEncoderBlock2D"] * number, "up_block_types": ["UpDecoderBlock2D"] * number,
+        "latent_channels": config.latent_channels, "norm_num_groups": GROUPS, "sample_size": config.size,
+    }  # fmt: skip
+
+
+def images_of(source: Source, indices: np.ndarray, draws: np.ndarray | None = None) -> Tensor:
+    """Return images (B, 3, H, W) in [-1, 1], or the frames of clips."""
+    x = source.values.batch(indices, source.values.sizes[0], draws)
+    return x.transpose(1, 2).flatten(0, 1) if x.ndim == 5 else x
+
+
+def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
+    found, mean, logvar = model(x)
+    kl = (mean.float().square() + logvar.float().exp() - 1 - logvar.float()).mean() / 2
+    return F.mse_loss(found.float(), x) + config.kl * kl
+
+
+@torch.no_grad()
+def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return the error on held-out images, and the images to show beside their reconstructions."""
+    error, shown = 0.0, []
+    chosen = source.held_out[: config.test_samples]
+    for first in range(0, len(chosen), BATCH):
+        x = images_of(source, chosen[first : first + BATCH])
+        with trainer.accelerator.autocast():
+            found = trainer.averaged(x, sampled=False)[0].float()
+        error += (found.clamp(-1, 1) - x).square().mean((1, 2, 3)).sum().item()
+        shown.append((x, found))
+    mse = error / sum(len(x) for x, _ in shown)
+    columns = {
+        name: torch.cat([pair[i] for pair in shown])[: config.samples] for i, name in enumerate((HELD_OUT, "decoded"))
+    }
+    return {"mse": mse, "psnr": 10 * float(np.log10(4 / mse))}, columns
+
+
+@torch.no_grad()
+def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
+    """Return mean and standard deviation of the latents of training images, over all channels."""
+    values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
+    for first in range(0, len(values), BATCH):
+        x = images_of(source, values[first : first + BATCH])
+        with trainer.accelerator.autocast():
+            _, mean, logvar = trainer.averaged(x, sampled=False)
+        mean, variance = mean.double(), logvar.double().exp()
+        total, squares = total + mean.sum().item(), squares + (mean.square() + variance).sum().item()
+        count += mean.numel()
+    mean = total / count
+    return mean, (squares / count - mean**2) ** 0.5
+
+
+def prepare(config: VaeTraining, device: torch.device) -> Work:
+    arguments = model_arguments(config)
+    model = Autoencoder(arguments)
+    source = load_source(config, (config.size,), device, Encoding(EncoderSize(1, 1, 1, 1)))
+    if source.latents is not None:
+        raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents")
+    source.check_batch(config.batch)
+
+    def batch(indices: np.ndarray, draws: np.ndarray) -> Tensor:
+        return images_of(source, source.train[indices], draws)
+
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        found, columns = reconstruct(config, source, trainer)
+        shift, deviation = latent_scale(config, source, trainer)
+        weights = trainer.whole_weights()
+        if trainer.accelerator.is_main_process:
+            images = {name: pixels(values) for name, values in columns.items()}
+            shown = source.held_out[: config.samples].repeat(
+                config.frames if len(source.values.shape(config.size)) > 2 else 1
+            )
+            names = source.names(shown)[: len(images[HELD_OUT])]
+            save_whole(config.out / "reconstructions.png", lambda part: write_sheet(part, names, images))
+            save_vae(config, arguments | {"scaling_factor": 1 / deviation, "shift_factor": shift}, weights)
+        return {"held_out": found, "latent_mean": shift, "latent_deviation": deviation, "seed": config.seed}
+
+    def validate(trainer: Trainer) -> dict[str, float]:
+        """Evaluate on held-out images."""
+        return reconstruct(config, source, trainer)[0]
+
+    settings = {"model": arguments, "digest": source.digest}
+    steps = partial(shuffle, len(source.train), config.batch, config.seed)
+    return Work(model, settings, steps, batch, partial(loss, config), finish, validate)
+
+
+def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write vae/, as diffusers loads it, in place of an earlier one."""
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    vae: Any = AutoencoderKL(**arguments)
+    vae.load_state_dict({name.removeprefix("vae."): value for name, value in weights.items()})
+    shutil.rmtree(config.out / "vae", ignore_errors=True)
+    with new_folder(config.out / "vae") as part:
+        vae.save_pretrained(part)
+
+
+run = partial(train, prepare)

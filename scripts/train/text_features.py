@@ -1,0 +1,139 @@
+"""Compute features of captions once, by T5, CLIP or another text model of transformers.
+
+lrpe-md train features --encoder google/t5-v1_1-base --data emoji64.zip --out features
+lrpe-md train diffusion --data emoji64.zip --text-features features --out runs/emoji
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from numpy.lib.format import open_memmap
+from rich.console import Console
+from rich.progress import track
+
+from ...models.text import PretrainedEncoder
+from ..common.devices import choose_device
+from ..common.folder import new_folder
+from ..common.options import choose
+from .conditions import FEATURES, FORMAT
+from .data.footage import find_films, is_footage
+from .data.pictures import open_pictures
+from .data.records import Records, Split
+from .data.values import LATENTS, read_records
+from .loop import digest_of, first_line
+
+DTYPES = {"float16": np.float16, "float32": np.float32}
+
+
+def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
+    """Load a text model of transformers and its tokenizer: a folder, or a hub id.
+
+    Raises:
+        typer.BadParameter: nothing there can be read as one.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(name)
+        if config.model_type in ("clip", "clip_text_model"):
+            kind: Any = transformers.CLIPTextModel
+        elif config.model_type in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES:
+            kind = transformers.AutoModelForTextEncoding
+        else:
+            kind = transformers.AutoModel
+        model = kind.from_pretrained(name, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
+    except Exception as error:  # a hub, JSON, safetensors and tokenizers raise errors of their own
+        raise typer.BadParameter(
+            f"--encoder {name}: expected a text model of transformers with its tokenizer (a folder, or an id of the "
+            f"hub), got none ({first_line(error)}); give another path"
+        ) from error
+    return PretrainedEncoder(model.to(device), tokenizer, length)
+
+
+def records_of(path: Path, split: Split, without: str = "") -> Records:
+    """Return the records of images, videos or latents, without decoding them."""
+    if (path / LATENTS).is_file():
+        return read_records(path)
+    if is_footage(path):
+        return find_films(path, split, "captions")[1]
+    return open_pictures(path, split, condition="captions", without=without).records
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Images or videos with captions, or the latents of such.")],
+    out: Annotated[Path, typer.Option(help="New folder for the features.")],
+    encoder: Annotated[str, typer.Option(help="Text model of transformers with its tokenizer: a folder or a hub id.")],
+    without: Annotated[
+        str, typer.Option(help="Field of the table of captions; rows where it is true are left out.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Number of images or videos to use; 0 uses all.")] = 0,
+    max_length: Annotated[int, typer.Option(min=1, help="Maximum length of a caption, in tokens.")] = 77,
+    batch: Annotated[int, typer.Option(min=1, help="Captions encoded at a time.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Precision of the stored features: float16 or float32.")] = "float16",
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+) -> None:
+    """Compute text features of captions, for `train diffusion --text-features`.
+
+    Each caption is encoded once, and so is the empty one, which guidance needs.
+    """
+    choose("--dtype", [dtype], DTYPES)
+    on = choose_device(device)
+    records = records_of(data, Split(1, limit=limit or None), without)
+    if records.captions is None:
+        raise typer.BadParameter(f"--data {data}: expected samples with captions, got none")
+    captions = list(dict.fromkeys(["", *records.captions]))
+    model = load_encoder(encoder, max_length, on)
+    with new_folder(out) as part:
+        about = write_features(part, model, captions, batch, DTYPES[dtype])
+        about |= {"format": FORMAT, "encoder": encoder, "weights": digest_of(model.model.state_dict())}
+        (part / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+        (part / FEATURES).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    Console(stderr=True).print(f"{out}: features of {len(captions)} captions, {about['length']} × {about['width']}")
+
+
+def write_features(
+    folder: Path, model: PretrainedEncoder, captions: list[str], batch: int, dtype: Any
+) -> dict[str, Any]:
+    """Write features.npy (N, L, C), mask.npy (N, L) and, if the model has them, pooled.npy (N, P).
+
+    L is the length of the longest caption. The first caption is the empty one.
+    """
+    parts = [captions[i : i + batch] for i in range(0, len(captions), batch)]
+    tokens = (model.tokenizer(part, truncation=True, max_length=model.max_length)["input_ids"] for part in parts)
+    length, arrays = max(len(ids) for part in tokens for ids in part), {}
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {
+        "features": ((len(captions), length, model.width), dtype), "mask": ((len(captions), length), np.bool_),
+    }  # fmt: skip
+    if model.pooled_width:
+        shapes["pooled"] = ((len(captions), model.pooled_width), dtype)
+    for name, (shape, kind) in shapes.items():
+        arrays[name] = open_memmap(folder / f"{name}.npy", mode="w+", dtype=kind, shape=shape)
+    digest = hashlib.sha256(repr(captions).encode())
+    for i, part in enumerate(track(parts, "encoding captions", console=Console(stderr=True))):
+        rows = slice(i * batch, i * batch + len(part))
+        text = model(part)
+        assert text.features is not None
+        assert text.mask is not None
+        arrays["features"][rows, : text.features.shape[1]] = text.features.cpu().numpy()
+        arrays["mask"][rows, : text.mask.shape[1]] = text.mask.cpu().numpy()
+        if text.pooled is not None:
+            arrays["pooled"][rows] = text.pooled.cpu().numpy()
+        for array in arrays.values():
+            if not np.isfinite(array[rows]).all():
+                raise typer.BadParameter("--dtype float16: features are beyond its range; use float32")
+            digest.update(np.ascontiguousarray(array[rows]).tobytes())
+    for array in arrays.values():
+        array.flush()
+    return {
+        "length": length, "width": model.width, "pooled_width": model.pooled_width,
+        "empty_length": int(arrays["mask"][0].sum()), "digest": digest.hexdigest(),
+    }  # fmt: skip

@@ -1,0 +1,75 @@
+"""Autoencoders of diffusers: from pixels to latents and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from .loop import digest_of, first_line
+
+BATCH = 64  # images that are encoded or decoded at a time
+
+
+def load_vae(name: str) -> Any:
+    """Load an AutoencoderKL of diffusers in float32.
+
+    name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
+
+    Raises:
+        typer.BadParameter: nothing there can be read as one.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    folder = Path(name)
+    places = [""] if (folder / "config.json").is_file() else ["vae"] if folder.is_dir() else ["", "vae"]
+    errors = []
+    for subfolder in places:
+        try:
+            found: Any = AutoencoderKL.from_pretrained(name, subfolder=subfolder or None, torch_dtype=torch.float32)
+            return found.requires_grad_(False).eval()
+        except Exception as error:  # a hub, JSON or safetensors raise errors of their own
+            errors.append(first_line(error))
+    raise typer.BadParameter(
+        f"--vae {name}: expected an AutoencoderKL of diffusers (a folder, a run of `train vae`, or an id of the "
+        f"hub), got none ({errors[0]}); give another path"
+    )
+
+
+class Decoder:
+    """A frozen VAE that encodes pixels into latents and decodes them, in batches.
+
+    Args:
+        vae: from :func:`load_vae`, an AutoencoderKL.
+        device: where it runs.
+    """
+
+    def __init__(self, vae: Any, device: torch.device) -> None:
+        self.vae = vae.to(device)
+        self.device = device
+        config: Any = vae.config
+        self.scale, self.shift = float(config.scaling_factor), float(config.shift_factor or 0.0)
+        self.channels: int = config.latent_channels
+        self.factor = 2 ** (len(config.block_out_channels) - 1)
+
+    @property
+    def digest(self) -> str:
+        """Hash the weights."""
+        return digest_of(self.vae.state_dict())
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels (B, 3, H, W) in [-1, 1] → mean and standard deviation (B, C, h, w), as the VAE gives them."""
+        found = [self.vae.encode(part.to(self.device)).latent_dist for part in pixels.split(BATCH)]
+        return torch.cat([each.mean for each in found]), torch.cat([each.std for each in found])
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, [frames,] h, w), scaled and shifted, → pixels (B, 3, [frames,] H, W)."""
+        z = latents.float() / self.scale + self.shift
+        frames = z.transpose(1, 2).flatten(0, 1) if z.ndim == 5 else z
+        x = torch.cat([self.vae.decode(part.to(self.device)).sample for part in frames.split(BATCH)])
+        return x.unflatten(0, (len(z), -1)).transpose(1, 2) if z.ndim == 5 else x

@@ -1,0 +1,121 @@
+"""Small data for the tests of generative trainings: classes, a VAE, latents, text features and videos."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lrpe_md.scripts.train.app import app
+from PIL import Image
+from test_train_video import DECODERS, write_video
+from typer.testing import CliRunner, Result
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 200, 0), "red": (255, 0, 0)}
+SMALL: dict[str, Any] = {
+    "steps": 4, "batch": 4, "warmup": 1, "log_every": 1, "save_every": 2, "ema": 0.5, "lr": 3e-3, "dim": 32, "depth": 1,
+    "heads": 2, "text_dim": 16, "text_depth": 1, "parts": 4, "sample_steps": 1, "samples": 2, "test_samples": 4,
+    "tensorboard": False, "device": "cpu", "progress": False,
+}  # fmt: skip
+PIXELS: dict[str, Any] = {"size": 8, "test_size": 12}
+CLIPS: dict[str, Any] = {"size": 8, "test_size": 0, "frames": 3, "every": 2, "segment": 12}
+
+
+def invoke(*args: Any) -> Result:
+    return CliRunner().invoke(app, [*map(str, args)], env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def write_classes(folder: Path, each: int = 8) -> Path:
+    """Write folder/CLASS/i.png, plain images with a bright left half."""
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(each):
+            pixels = np.full((8, 8, 3), colour, np.uint8)
+            pixels[:, :4] = np.minimum(pixels[:, :4].astype(int) + 10 * i + 20, 255)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
+def write_captions(folder: Path, each: int = 6) -> Path:
+    """Write plain images with metadata.jsonl."""
+    folder.mkdir(parents=True)
+    rows = []
+    for i in range(each):
+        for name, colour in COLOURS.items():
+            Image.new("RGB", (8, 8), colour).save(folder / f"{name}{i}.png")
+            rows.append(json.dumps({"file_name": f"{name}{i}.png", "text": f"a {name} tile" + " again" * i}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def write_vae(folder: Path, channels: int = 3) -> Path:
+    """Save a VAE with random weights, which halves the size."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=channels, norm_num_groups=4, sample_size=8,
+        scaling_factor=2.0, shift_factor=0.25,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def write_text_model(folder: Path, kind: str = "t5") -> Path:
+    """Save a T5 or a CLIP text model with random weights, and a tokenizer of words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "<s>", "<unk>", "a", "tile", "again", *COLOURS]
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    vocabulary.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="$A <s>", special_tokens=[("<s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(1)
+    if kind == "t5":
+        config: Any = transformers.T5Config(vocab_size=9, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        transformers.T5EncoderModel(config).save_pretrained(folder)
+    else:
+        config = transformers.CLIPTextConfig(
+            vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+        )  # fmt: skip
+        transformers.CLIPTextModel(config).save_pretrained(folder)
+    return folder
+
+
+def write_films(folder: Path) -> Path:
+    """Write CLASS/i.mp4, frames that grow brighter, in two classes."""
+    for c, name in enumerate(("dark", "light")):
+        (folder / name).mkdir(parents=True)
+        for i in range(2):
+            frames = np.arange(36)[:, None, None, None] * np.full((1, 16, 16, 3), 3) + 100 * c + 10 * i
+            write_video(folder / name / f"{i}.mp4", frames.astype(np.uint8), DECODERS[0])
+    return folder
+
+
+def write_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """Write data of every kind; return the options of a training for each."""
+    classes, captions = write_classes(folder / "classes"), write_captions(folder / "captions")
+    vae, text = write_vae(folder / "vae"), write_text_model(folder / "text")
+    films = write_films(folder / "films")
+    for args in (
+        ("latents", "--vae", vae, "--data", classes, "--out", folder / "latents", "--size", 8, "--flip"),
+        ("latents", "--vae", vae, "--data", films, "--out", folder / "film-latents", "--size", 8),
+        ("features", "--encoder", text, "--data", captions, "--out", folder / "features"),
+    ):
+        done = invoke(*args, "--device", "cpu")
+        assert done.exit_code == 0, done.output
+    latents = {"patch": 1, "test_size": 0}
+    return {
+        "labels": {"data": classes, **PIXELS, "flip": True},
+        "none": {"data": classes, **PIXELS, "condition": "none"},
+        "latents": {"data": folder / "latents", "flip": True, **latents},
+        "features": {"data": captions, "text_features": folder / "features", **PIXELS},
+        "clips": {"data": films, **CLIPS},
+        "film latents": {"data": folder / "film-latents", **CLIPS, **latents},
+    }

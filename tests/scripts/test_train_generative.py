@@ -1,0 +1,492 @@
+"""Diffusion trainings on classes, latents, text features and videos: data, training, resuming, samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from generative_data import (
+    COLOURS,
+    PIXELS,
+    SMALL,
+    invoke,
+    write_all,
+    write_captions,
+    write_classes,
+    write_text_model,
+    write_vae,
+)
+from lrpe_md.scripts.train import latents, text_features
+from lrpe_md.scripts.train.conditions import FeatureFolder
+from lrpe_md.scripts.train.data.pictures import open_pictures
+from lrpe_md.scripts.train.data.records import Split
+from lrpe_md.scripts.train.data.values import Clips, Latents, Pixels
+from lrpe_md.scripts.train.generation import Evaluation
+from lrpe_md.scripts.train.tasks import diffusion
+from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
+from lrpe_md.scripts.train.vae import Decoder, load_vae
+from PIL import Image
+from test_train_image import write_folders, write_idx
+
+CPU = torch.device("cpu")
+KINDS = ("labels", "none", "latents", "features", "clips", "film latents")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    return write_all(tmp_path_factory.mktemp("data"))
+
+
+def config(options: dict[str, Any], out: Path, **changes: Any) -> DiffusionTraining:
+    return DiffusionTraining(out=out, **{**SMALL, **options, **changes})
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    return {**state["model"], **{f"average.{name}": value for name, value in state["average"].items()}}
+
+
+# --- images with classes ---------------------------------------------------------------------------------------------
+
+
+def test_classes_of_folders_zips_and_arrays(tmp_path):
+    folder = write_classes(tmp_path / "classes")
+    found = open_pictures(folder, Split(4))
+    assert found.records.classes == ("blue", "green", "red")
+    assert len(found) == 24
+    pixels = found.read(8)
+    assert found.records.labels is not None
+    for i, label in enumerate(found.records.labels):
+        assert pixels[i, :, 4, 6].tolist() == list(COLOURS[found.records.classes[label]])
+    held_out = found.records.held_out(folder, Split(4))
+    assert 0 < held_out.sum() < 24
+    assert len(set(found.records.labels[held_out])) > 1  # the names of a class do not end up on one side
+    with zipfile.ZipFile(tmp_path / "classes.zip", "w") as archive:
+        for path in folder.rglob("*.png"):
+            archive.write(path, f"around/{path.relative_to(folder)}")
+    np.savez(tmp_path / "classes.npz", arr_0=pixels.permute(0, 2, 3, 1).numpy(), arr_1=found.records.labels)
+    for other in ("classes.zip", "classes.npz"):
+        again = open_pictures(tmp_path / other, Split(4))
+        assert torch.equal(again.read(8), pixels)
+        assert np.array_equal(np.asarray(again.records.labels), found.records.labels)
+    some = open_pictures(folder, Split(4, limit=12))
+    assert len(set(np.asarray(some.records.labels))) == 3
+
+
+def test_a_test_part_is_held_out(tmp_path):
+    folders = open_pictures(write_folders(tmp_path / "folders"), Split(20))
+    assert folders.records.classes == ("a", "b")
+    held_out = folders.records.held_out(tmp_path, Split(20))
+    assert [name.split("/")[0] == "val" for name in folders.records.names] == held_out.tolist()
+    idx = open_pictures(write_idx(tmp_path / "idx", train=24, test=8), Split(20))
+    assert idx.records.held_out(tmp_path, Split(20)).tolist() == [False] * 24 + [True] * 8
+    assert idx.read(8).shape == (32, 3, 8, 8)
+
+
+def outside(folder: Path) -> None:
+    Image.new("RGB", (8, 8)).save(folder / "stray.png")
+
+
+WRONG = {
+    "outside of a class": (outside, {}, "expected each image in the folder of its class, as cats/1.png, got 1 outside"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "images without a NAME.txt beside them"),
+    "nothing held out": (lambda folder: None, {"parts": 10**6}, "0 of 24 images are held out by --parts 1000000"),
+    "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
+    "features of classes": (
+        lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected data with captions",
+    ),
+    "condition": (lambda folder: None, {"condition": "label"}, "--condition: unknown 'label'"),
+    "sampler": (lambda folder: None, {"sampler": "dpm"}, "--sampler: unknown 'dpm'"),
+    "prediction": (lambda folder: None, {"prediction": "eps"}, "--prediction: unknown 'eps'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_data_and_options_are_refused(tmp_path, name):
+    prepare, options, message = WRONG[name]
+    prepare(folder := write_classes(tmp_path / "classes"))
+    with pytest.raises(typer.BadParameter, match=message):
+        diffusion.run(config({"data": folder, **PIXELS}, tmp_path / "out", **options))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.zeros(3)}, "expected an array of images named images, arr_0, x, got none"),
+        ({"x": np.zeros((3, 8, 8))}, r"expected images as uint8 .*, got float64 \(3, 8, 8\)"),
+        (
+            {"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, 1])},
+            r"expected labels from 0 as integers \(3,\), got int64 \(2,\)",
+        ),
+        ({"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, -1, 1])}, "expected labels from 0"),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "data.npz", **arrays)
+    with pytest.raises(typer.BadParameter, match=message):
+        open_pictures(tmp_path / "data.npz", Split(4))
+
+
+# --- latents ---------------------------------------------------------------------------------------------------------
+
+
+def test_latents_equal_those_of_the_vae(tmp_path):
+    classes, vae = write_classes(tmp_path / "classes"), write_vae(tmp_path / "vae")
+    command = ["latents", "--vae", vae, "--data", classes, "--size", 8, "--flip", "--device", "cpu"]
+    done = invoke(*command, "--out", tmp_path / "latents", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    pixels = open_pictures(classes, Split(4)).read(8).float() / 127.5 - 1
+    plain, mirrored = (load_vae(str(vae)).encode(x).latent_dist for x in (pixels, pixels.flip(-1)))
+    for name in ("mean", "std"):
+        found = torch.from_numpy(np.load(tmp_path / "latents" / f"{name}.npy"))
+        for view, wanted in enumerate((plain, mirrored)):
+            torch.testing.assert_close(found[:, view], getattr(wanted, name), rtol=1e-4, atol=1e-5)
+    about = json.loads((tmp_path / "latents" / "latents.json").read_text())
+    assert about["shape"] == [24, 2, 3, 4, 4]
+    assert (about["scale"], about["shift"], about["size"], about["vae"]) == (2.0, 0.25, 8, str(vae))
+    stored = Latents(tmp_path / "latents", True, CPU)
+    assert stored.records.classes == ("blue", "green", "red")
+    indices = np.array([3, 20])
+    torch.testing.assert_close(stored.batch(indices, 8), (plain.mean[indices] - 0.25) * 2, rtol=1e-4, atol=1e-5)
+    draws = np.array([4, 5])  # the second one is mirrored
+    found = stored.batch(indices, 8, draws)
+    noise = (found / 2 + 0.25 - torch.stack([plain.mean[3], mirrored.mean[20]])) / torch.stack(
+        [plain.std[3], mirrored.std[20]]
+    )
+    assert 0.7 < noise.std() < 1.3
+    assert torch.equal(found, stored.batch(indices, 8, draws))
+    assert not torch.equal(found, stored.batch(indices, 8, draws + 2))
+    once = invoke(*command, "--out", tmp_path / "sampled", "--sampled")
+    assert once.exit_code == 0, once.output
+    sampled = Latents(tmp_path / "sampled", False, CPU)
+    assert not (tmp_path / "sampled" / "std.npy").exists()
+    found = (sampled.batch(np.arange(24), 8, np.arange(24)) / 2 + 0.25 - plain.mean) / plain.std
+    assert 0.9 < found.std() < 1.1
+
+
+def test_decoded_latents_equal_the_vae(tmp_path):
+    vae = load_vae(str(write_vae(tmp_path / "vae")))
+    decoder, z = Decoder(vae, CPU), torch.randn(2, 3, 5, 4, 4)
+    found = decoder.decode(z)
+    assert found.shape == (2, 3, 5, 8, 8)
+    expected = vae.decode(z[1, :, 3][None] / 2 + 0.25).sample[0]
+    torch.testing.assert_close(found[1, :, 3], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("program", ["latents", "features"])
+def test_an_interrupted_program_leaves_nothing(tmp_path, monkeypatch, program):
+    captions = write_captions(tmp_path / "captions")
+    model = write_vae(tmp_path / "model") if program == "latents" else write_text_model(tmp_path / "model")
+    option = {"latents": ["--size", 8, "--vae"], "features": ["--batch", 4, "--encoder"]}[program]
+    command = [program, "--data", captions, "--out", tmp_path / "out", "--device", "cpu", *option, model]
+
+    def fail(folder: Path, *args: Any) -> None:
+        (folder / "mean.npy").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr({"latents": latents, "features": text_features}[program], f"write_{program}", fail)
+        stopped = invoke(*command)
+    assert stopped.exit_code != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["captions", "model"]
+    (tmp_path / "out.part").mkdir()  # of a program that was killed
+    (tmp_path / "out.part" / "mean.npy").write_text("half")
+    assert invoke(*command).exit_code == 0
+    assert not (tmp_path / "out.part").exists()
+    again = invoke(*command)
+    assert again.exit_code == 2
+    assert "expected a new or an empty folder" in again.output
+
+
+def test_wrong_latents_are_refused(data, tmp_path):
+    folder = tmp_path / "latents"
+    shutil.copytree(data["latents"]["data"], folder)
+    options = {**data["latents"], "data": folder}
+    with pytest.raises(typer.BadParameter, match=r"--patch 3: expected a divisor of 4"):
+        config(options, tmp_path / "out", patch=3)
+    with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL of diffusers"):
+        diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
+    other = str(write_vae(tmp_path / "wider", channels=4))
+    with pytest.raises(typer.BadParameter, match="--vae: expected one with 3 channels, as the latents have, got 4"):
+        diffusion.run(config(options, tmp_path / "out", vae=other))
+    std = (folder / "std.npy").read_bytes()
+    (folder / "std.npy").write_bytes(std[:-10])
+    with pytest.raises(typer.BadParameter, match=r"std\.npy can't be read"):
+        diffusion.run(config(options, tmp_path / "out"))
+    np.save(folder / "std.npy", np.zeros((3, 2, 3, 4, 4)))
+    with pytest.raises(typer.BadParameter, match=r"expected std\.npy of shape \(24, 2, 3, 4, 4\), got \(3, 2, 3"):
+        diffusion.run(config(options, tmp_path / "out"))
+    with pytest.raises(typer.BadParameter, match="no mirrored latents"):
+        diffusion.run(config({**data["film latents"], "flip": True}, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# --- text features ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_features_equal_those_of_the_text_model(tmp_path, kind):
+    captions, model = write_captions(tmp_path / "captions"), write_text_model(tmp_path / "model", kind)
+    command = ["features", "--encoder", model, "--data", captions, "--device", "cpu", "--batch", 4, "--max-length", 16]
+    done = invoke(*command, "--out", tmp_path / "features", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    folder, encoder = FeatureFolder(tmp_path / "features"), text_features.load_encoder(str(model), 16, CPU)
+    prompts = ["a red tile", "a blue tile again again", ""]
+    found, expected = folder.texts(folder.find(prompts), CPU), encoder(prompts)
+    length = expected.mask.shape[1]
+    assert found.mask[:, :length].tolist() == expected.mask.tolist()
+    assert not found.mask[:, length:].any()
+    seen = expected.mask[..., None]
+    torch.testing.assert_close(found.features[:, :length] * seen, expected.features * seen, rtol=1e-4, atol=1e-5)
+    assert (found.pooled is None) == (kind == "t5")
+    if kind == "clip":
+        torch.testing.assert_close(found.pooled, expected.pooled, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
+    with pytest.raises(typer.BadParameter, match="1 captions of --data are not in it, as 'a dog'"):
+        folder.find(["a red tile", "a dog"])
+
+
+def test_dropped_captions_have_the_features_of_the_empty_one(data, tmp_path):
+    chosen = config(data["features"], tmp_path)
+    source = diffusion.open_source(chosen, CPU)
+    model = diffusion.build(chosen, source).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x, text = source.batch(source.train[:4], 8)
+    t, everything = torch.rand(4), torch.ones(4, dtype=torch.bool)
+    expected = model(x, t)
+    torch.testing.assert_close(model(x, t, text, drop=everything), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(x, t, text), expected)
+    assert not torch.allclose(model(x, t, text.zeros(4)), expected)
+
+
+def test_wrong_features_are_refused(data, tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"--text-features .*: expected a folder with features\.json"):
+        diffusion.run(config({**data["features"], "text_features": tmp_path}, tmp_path / "out"))
+    folder = tmp_path / "features"
+    shutil.copytree(data["features"]["text_features"], folder)
+    (folder / "mask.npy").write_bytes(b"no array")
+    with pytest.raises(typer.BadParameter, match=r"mask\.npy can't be read"):
+        diffusion.run(config({**data["features"], "text_features": folder}, tmp_path / "out"))
+    for encoder in (tmp_path / "absent", data["labels"]["data"]):
+        refused = invoke("features", "--encoder", encoder, "--data", data["features"]["data"], "--out", tmp_path / "f")
+        assert refused.exit_code == 2
+        assert "expected a text model of transformers" in refused.output
+
+
+# --- videos ----------------------------------------------------------------------------------------------------------
+
+
+def test_clips_of_videos_and_of_their_latents(data, tmp_path):
+    sources = [diffusion.open_source(config(data[kind], tmp_path), CPU) for kind in ("clips", "film latents")]
+    pixels, coded = (source.values for source in sources)
+    assert isinstance(pixels, Clips)
+    assert isinstance(coded, Clips)
+    assert pixels.shape(8) == (3, 8, 8)
+    assert coded.shape(8) == (3, 4, 4)
+    for source in sources:
+        assert not set(source.train) & set(source.held_out)
+        assert source.condition.settings["classes"] == ["dark", "light"]
+    first = pixels.batch(sources[0].train[:1], 8)
+    brightness = (first[0, 0, :, 4, 4] + 1) * 127.5
+    assert all(4 < step < 8 for step in brightness.diff())  # two frames further, 3 brighter each
+    light = [source.condition.names.index("light") for source in sources]
+    assert pixels.batch(np.array(light[:1]), 8).mean() > first.mean() + 0.3
+    coder = Decoder(load_vae(str(data["latents"]["data"].parent / "vae")), CPU)
+    mean, _ = coder.encode(first[:, :, 1])
+    expected = (mean - coder.shift) * coder.scale
+    torch.testing.assert_close(coded.batch(sources[1].train[:1], 8)[:, :, 1], expected, rtol=0.01, atol=0.01)
+
+
+def test_a_clip_is_mirrored_as_a_whole():
+    images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
+    images[..., 0] = 255
+    clips = Clips(Pixels({4: images}, flip=True), np.array([0, 3]), 3, 1)
+    found = clips.batch(np.array([0, 1]), 4, np.array([2, 3]))
+    assert (found[0, ..., 0] == 1).all()
+    assert (found[1, ..., 3] == 1).all()
+    assert (found[1, ..., 0] == -1).all()
+    assert torch.equal(clips.batch(np.array([1]), 4), found[:1])
+
+
+def test_a_folder_of_images_and_videos_is_refused(tmp_path):
+    folder = write_classes(tmp_path / "classes")
+    (folder / "clip.mp4").touch()
+    with pytest.raises(typer.BadParameter, match="expected images or videos, got both"):
+        config({"data": folder, **PIXELS}, tmp_path / "out")
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
+    """A training that was killed after its checkpoint ends with the weights of one that was not."""
+    options = {**data[kind], "accumulate": 2}
+    whole = diffusion.run(config(options, tmp_path / "whole"))
+    original, calls = diffusion.loss, []
+
+    def dying(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 6:
+            raise Killed
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diffusion, "loss", dying)
+        with pytest.raises(Killed):
+            diffusion.run(config(options, tmp_path / "part"))
+    again = diffusion.run(config(options, tmp_path / "part", workers=2))
+    assert again["train_steps_timed"] == 2
+    assert again["held_out"] == whole["held_out"]
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "part")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.npz", "samples.png"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, kind):
+    """Times and noise are drawn by micro-batch; with fixed ones the gradients agree."""
+
+    def fixed(config: Any, model: Any, samples: Any) -> torch.Tensor:
+        x, text, _ = samples
+        t = torch.full((len(x),), 0.5)
+        return diffusion.flow_matching_loss(model, x, text, t, torch.ones_like(x)).mean()
+
+    monkeypatch.setattr(diffusion, "loss", fixed)
+    monkeypatch.setattr(Evaluation, "evaluate", lambda *args: {})
+    monkeypatch.setattr(Latents, "batch", lambda self, indices, size, draws=None: self.mean_of(indices))
+    monkeypatch.setattr(Latents, "mean_of", lambda self, i: torch.from_numpy(self.mean[i, 0]).float(), raising=False)
+    options = {**data[kind], "steps": 2, "samples": 1}
+    for name, accumulate in (("whole", 1), ("parts", 2)):
+        diffusion.run(config(options, tmp_path / name, accumulate=accumulate))
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_samples_on_the_way(data, tmp_path, monkeypatch):
+    """Sheets do not change the training, and a run with sheets but no regular checkpoint can be resumed."""
+    options = {**data["labels"], "save_every": 100}
+    plain = diffusion.run(config(options, tmp_path / "plain"))
+    shown, original, calls = config(options, tmp_path / "shown", sample_every=2), diffusion.loss, []
+
+    def dying(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise Killed
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(diffusion, "loss", dying)
+        with pytest.raises(Killed):
+            diffusion.run(shown)
+    assert (tmp_path / "shown" / "samples-0000002.png").exists()
+    assert diffusion.run(shown)["held_out"] == plain["held_out"]
+    sheets = sorted(path.name for path in (tmp_path / "shown").glob("samples*.png"))
+    assert sheets == ["samples-0000002.png", "samples-0000004.png", "samples.png"]
+    expected, found = weights(tmp_path / "plain"), weights(tmp_path / "shown")
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_classes_are_learned(tmp_path):
+    """Samples of a class have its colour, and the distance to the data falls."""
+    folder = write_classes(tmp_path / "classes", each=12)
+    options = {"data": folder, "size": 8, "test_size": 0, "patch": 4, "batch": 24, "lr": 1e-2, "ema": 0.9}
+    before = diffusion.run(config(options, tmp_path / "before", steps=1, distance_samples=24, sample_steps=4))
+    after = diffusion.run(config(options, tmp_path / "after", steps=150, distance_samples=24, sample_steps=4))
+    assert after["frechet_random_features"] < 0.5 * before["frechet_random_features"]
+    assert after["held_out"]["8x8"]["loss"] < 0.6 * before["held_out"]["8x8"]["loss"]
+    npz = tmp_path / "samples.npz"
+    done = invoke("sample", tmp_path / "after", "--count", 9, "--npz", npz, "--steps", 8, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    with np.load(npz) as file:
+        images, labels = file["arr_0"], file["arr_1"]
+    assert images.shape == (9, 8, 8, 3)
+    assert images.dtype == np.uint8
+    assert labels.tolist() == [0, 1, 2] * 3
+    brightest = images.astype(int)[:, :, 4:].mean((1, 2)).argmax(1)
+    assert brightest.tolist() == [{"blue": 2, "green": 1, "red": 0}[sorted(COLOURS)[label]] for label in labels]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for kind in KINDS:
+        diffusion.run(config(data[kind], folder / kind, steps=1))
+    return {kind: folder / kind for kind in KINDS}
+
+
+PROMPTS: dict[str, list[Any]] = {
+    "labels": ["--prompt", "red", "--prompt", "1", "--negative", "blue"],
+    "none": [],
+    "latents": ["--prompt", "green"],
+    "features": ["--prompt", "a red tile", "--negative", "a tile"],
+    "clips": ["--prompt", "dark"],
+    "film latents": ["--prompt", "light"],
+}
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpm++"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
+    given = [*PROMPTS[kind], "--steps", 2, "--device", "cpu", "--sampler", sampler]
+    if kind == "features":
+        given += ["--encoder", data["latents"]["data"].parent / "text"]
+    done = invoke("sample", runs[kind], *given, "--images", 2, "--size", "8x16", "--out", tmp_path / "sheet.png")
+    assert done.exit_code == 0, done.output
+    assert f"{max(1, given.count('--prompt'))} × 2 images of 8x16, step 1" in done.output
+    done = invoke("sample", runs[kind], *given, "--count", 18, "--npz", tmp_path / "samples.npz")
+    assert done.exit_code == 0, done.output
+    with np.load(tmp_path / "samples.npz") as file:
+        frames = (3,) if kind in ("clips", "film latents") else ()
+        assert file["arr_0"].shape == (18, *frames, 8, 8, 3)
+        assert len(np.unique(file["arr_0"].reshape(18, -1), axis=0)) == 18
+        expected = {"labels": [2, 1], "latents": [1], "film latents": [1]}.get(kind, [0])
+        assert file["arr_1"].tolist() == (expected * 18)[:18]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("labels", ["--prompt", "rde"], "--prompt: unknown 'rde' (did you mean 'red'?); choose from: blue; green; red"),
+        ("labels", ["--prompt", "3"], "--prompt: unknown '3'"),
+        ("none", ["--prompt", "red"], "--prompt: expected none, the model was trained without captions or classes"),
+        ("features", ["--prompt", "a tile"], "--encoder: expected the text model that made the features"),
+        ("latents", ["--size", "10x8"], ""),
+        ("latents", ["--size", "9x8"], "--size: expected multiples of 2, the model's patch, got 9x8"),
+        ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
+        ("labels", ["--sampler", "ddim"], "--sampler: unknown 'ddim'"),
+        ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
+    ],
+)
+def test_wrong_samples_are_refused(runs, tmp_path, kind, given, message):
+    done = invoke("sample", runs[kind], *given, "--steps", 1, "--device", "cpu", "--out", tmp_path / "sheet.png")
+    assert (done.exit_code == 0) == (message == ""), done.output
+    assert message in done.output
+
+
+def test_prompts_of_a_file(runs, tmp_path):
+    (tmp_path / "prompts.txt").write_text("red\n\nblue\n", encoding="utf-8")
+    given = ["--prompt-file", tmp_path / "prompts.txt", "--steps", 1, "--device", "cpu"]
+    done = invoke("sample", runs["labels"], *given, "--count", 4, "--npz", tmp_path / "s.npz")
+    assert done.exit_code == 0, done.output
+    with np.load(tmp_path / "s.npz") as file:
+        assert file["arr_1"].tolist() == [2, 0, 2, 0]
