@@ -13,7 +13,7 @@ import typer
 
 from ..common.devices import choose_device
 from ..common.options import SEEDS, finite, positive
-from .loop import read_checkpoint
+from .checkpoint import read_checkpoint
 from .prompts import Sheet, sample_images
 from .tasks import lm
 

@@ -36,7 +36,6 @@ from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..order import shuffle
 from ..outcome import placements
-from ..weights import start_from
 from ..work import Work, train
 
 
@@ -75,9 +74,6 @@ class ImageTraining(Training):
     dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
     label: str = option("", "The field that is the class, of a folder or zip with metadata.jsonl: one in 5 is a test.")
     without: str = option("", "With --label: a field; rows where it is true are left out.")
-    weights: str = option(
-        "", "Start from them, resampled: a checkpoint of timm's, or a run of ours (its folder).", free=True
-    )
     limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
@@ -189,8 +185,6 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         )
     arguments = model_arguments(config, data)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
-    if config.weights:
-        settings["weights"] = start_from(model, Path(config.weights))
     data = data.to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
