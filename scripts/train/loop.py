@@ -58,7 +58,7 @@ from ..common.folder import flat
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
 from .config import Training, parse_betas
 from .interruption import Interrupted, Interruption
-from .order import Steps, derive_seed, divide, prepare_ahead
+from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
 from .trackers import FOLDER, choose_trackers, finish_trackers, locate_logs, start_trackers
 
 STARTING, EVERY = 10, 5  # steps that are not timed, and between two looks at the clock, to plan for --seconds
@@ -165,6 +165,7 @@ class Trainer:
         batch: Callable[[np.ndarray, np.ndarray], Any],
         loss: Callable[[nn.Module, Any], Tensor],
         validate: Callable[[], dict[str, float]] | None = None,
+        in_processes: bool = False,
     ) -> None:
         """Train up to ``config.steps``, or for ``config.seconds``.
 
@@ -173,13 +174,18 @@ class Trainer:
             batch: (indices, draws) → a micro-batch.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
             validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
+            in_processes: whether ``config.workers`` are processes, for batches that decode files; otherwise threads.
         """
         config, accelerator = self.config, self.accelerator
         if self.last is not None and self.step >= self.last:
             return
         start_trackers(accelerator, config, self.settings)
         chosen = divide(steps(self.step), config.accumulate, accelerator.process_index, accelerator.num_processes)
-        stream = prepare_ahead(batch, chosen, config.workers)
+        stream = (
+            prepare_in_processes(batch, chosen, config.workers, accelerator.device)
+            if in_processes
+            else prepare_ahead(batch, chosen, config.workers)
+        )
         if accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(accelerator.device)
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
@@ -188,7 +194,11 @@ class Trainer:
             bar = progress.add_task("steps", total=self.last, completed=self.step, loss="")
             first = self.step
             while self.last is None or self.step < self.last:
-                self.total += self._advance(stream, loss)
+                try:
+                    self.total += self._advance(stream, loss)
+                except DataError:
+                    self._save_alone()
+                    raise
                 self._take_turn()
                 if config.seconds:
                     self._plan(self.step - first)
@@ -201,6 +211,11 @@ class Trainer:
                     self.clock = self.clock and (self.step, time.perf_counter())
                 self._stop_if_asked()
         finish_trackers(accelerator)
+
+    def _save_alone(self) -> None:
+        """Save before an error of the data ends the run; other processes can't know of it, so only one alone saves."""
+        if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
+            self.save()
 
     def _stop_if_asked(self) -> None:
         number = self.interruption.find(self.step)

@@ -32,6 +32,7 @@ class Work:
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
         evaluate: what result.json says of the trained model; all processes call it.
         validate: what a row of the history says of the model on the way.
+        in_processes: whether workers are processes, see :meth:`.loop.Trainer.fit`.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Work:
     loss: Callable[[nn.Module, Any], Tensor]
     evaluate: Callable[[Trainer], dict[str, Any]]
     validate: Callable[[Trainer], dict[str, float]] | None = None
+    in_processes: bool = False
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
         trainer = Trainer(config, accelerator, work.model, settings)
         stack.callback(trainer.end_turn)
         validate = None if work.validate is None else partial(work.validate, trainer)
-        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate))
+        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate, work.in_processes))
         console.print("Evaluating")
         trainer.averaged.eval()
         result = {**work.evaluate(trainer), **common}
