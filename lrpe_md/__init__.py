@@ -36,7 +36,7 @@ __version__ = "0.2.0"
 # nevertheless; a wheel has them inside.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
-    __path__.append(str(_ROOT))
+    __path__.append(str(_ROOT))  # noqa: F405
 
 _INTEGRATIONS = ("adapt", "adapt_rotary")
 _DOCUMENT = (

@@ -41,7 +41,7 @@ def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) 
             """Import the command that is called."""
             self.commands = {name: self.get_command(ctx, name) for name in commands}  # names that it suggests
             name, found, rest = super().resolve_command(ctx, args)
-            if name in commands:
+            if name is not None and name in commands:
                 found = typer.main.get_command(import_or_explain(program, commands[name][1]))
                 found.name = name
             return name, found, rest

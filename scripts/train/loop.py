@@ -74,10 +74,11 @@ def start(config: Training) -> Accelerator:
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
         raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
+    trackers: Any = choose_trackers(config)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=config.mixed_precision,
-        log_with=choose_trackers(config) or None,
+        log_with=trackers or None,
         project_config=locate_logs(config),
     )
     if accelerator.distributed_type not in PLAIN:

@@ -91,8 +91,9 @@ def prepare_in_processes(
     """Yield batch(*each) of each chosen, in their order, on the device; worker processes prepare some ahead."""
     sampler: Any = chosen
     loader = DataLoader(
-        _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
-    )
+        _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # otherwise it draws from the generator of the step
+    )  # fmt: skip
     for made in loader:
         if isinstance(made, DataError):
             raise made

@@ -94,8 +94,8 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Yield each way to place the tokens of another size, set on the model meanwhile: one unit a token, or laid over the
-    trained grid."""
+    """Set each way to place the tokens of another size on the model, and yield its name: one unit a token
+    ("extrapolated"), or laid over the trained grid ("rescaled")."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
         model.reference = reference
         yield name

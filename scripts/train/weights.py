@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import typer
 from accelerate import PartialState
-from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
 from safetensors import safe_open
 from safetensors.torch import save_file
+from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -143,7 +143,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
 
 def export_weights(trainer: Trainer) -> None:
     """Write the weights to evaluate, which are the averaged ones if there are any, as model.safetensors."""
-    weights = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
+    weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
     if trainer.accelerator.is_main_process:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
         about = {"settings": json.dumps(trainer.settings), "step": str(trainer.step)}

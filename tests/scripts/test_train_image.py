@@ -193,7 +193,12 @@ def test_training_learns_the_classes(data, tmp_path):
     assert list(accuracy["extrapolated"]) == list(accuracy["rescaled"]) == ["8x8", "12x12", "8x12"]
     assert accuracy["extrapolated"]["8x8"] == accuracy["rescaled"]["8x8"] == 100
     assert json.loads((config.out / "result.json").read_text()) == result
-    assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert {p.name for p in config.out.iterdir()} == {
+        "checkpoint.pt",
+        "history.csv",
+        "model.safetensors",
+        "result.json",
+    }
     assert train_image.run(config)["accuracy"] == accuracy  # a finished run is not trained again
 
 

@@ -84,7 +84,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
     assert set(evaluation.length) == {32, 64}
-    names = {"checkpoint.pt", "history.csv", "result.json", "evaluation.csv"}
+    names = {"checkpoint.pt", "history.csv", "model.safetensors", "result.json", "evaluation.csv"}
     assert {path.name for path in out.iterdir()} == names
     assert str(tmp_path) not in (out / "result.json").read_text()
     assert str(tmp_path).encode() not in (out / "checkpoint.pt").read_bytes()

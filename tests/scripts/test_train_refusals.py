@@ -227,7 +227,7 @@ def test_kill_while_saving_leaves_no_incomplete_file(tmp_path):
     process.wait()
     assert len(list(out.glob("*.part"))) == 1
     assert invoke(*digits_command(out)).exit_code == 0
-    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "history.csv", "model.safetensors", "result.json"}
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")

@@ -232,7 +232,12 @@ def test_training_learns_the_direction_of_time(footage, tmp_path):
     assert set(result["accuracy"]["rescaled"]) == {"4x8x8", "8x8x8", "4x16x16"}
     assert json.loads((config.out / "result.json").read_text()) == result
     assert (config.out / "history.csv").read_text().splitlines()[0] == "step,loss,lr"
-    assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert {p.name for p in config.out.iterdir()} == {
+        "checkpoint.pt",
+        "history.csv",
+        "model.safetensors",
+        "result.json",
+    }
     # a finished run is not trained again
     assert train_video.run(config)["accuracy"] == result["accuracy"]
 
@@ -367,7 +372,7 @@ def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
 
     def frames(path=footage, size=8):
-        video_data._decode_all.cache_clear()  # simulates another process
+        video_data.decode_all.cache_clear()  # simulates another process
         cut = {"segment": 40, "parts": 4, "fold": 0, "gap": 8, "device": torch.device("cpu")}
         return video_data.load_footage([path], size, cache=cache, **cut).frames
 
@@ -416,7 +421,7 @@ def test_damaged_footage_is_not_cached(footage, tmp_path, monkeypatch):
 @needs_decoder
 def test_read_only_cache_is_reported(footage, tmp_path, capsys):
     (tmp_path / "file").write_text("no folder")
-    video_data._decode_all.cache_clear()
+    video_data.decode_all.cache_clear()
     train_once(footage, tmp_path / "run", cache=str(tmp_path / "file"))
     assert "Nothing is cached for later runs" in capsys.readouterr().err
 
@@ -425,7 +430,7 @@ def test_read_only_cache_is_reported(footage, tmp_path, capsys):
 def test_location_of_the_cache(footage, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for cache, folder in (("none", None), ("auto", "home/lrpe-md/footage"), (str(tmp_path / "mine"), "mine")):
-        video_data._decode_all.cache_clear()
+        video_data.decode_all.cache_clear()
         train_once(footage, tmp_path / f"run-{folder and folder[:4]}", cache=cache)
         assert len(list(tmp_path.glob("**/*.safetensors"))) == {"none": 0, "auto": 1}.get(cache, 2)
         assert folder is None or len(list((tmp_path / folder).iterdir())) == 1

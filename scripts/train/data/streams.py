@@ -12,8 +12,9 @@ import os
 import tarfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,8 +58,9 @@ class Source(Protocol):
         """Return a field of every sample."""
         ...
 
-    @property
-    def digest(self) -> int: ...
+    def hash_content(self) -> int:
+        """Hash the names and sizes of the samples."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Stream:
     @property
     def digest(self) -> int:
         """Hash the names and sizes of the samples."""
-        return zlib.crc32(self.indices.astype(np.int64).tobytes(), self.source.digest)
+        return zlib.crc32(self.indices.astype(np.int64).tobytes(), self.source.hash_content())
 
 
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
@@ -122,11 +124,12 @@ class Shard:
     offsets: np.ndarray
     sizes: np.ndarray
 
-    def read(self, sample: int, name: str) -> bytes:
+    def read(self, sample: int, name: str, file: Any = None) -> bytes:
+        """Return the bytes of a field; file: the tar, if it is open."""
         offset, size = (int(table[sample, self.fields.index(name)]) for table in (self.offsets, self.sizes))
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            content = file.read(size)
+        with nullcontext(file) if file else self.path.open("rb") as opened:
+            opened.seek(offset)
+            content = opened.read(size)
         if len(content) != size:
             raise EOFError(f"expected {size} bytes of {name}, got {len(content)}")
         return content
@@ -145,7 +148,9 @@ def index_shard(path: Path, cache: Path | None = None) -> Shard:
         try:
             with np.load(kept, allow_pickle=False) as found:
                 if str(found["name"]) == name:
-                    return Shard(path, found["keys"].tolist(), found["fields"].tolist(), found["offsets"], found["sizes"])
+                    return Shard(
+                        path, found["keys"].tolist(), found["fields"].tolist(), found["offsets"], found["sizes"]
+                    )
         except Exception:  # of damaged bytes zipfile and NumPy raise errors of their own
             kept.unlink(missing_ok=True)
     shard = _scan(path)
@@ -219,25 +224,33 @@ class ShardSource:
         return [f"{shard.path.name}/{key}" for shard in self.shards for key in shard.keys]
 
     def list_values(self, name: str) -> list[Any]:
-        values = []
-        for index in range(len(self)):
-            shard, sample = self._find(index)
-            sample_fields = self._parse(shard, sample, {"label": ("cls",)}.get(name, ("json",)))
-            if name not in sample_fields:
-                raise StreamError(f"{self.locate(index)}: expected the field {name}, got {', '.join(shard.fields)}")
-            values.append(sample_fields[name])
+        values, field = [], {"label": "cls"}.get(name, "json")
+        for shard in self.shards:
+            with shard.path.open("rb") as file:
+                for sample in range(len(shard.keys)):
+                    index = len(values)
+                    try:
+                        found = self._parse(shard, sample, (field,), file)
+                    except UNREADABLE as error:
+                        raise StreamError(f"{self.locate(index)}: its {field} can't be read ({error})") from error
+                    if name not in found:
+                        raise StreamError(
+                            f"{self.locate(index)}: expected a class in .cls, or --label and that field in .json, got "
+                            f"{', '.join(f'.{each}' for each in shard.fields)}"
+                        )
+                    values.append(found[name])
         return values
 
     def read(self, index: int) -> dict[str, Any]:
         shard, sample = self._find(index)
         return self._parse(shard, sample, shard.fields)
 
-    def _parse(self, shard: Shard, sample: int, names: Sequence[str]) -> dict[str, Any]:
+    def _parse(self, shard: Shard, sample: int, names: Sequence[str], file: Any = None) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in names:
             if name not in shard.fields or shard.offsets[sample, shard.fields.index(name)] < 0:
                 continue
-            content = shard.read(sample, name)
+            content = shard.read(sample, name, file)
             if name in IMAGE_FIELDS:
                 found["image"] = open_image(content)
             elif name == "cls":
@@ -252,8 +265,7 @@ class ShardSource:
                 found[name] = content
         return found
 
-    @cached_property
-    def digest(self) -> int:
+    def hash_content(self) -> int:
         value = 0
         for shard in self.shards:
             value = zlib.crc32("\n".join(shard.keys).encode(), value)
@@ -307,7 +319,7 @@ class HubSource:
         return len(self.data)
 
     def read(self, index: int) -> dict[str, Any]:
-        found = {self.renamed.get(key, key): value for key, value in self.data[index].items()}
+        found: dict[str, Any] = {self.renamed.get(key, key): value for key, value in self.data[index].items()}
         if "image" in found:
             found["image"] = open_image(found["image"])
         return found
@@ -328,8 +340,7 @@ class HubSource:
             )
         return self.data.with_format(None)[column][:]
 
-    @property
-    def digest(self) -> int:
+    def hash_content(self) -> int:
         return zlib.crc32(repr((len(self), sorted(map(str, self.data.features.items())))).encode())
 
 
@@ -379,8 +390,7 @@ class FileSource:
             raise StreamError(f"--label {name}: files have no fields; leave it out")
         return list(self.labels)
 
-    @cached_property
-    def digest(self) -> int:
+    def hash_content(self) -> int:
         rows = [f"{key} {file.stat().st_size}" for key, file in zip(self.list_keys(), self.files, strict=True)]
         return zlib.crc32("\n".join(rows).encode())
 
@@ -389,26 +399,51 @@ class FileSource:
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Streams for training and tests, and the class of each of their samples."""
+class LabelledStream:
+    """A stream, and the number of the class of each sample, (N,) int64."""
 
-    train: Stream
-    test: Stream
-    label: str
-    names: list[Any] = field(default_factory=list)
+    stream: Stream
+    classes: np.ndarray
 
-    def find_class(self, sample: dict[str, Any]) -> int:
-        """Return the number of a sample's class."""
-        value = sample[self.label]
-        return self.names.index(value) if self.names else int(value)
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """Return the image and the class of a sample."""
+        return self.stream[index]["image"], int(self.classes[index])
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32(self.classes.tobytes(), self.stream.digest)
+
+
+def number_classes(train: Stream, test: Stream, label: str) -> tuple[LabelledStream, LabelledStream, int]:
+    """Return both streams with the classes that a field says, and the number of classes. Names are sorted."""
+    values = {id(each.source): each.source.list_values(label) for each in (train, test)}
+    found = [values[id(each.source)] for each in (train, test)]
+    unique = set(found[0]) | set(found[1])
+    if all(isinstance(value, int) for value in unique):
+        if min(unique) < 0:
+            raise StreamError(f"--label {label}: expected classes of at least 0, got {min(unique)}")
+        number, total = {value: value for value in unique}, max(unique) + 1
+    else:
+        names = sorted(map(str, unique))
+        number, total = {value: names.index(str(value)) for value in unique}, len(names)
+    parts = [
+        LabelledStream(each, np.array([number[all_values[i]] for i in each.indices], np.int64))
+        for each, all_values in zip((train, test), found, strict=True)
+    ]
+    return parts[0], parts[1], total
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether ``open_labelled`` reads this: shards, or a Hugging Face data set."""
+    """Return whether :func:`open_source` reads this: shards, or a Hugging Face data set."""
     if path.is_dir():
         markers = ("dataset_dict.json", "state.json")
-        return any((path / each).is_file() for each in markers) or any(path.glob("*.tar")) or any(
-            path.glob("**/*.parquet")
+        return (
+            any((path / each).is_file() for each in markers)
+            or any(path.glob("*.tar"))
+            or any(path.glob("**/*.parquet"))
         )
     return str(path).startswith(HUB) or path.name.endswith(".tar")
 
