@@ -131,7 +131,7 @@ class Backbone:
     def help(self) -> str:
         """The help of --encoding."""
         return (
-            f"One of: {', '.join(self.encodings)}; or any preset or registered scheme. Options follow the name, as "
+            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options follow the name, as "
             "rotate:base=100,axis_order=major_first."
         )
 

@@ -1,4 +1,4 @@
-"""Sample from the checkpoint of a training: go on with a text, or draw images of prompts.
+"""Generate text or images with the checkpoint of a training.
 
 python -m scripts.train sample runs/lm --prompt "**ROMEO**" --tokens 400
 python -m scripts.train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
@@ -28,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
         "steps": 50,
         "images": 4,
         "positions": "rescaled",
-        "out": Path("sheet.png"),
+        "out": None,
     },
 }
 
@@ -69,31 +69,43 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training, of `train lm` or `diffusion`.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Of the draws, of the first image's noise.")] = 0,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Text: bytes to add, 400 unless told otherwise.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Text: 0.8; 0 takes the likeliest byte.")
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train lm` or `train diffusion`.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, or description of an image; repeatable.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(max=1, callback=positive, help="Text: 0.95.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="Text: linear, ntk or yarn, to the result's length.")] = None,
-    size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels; else that of the training.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed of the text, or of the first image.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. (default: 400)")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, callback=finite, help="Text: temperature; 0 takes the most likely byte. (default: 0.8)"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. (default: 0.95)"),
+    ] = None,
+    scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the trained size)")
+    ] = None,
     scale: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Images: guidance by the prompt, 3; 1: none.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
     negative: Annotated[
-        str | None, typer.Option(help="Images: a prompt to steer away from. Default: the empty caption.")
+        str | None, typer.Option(help="Images: prompt to steer away from. (default: the empty caption)")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Images: steps of Heun's method, 50.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images of each prompt, 4.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Images: steps of Heun's method. (default: 50)")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. (default: 4)")] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Images: at another size rescaled (laid over the trained grid) or extrapolated.")
+        str | None,
+        typer.Option(help="Images: positions at another size: rescaled (to the trained grid) or extrapolated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Images: the sheet, sheet.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
 ) -> None:
-    """Go on with prompts, or draw them, by a model of yours: the averaged weights where the training kept them."""
+    """Generate text or images with a trained model. Averaged weights are used if the training kept them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,
@@ -105,4 +117,10 @@ def main(
     if task == TEXT:
         lm.sample_text(state, prompt or ["\n"], seed, on, **options)
     else:
-        sample_images(run, state, prompt or [""], seed, on, Sheet(**options))
+        if not prompt:
+            raise typer.BadParameter(
+                "--prompt: expected at least one for a run of `train diffusion`, got none; pass --prompt TEXT, or "
+                "--prompt '' for images without a prompt"
+            )
+        options["out"] = options["out"] or run / "sheet.png"
+        sample_images(run, state, prompt, seed, on, Sheet(**options))

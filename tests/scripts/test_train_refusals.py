@@ -23,23 +23,18 @@ import typer
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.common.folder import claim
 from lrpe_md.scripts.train import loop, samples
-from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data.captions import load_captioned
 from lrpe_md.scripts.train.tasks import digits
 from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from PIL import Image
 from test_train_image import write_folders, write_idx
-from typer.testing import CliRunner, Result
+from train_commands import invoke
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
     "steps": 3, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False, "save_every": 1,
 }  # fmt: skip
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 def digits_command(out: Path, *more: str) -> list[str]:

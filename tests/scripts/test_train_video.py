@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import videos as video_data
 from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
 from lrpe_md.scripts.train.encodings import VIDEOS
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from torch import nn
-from typer.testing import CliRunner
+from train_commands import flags, output_of
 
 DECODERS = [name for name in video_data.DECODERS if video_data.importlib.util.find_spec(video_data.DECODERS[name])]
 needs_decoder = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
@@ -61,17 +60,6 @@ SMALL = {
     "frames": 4, "every": 1, "size": 8, "test_size": 16, "patch": 4, "dim": 48, "depth": 1, "heads": 2,
     "segment": 40, "parts": 4, "test_samples": 32, "motion": False,
 }  # fmt: skip
-
-
-def flags(options: dict) -> list[str]:
-    """Convert options to command-line arguments."""
-    given = []
-    for name, value in options.items():
-        option = name.replace("_", "-")
-        given += (
-            [f"--{option if value else f'no-{option}'}"] if isinstance(value, bool) else [f"--{option}", str(value)]
-        )
-    return given
 
 
 # --- footage ---------------------------------------------------------------------------------------------------------
@@ -271,12 +259,7 @@ def test_every_encoding_can_be_built(attention, tmp_path):
 
 @needs_decoder
 def test_invalid_options(footage, tmp_path):
-    def output_of(*args: str) -> str:
-        result = CliRunner().invoke(app, ["video", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
-        assert result.exit_code == 2, result.output
-        return result.output
-
-    run = ["--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
+    run = ["video", "--data", str(footage), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "2"]
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
@@ -284,10 +267,9 @@ def test_invalid_options(footage, tmp_path):
     assert "as long as a clip" in output_of(*run, "--frames", "64")
     assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
-    done = CliRunner().invoke(app, ["video", *run])
-    assert done.exit_code == 0, done.output
+    output_of(*run, code=0)
     assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
-    assert "steps: 2 there, 3 now" in output_of(*run, "--steps", "3")
+    assert "steps: 2 there, 1 now" in output_of(*run, "--steps", "1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     assert "has no checkpoint.pt" in output_of(*run, "--out", str(tmp_path / "other"))

@@ -305,8 +305,8 @@ class HubSource:
         from datasets import Image as ImageColumn
 
         self.data, self.name = data, name
-        columns = data.features.items()
-        self.renamed = {key: "image" for key, kind in columns if isinstance(kind, ImageColumn)}
+        columns: list[tuple[str, Any]] = list(data.features.items())
+        self.renamed: dict[str, str] = {key: "image" for key, kind in columns if isinstance(kind, ImageColumn)}
         self.renamed |= {key: "label" for key, kind in columns if isinstance(kind, ClassLabel)}
         self.renamed |= {key: "caption" for key in ("text", "caption") if key in data.features}
         if len(set(self.renamed.values())) < len(self.renamed):

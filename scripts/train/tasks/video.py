@@ -151,12 +151,8 @@ def build(config: VideoTraining) -> LrpeVideoTransformer:
 
 def patches(config: VideoTraining) -> int:
     """Return the patches of a step; without classes each clip is shown under two labels."""
-    return (
-        (1 if config.task == "labels" else 2)
-        * config.batch
-        * (config.frames // config.tubelet)
-        * (config.size // config.patch) ** 2
-    )
+    clips = config.batch if config.task == "labels" else 2 * config.batch
+    return clips * (config.frames // config.tubelet) * (config.size // config.patch) ** 2
 
 
 def batch(
