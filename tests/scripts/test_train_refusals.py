@@ -23,6 +23,7 @@ import typer
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.common.folder import claim
 from lrpe_md.scripts.train import loop, samples
+from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data.captions import load_captioned
 from lrpe_md.scripts.train.tasks import digits
@@ -146,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     ):
         state = {**whole, "model": dict(whole["model"])}
         change(state)
-        state["digest"] = loop.digest_of({name: value for name, value in state.items() if name != "digest"})
+        state["digest"] = digest_of({name: value for name, value in state.items() if name != "digest"})
         torch.save(state, path)
         with pytest.raises(typer.BadParameter, match="does not fit"):
             digits.run(config)

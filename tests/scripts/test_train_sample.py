@@ -14,7 +14,7 @@ pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
 from lrpe_md.scripts.train.app import app
-from lrpe_md.scripts.train.loop import FORMAT, digest_of, read_checkpoint
+from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of, read_checkpoint
 from lrpe_md.scripts.train.prompts import Sheet, draw, draw_noise, lay_over, load_model
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
