@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import typer
 from accelerate import tracking
+from accelerate.utils import LoggerType
 from lrpe_md.scripts.train import trackers
 from lrpe_md.scripts.train.app import TRAININGS
 from lrpe_md.scripts.train.config import PANELS, Training, parse_betas
@@ -198,7 +199,7 @@ class Recorder(tracking.GeneralTracker):
 
 def test_several_trackers(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    available = [*tracking.get_available_trackers(), "wandb"]
+    available = [*tracking.get_available_trackers(), LoggerType.WANDB]
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Recorder)
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: available)
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: available)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -189,8 +188,8 @@ def _scan(path: Path) -> Shard:
             f"samples ({error}); fetch it again, or remove it"
         ) from error
     with path.open("rb") as file:
-        file.seek(end - BLOCK)
-        if file.read(BLOCK).strip(b"\0") or os.fstat(file.fileno()).st_size < end:
+        file.seek(end)
+        if file.read(BLOCK) != bytes(BLOCK):
             raise StreamError(
                 f"{path} ends without a tar's end mark after sample {rows[-1][0] if rows else ''!r}, so samples may be "
                 "missing; fetch it again, or remove it"
