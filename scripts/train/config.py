@@ -146,10 +146,14 @@ class Training:
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
+    def limit_warmup(self, most: int) -> int:
+        """Return the steps of the warm-up; a constant schedule does not depend on the number of steps."""
+        return self.warmup if self.schedule == "constant" else min(self.warmup, most)
+
     def build_schedule(self) -> Schedule:
         """Return the learning rate by step."""
         return Schedule(
-            length=max(self.steps, 2), warmup=min(self.warmup, self.steps - 1), start=self.lr / (self.warmup + 1),
+            length=max(self.steps, 2), warmup=self.limit_warmup(self.steps - 1), start=self.lr / (self.warmup + 1),
             kind=self.schedule, cooldown=self.cooldown,
         )  # fmt: skip
 

@@ -10,9 +10,9 @@ import torch
 import typer
 from accelerate import Accelerator
 from lrpe_md.models.lm import CausalLm, LmConfig
+from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of
 from lrpe_md.scripts.train.data import text as text_data
 from lrpe_md.scripts.train.data.text import check_lengths, draw_windows, load_text
-from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of
 from lrpe_md.scripts.train.order import divide
 from lrpe_md.scripts.train.tasks import lm as train_lm
 from lrpe_md.scripts.train.tasks.lm import LmTraining

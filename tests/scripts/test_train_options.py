@@ -86,7 +86,7 @@ def test_betas(tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_more_steps_equal_a_longer_run_if_the_rate_is_constant(tmp_path, accumulate, capsys):
     """The history is the same, too, although a row was added at the end of the shorter run."""
-    options = {**TOY, "schedule": "constant", "accumulate": accumulate}
+    options = {**TOY, "schedule": "constant", "accumulate": accumulate, "warmup": 5}
     whole = toy_train(Training(out=tmp_path / "whole", **{**options, "steps": 11}))
     for steps in (4, 7, 11):
         continued = toy_train(Training(out=tmp_path / "parts", **{**options, "steps": steps}))

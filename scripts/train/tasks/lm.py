@@ -89,7 +89,7 @@ class LmTraining(Training):
         1.0, "Learning rate of learned frequencies, as a share of --lr.", least=0, off=True, panel=OPTIMISER
     )
     weight_decay: float = changed("weight_decay", 0.1, "Weight decay of matrices; other parameters have none.")
-    warmup: int = changed("warmup", 100, "Warm-up steps, at most a tenth of all.")
+    warmup: int = changed("warmup", 100, "Warm-up steps; cosine and wsd have at most a tenth of all.")
     ema: float = changed("ema", 0.0)
     precision: str = changed("precision", "auto")
     validate_every: int = changed("validate_every", 250)
@@ -130,7 +130,7 @@ class LmTraining(Training):
         return LmConfig(**self.model_arguments)
 
     def build_schedule(self) -> Schedule:
-        warmup = min(self.warmup, self.steps // 10)
+        warmup = self.limit_warmup(self.steps // 10)
         return Schedule(
             length=max(self.steps - warmup, 1), warmup=warmup, start=0.0, end=0.1 * self.lr, warmup_prefix=True,
             offset=1, kind=self.schedule, cooldown=self.cooldown,
