@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from lrpe_md.scripts.common import devices, options, provenance
+from lrpe_md.scripts.common import devices, folder, options, provenance
 
 
 def test_choose_keeps_the_order_and_removes_duplicates():

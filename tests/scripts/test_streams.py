@@ -299,7 +299,7 @@ def test_resumed_run_equals_uninterrupted_run(kind, shards, hub, tmp_path, monke
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_broken_sample_stops_the_training_and_loses_nothing(shards, tmp_path, workers):
-    """The checkpoint is that of the last whole step; when the sample is mended, the run ends as if it had been whole."""
+    """The checkpoint is that of the last whole step; with the sample mended, the run ends as if it had been whole."""
     options = {**SMALL, "data": shards, "save_every": 100, "steps": 6}
     whole = ImageTraining(out=tmp_path / "whole", **options)
     train_image.run(whole)
@@ -351,7 +351,7 @@ def test_a_folder_of_classes_is_divided(tmp_path):
     assert (len(data.train), len(data.test), data.num_classes) == (len(more[0]), len(more[1]), 3)
 
 
-def test_sizes_follow_the_data(tmp_path, data=None):
+def test_sizes_follow_the_data(tmp_path):
     from test_train_image import write_idx
 
     idx = ImageTraining(data=write_idx(tmp_path / "idx"), out=tmp_path / "a")
@@ -390,7 +390,7 @@ def test_models_of_timm(shards, tmp_path, attention):
 def test_unsuitable_models_of_timm(tmp_path):
     with pytest.raises(typer.BadParameter, match=r"--model: unknown 'vit_bas_patch16_224' \(did you mean 'vit_base"):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_bas_patch16_224")
-    with pytest.raises(typer.BadParameter, match="expected a VisionTransformer of timm's.*got ResNet"):
+    with pytest.raises(typer.BadParameter, match=r"expected a VisionTransformer of timm's.*got ResNet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
     with pytest.raises(typer.BadParameter, match="learned table of positions"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")

@@ -68,7 +68,7 @@ def test_zero_turns_off(option, tmp_path):
 
 
 def test_options_that_must_not_be_zero(tmp_path):
-    for task, names in {"image": ("patch", "heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
+    for task, names in {"image": ("heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
         for name in names:
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
             assert refused.exit_code == 2

@@ -318,7 +318,8 @@ class HubSource:
         return len(self.data)
 
     def read(self, index: int) -> dict[str, Any]:
-        found: dict[str, Any] = {self.renamed.get(key, key): value for key, value in self.data[index].items()}
+        row: dict[str, Any] = self.data[index]
+        found = {self.renamed.get(key, key): value for key, value in row.items()}
         if "image" in found:
             found["image"] = open_image(found["image"])
         return found
