@@ -146,7 +146,8 @@ TASKS = {
             ),
             "linear": ("none", "sincos", "rotate", "cosine-silu", "cosine-softplus"),
         },
-        {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"}, accuracy, "accuracy, %", True, on_gpu=FAST,
+        {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"},
+        accuracy, "accuracy, %", True, on_gpu=FAST,
         note="A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
     ),
     "video": Task(

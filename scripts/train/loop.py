@@ -8,7 +8,8 @@ A task makes a :class:`.work.Work` of its configuration: a model, its batches, a
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
 generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
 killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
-repeat themselves). Checkpoints are written aside and renamed.
+repeat themselves). Checkpoints are written aside and renamed. SIGINT and SIGTERM save one after the step. A finished
+run continues if ``--steps`` is larger; with a constant schedule the result is that of one long run.
 
 **A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
 how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Halfway to the
