@@ -1,40 +1,15 @@
 """Relative positions on any number of axes for vision and video transformers."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .frequencies.axial import axial_omega as axial_omega
-from .frequencies.dense import dense_omega as dense_omega
-from .frequencies.rope_parameters import rope_frequencies as rope_frequencies
-from .frequencies.series import geometric_theta as geometric_theta
-from .functional import cosine as cosine
-from .functional import rotate as rotate
-from .functional_linear import linear_attention as linear_attention
-from .modules import CosineMd as CosineMd
-from .modules import PresetMd as PresetMd
-from .modules import Rotate1d as Rotate1d
-from .modules import RotateMd as RotateMd
-from .modules_linear import LinearAttention as LinearAttention
-from .norm import Norm as Norm
-from .optim import parameter_groups as parameter_groups
-from .pairs import convert_pairs as convert_pairs
-from .positions.augment import AugmentPositions as AugmentPositions
-from .positions.coordinates import Coordinates as Coordinates
-from .positions.grid import Grid as Grid
-from .positions.grid import window_order as window_order
-from .positions.sequences import After as After
-from .positions.sequences import Before as Before
-from .positions.sequences import Tokens as Tokens
-from .positions.sequences import compose as compose
-from .positions.sequences import pack as pack
-from .positions.sequences import pad as pad
-from .presets.registry import list_presets as list_presets
-from .presets.registry import preset as preset
-from .presets.registry import register_scheme as register_scheme
-from .presets.scheme import Axial as Axial
-from .presets.scheme import Dense as Dense
-from .presets.scheme import Scheme as Scheme
+# The console command imports names when it uses them, so that its help does not wait for torch. All other programs get
+# every name now, because operators must be registered before a saved program is loaded.
+_IS_COMMAND = Path(sys.argv[0]).stem == "lrpe-md" if sys.argv else False
+if TYPE_CHECKING or not _IS_COMMAND:
+    from .names import *  # noqa: F403
 
 if TYPE_CHECKING:  # what __getattr__ finds
     from .document import lrpe_cosine_md as lrpe_cosine_md
@@ -61,7 +36,7 @@ __version__ = "0.2.0"
 # nevertheless; a wheel has them inside.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
-    __path__.append(str(_ROOT))
+    __path__.append(str(_ROOT))  # noqa: F405
 
 _INTEGRATIONS = ("adapt", "adapt_rotary")
 _DOCUMENT = (
@@ -85,6 +60,8 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used: the LRPE document's names, and modules that need other libraries."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    if _IS_COMMAND and not name.startswith("_"):
+        return getattr(importlib.import_module(".names", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

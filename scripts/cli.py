@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from lrpe_md import __version__
+from .common.lazy import import_or_explain
 
 __all__ = ["main", "run_program"]
 
@@ -29,13 +30,7 @@ def load_program(name: str) -> Any:
     Raises:
         SystemExit: a package is not installed; the message says what to install.
     """
-    try:
-        return importlib.import_module(f".{name}.app", __package__).app
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "lrpe_md"):
-            raise
-        raise SystemExit(f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'") from None
+    return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
@@ -52,6 +47,8 @@ def main() -> None:
         run_program(name, arguments)
         return
     if name == "--version":
+        from lrpe_md import __version__
+
         print(f"lrpe-md {__version__}")
         return
     if name == "info":
@@ -64,4 +61,6 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(usage)
         return
-    raise SystemExit(f"lrpe-md: expected one of {', '.join(programs)}, got {name!r}\n{usage}")
+    close = get_close_matches(name, programs, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise SystemExit(f"lrpe-md: expected one of {', '.join(programs)}, got {name!r}{hint}\n{usage}")

@@ -36,7 +36,9 @@ def main(argv: list[str] | None = None) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     height, width = map(int, args.size.split("x"))
 
-    classes = sorted(path.name for path in args.data.iterdir() if path.is_dir())
+    classes = sorted(path.name for path in args.data.glob("*") if path.is_dir())
+    if not classes:
+        parser.error(f"--data {args.data}: expected a folder for each class, found none")
     kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
     model = timm.create_model(
         args.model, pretrained=args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs

@@ -21,6 +21,8 @@ from torch import Tensor
 def read_pairs(folder: Path, size: int) -> tuple[Tensor, list[str]]:
     """Read images (N, 3, size, size) in [-1, 1] and their captions."""
     files = sorted(folder.glob("*.png"))
+    if not files:
+        raise SystemExit(f"--data {folder}: expected NAME.png and NAME.txt, found none")
     images = [np.asarray(Image.open(file).convert("RGB").resize((size, size))) for file in files]
     captions = [file.with_suffix(".txt").read_text(encoding="utf-8").strip() for file in files]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 127.5 - 1, captions
@@ -44,9 +46,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--images", type=int, default=4, help="Number of images per prompt")
     parser.add_argument("--sample-steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("sheet.png"))
-    args = parser.parse_args(argv)
+    args, device = parser.parse_args(argv), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, captions = read_pairs(args.data, args.size)
     images, tokens = images.to(device), tokenize(captions, device=device)
     # Rotation on (height, width). The letters of the caption lie on the diagonal before the image.
@@ -54,12 +55,11 @@ def main(argv: list[str] | None = None) -> list[float]:
         encoding="rotate", encoding_kwargs={"base": 100.0}, text_positions="diagonal", text_encoder=TextEncoder(96),
         patch_size=2, embed_dim=args.dim, depth=args.depth, num_heads=args.dim // 32,
     ).to(device)  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=args.steps)
-    losses = []
     for step in range(args.steps):
         chosen = torch.randint(len(images), (args.batch,), device=device)
-        x, noise = images[chosen], torch.randn(args.batch, 3, args.size, args.size, device=device)
+        x, noise = images[chosen], torch.randn_like(images[chosen])
         t, drop = draw_times(args.batch, device=device), torch.rand(args.batch, device=device) < 0.1  # for guidance
         loss = flow_matching_loss(model, x, tokens[chosen], t, noise, drop=drop).mean()
         loss.backward()

@@ -28,8 +28,10 @@ def read_clip(path: Path, num_frames: int, size: int) -> Tensor:
 
 def read_folder(folder: Path, num_frames: int, size: int) -> tuple[Tensor, Tensor, list[str]]:
     """Read clips (N, 3, frames, size, size), their class indices (N,), and the class names."""
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    classes = sorted(path.name for path in folder.glob("*") if path.is_dir())
     files = [(path, i) for i, name in enumerate(classes) for path in sorted((folder / name).glob("*.mp4"))]
+    if not files:
+        raise SystemExit(f"--data {folder}: expected CLASS/*.mp4, found none")
     clips = torch.stack([read_clip(path, num_frames, size) for path, _ in files])
     return clips, torch.tensor([label for _, label in files]), classes
 

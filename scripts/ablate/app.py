@@ -32,7 +32,7 @@ from rich.console import Console
 from lrpe_md.presets.registry import REGISTERED
 
 from ..common.devices import choose_device, turn_of
-from ..common.folder import missing, open_folder, parse_shard
+from ..common.folder import missing, open_folder, parse_shard, require_checkout
 from ..common.markdown import PAGES
 from ..common.options import choose
 from ..common.provenance import environment
@@ -183,6 +183,8 @@ def report(
 ) -> None:
     """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
+    if folder is None:
+        require_checkout("--folder")
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: expected at most one task, got {', '.join(names)}")
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:

@@ -18,10 +18,12 @@ import torch
 import typer
 
 from lrpe_md import Scheme, register_scheme
+from lrpe_md.checks import suggest
 
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
 from ..train.tasks import diffusion, digits, image, lm, video
+from ..train.weights import EXPORT
 
 Values = dict[str, dict[str, float]]  # positions → size → value, the trained size first
 CHOSEN = (
@@ -32,6 +34,7 @@ CHOSEN = (
     "seed",
     "device",
     "tensorboard",
+    "log_with",
     "progress",
     "turn",
 )  # set by the driver for each training; fmt: skip
@@ -143,7 +146,8 @@ TASKS = {
             ),
             "linear": ("none", "sincos", "rotate", "cosine-silu", "cosine-softplus"),
         },
-        {**TINY, "heads": 2, "test_sizes": "20,28x40"}, accuracy, "accuracy, %", True, on_gpu=FAST,
+        {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"},
+        accuracy, "accuracy, %", True, on_gpu=FAST,
         note="A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
     ),
     "video": Task(
@@ -201,7 +205,9 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         name, _, text = each.partition("=")
         name = name.strip().replace("-", "_")
         if name not in known or "=" not in each:
-            raise typer.BadParameter(f"--set: expected NAME=VALUE, NAME one of {', '.join(known)}, got {each!r}")
+            raise typer.BadParameter(
+                f"--set: expected NAME=VALUE, NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
+            )
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if hints[name] is bool else hints[name](text)
         except (KeyError, ValueError) as error:
@@ -281,7 +287,8 @@ def train(
     for name in task.kept:
         save_whole(file.with_suffix(f".{name}"), partial(shutil.copy, folder / name))
     write(file, json.dumps(result))
-    (folder / "checkpoint.pt").unlink()
+    for weights in ("checkpoint.pt", EXPORT):
+        (folder / weights).unlink()
     return result
 
 

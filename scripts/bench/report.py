@@ -17,7 +17,7 @@ import typer
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
 from ..adapters.trial import LIBRARIES
-from ..common.folder import ROOT
+from ..common.folder import ROOT, require_checkout
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
 from . import front, linear_report
@@ -507,6 +507,8 @@ def main(
     gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""
+    if folder == RESULTS or to == PAGES:
+        require_checkout("FOLDER and --pages")
     rows = read(folder, gpu)
     for name, plot in (("performance-passes.png", plot_passes), ("performance-scaling.png", plot_scaling)):
         if plot(rows, folder / name):

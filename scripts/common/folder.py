@@ -22,6 +22,12 @@ ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 
 
+def require_checkout(option: str) -> None:
+    """Refuse to write results and pages beside the programs of a wheel, which are in site-packages."""
+    if not (ROOT / "pyproject.toml").is_file():
+        raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout has results of its own")
+
+
 class SaveError(OSError):
     """A file can't be written; its previous content is intact."""
 

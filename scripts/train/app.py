@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import typer
 
-from . import latents, sample, text_features
-from .config import command
-from .tasks import diffusion, digits, image, lm, vae, video
+from ..common.lazy import lazy_app
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-command(app, digits.DigitsTraining, "digits")(digits.run)
-command(app, image.ImageTraining, "image")(image.run)
-command(app, video.VideoTraining, "video")(video.run)
-command(app, diffusion.DiffusionTraining, "diffusion")(diffusion.run)
-command(app, vae.VaeTraining, "vae")(vae.run)
-command(app, lm.LmTraining, "lm")(lm.run)
-app.command("latents")(latents.main)
-app.command("features")(text_features.main)
-app.command("sample")(sample.main)
+# Task → its configuration in the module of this name, and its help in the list of commands.
+TRAININGS = {
+    "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
+    "image": ("ImageTraining", "Train a ViT on labelled images."),
+    "video": ("VideoTraining", "Train a video transformer on clips, with labels or without."),
+    "diffusion": ("DiffusionTraining", "Train a diffusion transformer on images, latents or videos."),
+    "vae": ("VaeTraining", "Train an autoencoder whose latents `train latents` writes."),
+    "lm": ("LmTraining", "Train a causal language model on text."),
+}
+OTHERS: dict[str, tuple[str, str]] = {
+    "latents": ("latents", "Encode images or videos with an autoencoder of diffusers."),
+    "features": ("text_features", "Encode captions with a text model of transformers."),
+    "sample": ("sample", "Generate text or images with a trained model."),
+}
+
+
+def load_training(name: str, config: str) -> typer.Typer:
+    """Import a task and return its command."""
+    from .config import command
+
+    module, app = importlib.import_module(f".tasks.{name}", __package__), _new()
+    command(app, getattr(module, config), name)(module.run)
+    return app
+
+
+def load_other(name: str, module: str) -> typer.Typer:
+    """Import a module and return its ``main`` as a command."""
+    app = _new()
+    app.command(name)(importlib.import_module(f".{module}", __package__).main)
+    return app
+
+
+def _new() -> typer.Typer:
+    return typer.Typer(add_completion=False)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
+    **{name: (text, partial(load_training, name, config)) for name, (config, text) in TRAININGS.items()},
+    **{name: (text, partial(load_other, name, module)) for name, (module, text) in OTHERS.items()},
+}
+app = lazy_app("train", COMMANDS, "Train a model, or sample from a trained one.")

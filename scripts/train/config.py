@@ -13,66 +13,42 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 import torch
 import typer
 from accelerate import PartialState
-from timm.optim import list_optimizers  # pyright: ignore[reportPrivateImportUsage]
-from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.optim import get_optimizer_info, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
-from torch.optim import Optimizer
 
 from ..common.devices import choose_device
 from ..common.folder import SaveError
 from ..common.options import SEEDS, choose
 from .encodings import Backbone
+from .interruption import Interrupted
+from .schedules import SCHEDULES, Schedule
 
 C = TypeVar("C", bound="Training")
+DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
+# Options of several tasks that describe the model; other options of a task describe its data.
+MODEL_OPTIONS = {"encoding", "attention", "patch", "dim", "depth", "heads", "qk_norm", "text_dim", "text_depth"}
 
 
 def describe(
-    text: str, *, free: bool = False, least: float | None = None, below: float | None = None, off: bool = False
-) -> dict[str, Any]:
-    """A field's metadata.
+    text: str, *, free: bool = False, least: float | None = None, below: float | None = None, off: bool = False,
+    panel: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return a field's metadata.
 
     Args:
         text: its help on the command line.
         free: it does not change the weights.
         least, below: its range, least included, below not.
         off: 0 turns it off, which the error says.
+        panel: its group in --help. Default: that of the same option of :class:`Training`, Model for the names in
+            :data:`MODEL_OPTIONS`, Data for others.
     """
-    return {"help": text, "free": free, "least": least, "below": below, "off": off}
+    return {"help": text, "free": free, "least": least, "below": below, "off": off, "panel": panel}
 
 
 def option(default: Any, text: str, **about: Any) -> Any:
-    """A field of a configuration and of the command line; about: see :func:`describe`."""
+    """Return a field of a configuration and of the command line; about: see :func:`describe`."""
     return field(default=default, metadata=describe(text, **about))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate by step: timm's cosine, and a linear warm-up before it.
-
-    Args:
-        length: steps of the cosine.
-        warmup: steps of the warm-up.
-        start: rate that the warm-up begins with.
-        end: rate that the cosine ends with.
-        behind: whether the cosine begins behind the warm-up; else the warm-up takes the place of its first steps.
-        offset: number of the first step.
-    """
-
-    length: int
-    warmup: int
-    start: float
-    end: float = 0.0
-    behind: bool = False
-    offset: int = 0
-
-    def build(self, optimizer: Optimizer) -> CosineLRScheduler:
-        scheduler = CosineLRScheduler(
-            optimizer, t_initial=self.length, lr_min=self.end, warmup_t=self.warmup, warmup_lr_init=self.start,
-            warmup_prefix=self.behind, t_in_epochs=False,
-        )  # fmt: skip
-        if self.offset:
-            scheduler.step_update(self.offset)
-        return scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,45 +56,79 @@ class Training:
     """Options of every training."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
-    out: Path = field(metadata=describe("Folder; a run in it is gone on with.", free=True))
-    steps: int = option(1000, "Steps of the optimiser.", least=1)
-    seconds: float = option(
-        0.0, "Train for so many instead of --steps: a tenth of them tells how many steps that is; 0: --steps.", least=0,
-        off=True,
-    )  # fmt: skip
-    batch: int = option(64, "Samples a step, over all processes and micro-batches.", least=1)
-    accumulate: int = option(1, "Micro-batches a step.", least=1)
-    opt: str = option("adamw", "One of timm's optimisers.")
-    lr: float = option(1e-3, "Learning rate after the warm-up; a cosine takes it to 0.", least=0)
-    weight_decay: float = option(0.05, "Not for biases, norms, frequencies.", least=0, off=True)
-    warmup: int = option(100, "Steps of the warm-up.", least=0, off=True)
-    clip: float = option(1.0, "Largest norm of the gradient; 0: any.", least=0, off=True)
-    ema: float = option(0.999, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
-    precision: str = option("no", "no (float32), bf16, fp16, or auto (bf16 on a GPU, else no).")
-    compile: bool = option(False, "torch.compile.")
-    cuda_graphs: bool = option(
-        False, "With --compile: the model's kernels as CUDA graphs, for a host that is slower than the GPU."
+    out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
+    steps: int = option(
+        1000, "Number of optimiser steps. A finished run continues if the number is larger.", least=1, panel=OPTIMISER
     )
-    sharding: str = option("ddp", "Of several processes: ddp, or fsdp (FSDP2).")
-    workers: int = option(0, "Threads that prepare micro-batches ahead; 0: none.", free=True, least=0, off=True)
-    seed: int = option(0, "Of weights, order and draws.", least=0, below=SEEDS)
-    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.", free=True)
-    log_every: int = option(50, "Steps.", free=True, least=1)
-    validate_every: int = option(0, "Steps between two validations; 0: none.", free=True, least=0, off=True)
-    save_every: int = option(500, "Steps.", free=True, least=1)
-    progress: bool = option(True, "Show a bar.", free=True)
-    tensorboard: bool = option(True, "Where it is installed.", free=True)
+    seconds: float = option(
+        0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
+    )
+    batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
+    accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
+    opt: str = option("adamw", "Optimiser: any of timm's.", panel=OPTIMISER)
+    lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
+    betas: str = option("", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own.", panel=OPTIMISER)
+    weight_decay: float = option(
+        0.05, "Weight decay; biases, norms and frequencies have none.", least=0, off=True, panel=OPTIMISER
+    )
+    schedule: str = option(
+        "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
+    )
+    warmup: int = option(100, "Warm-up steps.", least=0, off=True, panel=OPTIMISER)
+    cooldown: float = option(
+        0.2, "Share of the steps in which wsd lowers the learning rate.", least=0, below=1, panel=OPTIMISER
+    )
+    clip: float = option(1.0, "Gradient clipping norm; 0 disables clipping.", least=0, off=True, panel=OPTIMISER)
+    ema: float = option(
+        0.999, "Decay of the averaged weights (EMA) that are evaluated; 0 averages nothing.", least=0, below=1,
+        panel=OPTIMISER,
+    )  # fmt: skip
+    weights: str = option(
+        "", "Weights to start from: a run's folder, a checkpoint, or a safetensors file.", free=True, panel=MODEL
+    )
+    precision: str = option("no", "Precision: no (float32), bf16, fp16, or auto (bf16 on a GPU).", panel=RUN)
+    compile: bool = option(False, "Compile the model with torch.compile.", panel=RUN)
+    cuda_graphs: bool = option(
+        False, "Run the compiled model as CUDA graphs, if the host is slower than the GPU.", panel=RUN
+    )
+    sharding: str = option("ddp", "Several processes: ddp, or fsdp (FSDP2).", panel=RUN)
+    workers: int = option(
+        0, "Number of workers that prepare batches ahead; 0 prepares them in the main process.", free=True, least=0,
+        off=True, panel=RUN,
+    )  # fmt: skip
+    seed: int = option(0, "Random seed (initialisation, data order, noise).", least=0, below=SEEDS, panel=RUN)
+    device: str = option("auto", "Device: cpu, cuda, or auto (cuda if available).", free=True, panel=RUN)
+    log_every: int = option(50, "Steps between two rows of the history.", free=True, least=1, panel=RUN)
+    validate_every: int = option(
+        0, "Steps between two validations; 0 disables validation.", free=True, least=0, off=True, panel=RUN
+    )
+    save_every: int = option(500, "Steps between two checkpoints.", free=True, least=1, panel=RUN)
+    keep_checkpoints: int = option(
+        1, "Number of checkpoints to keep: checkpoint.pt, and checkpoint-STEP.pt if there are several.", free=True,
+        least=1, panel=RUN,
+    )  # fmt: skip
+    progress: bool = option(True, "Show a progress bar.", free=True, panel=RUN)
+    tensorboard: bool = option(
+        True, "Log to TensorBoard if it is installed and --log-with names nothing else.", free=True, panel=RUN
+    )
+    log_with: str = option(
+        "", "Trackers to log to, separated by commas: tensorboard, wandb, or any of accelerate's.", free=True, panel=RUN
+    )
     turn: Path | None = field(
         default=None,
-        metadata=describe("With --seconds: a file; of trainings that name it one at a time runs.", free=True),
+        metadata=describe(
+            "Lock file for --seconds: trainings with the same file take turns on the device.", free=True, panel=RUN
+        ),
     )
 
     def __post_init__(self) -> None:
         for each in fields(self):
             check_range(f"--{each.name.replace('_', '-')}", getattr(self, each.name), each.metadata)
         choose("--opt", [self.opt], map(str, list_optimizers()))
+        choose("--schedule", [self.schedule], SCHEDULES)
         choose("--precision", [self.precision], ("no", "bf16", "fp16", "auto"))
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
+        parse_betas(self.betas, self.opt)
         if self.turn is not None and not self.seconds:
             raise typer.BadParameter(f"--turn {self.turn}: expected it with --seconds alone; leave it out")
         if self.turn is not None and (self.turn.is_dir() or not self.turn.parent.is_dir()):
@@ -136,14 +146,20 @@ class Training:
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
-    def schedule(self) -> Schedule:
-        return Schedule(
-            length=max(self.steps, 2), warmup=min(self.warmup, self.steps - 1), start=self.lr / (self.warmup + 1)
-        )
+    def limit_warmup(self, most: int) -> int:
+        """Return the steps of the warm-up; a constant schedule does not depend on the number of steps."""
+        return self.warmup if self.schedule == "constant" else min(self.warmup, most)
 
-    def schedule_of(self, steps: int) -> Schedule:
-        """The same, stretched to another number of steps."""
-        return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).schedule()
+    def build_schedule(self) -> Schedule:
+        """Return the learning rate by step."""
+        return Schedule(
+            length=max(self.steps, 2), warmup=self.limit_warmup(self.steps - 1), start=self.lr / (self.warmup + 1),
+            kind=self.schedule, cooldown=self.cooldown,
+        )  # fmt: skip
+
+    def stretch_schedule(self, steps: int) -> Schedule:
+        """Return the schedule of a run with another number of steps, as --seconds finds it."""
+        return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
         """Refuse an encoding that the model can't have, before anything is read or written.
@@ -163,8 +179,32 @@ class Training:
             raise typer.BadParameter(f"{given}: {error}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate and decay."""
+        """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate, betas and decay."""
         return {}
+
+
+def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
+    """Return an option of every training with another default, and with another help text if one is passed."""
+    (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
+    return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
+
+
+def parse_betas(text: str, opt: str) -> tuple[float, ...]:
+    """Return the betas of an optimiser: "0.9,0.95" → (0.9, 0.95); "" → ()."""
+    if not text:
+        return ()
+    about = get_optimizer_info(opt.lower().split("_")[-1])
+    if not about.has_betas:
+        raise typer.BadParameter(f"--betas {text}: --opt {opt} has no betas; leave them out")
+    try:
+        betas = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        betas = ()
+    if len(betas) != about.num_betas or not all(0 <= beta < 1 for beta in betas):
+        raise typer.BadParameter(
+            f"--betas: expected {about.num_betas} numbers from 0 to less than 1, separated by commas, got {text!r}"
+        )
+    return betas
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
@@ -185,8 +225,13 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
         def call(**values: Any) -> None:
             try:
                 run(config(**values))
+            except Interrupted as interrupted:
+                typer.echo(f"{interrupted}; to resume, run the same command.", err=True)
+                raise typer.Exit(128 + interrupted.number) from None
             except KeyboardInterrupt:
-                print(f"Interrupted; the same command goes on from the last checkpoint in {values['out']}.")
+                saved = (values["out"] / "checkpoint.pt").exists()
+                remedy = "to resume from the last checkpoint" if saved else "nothing was saved; to start again"
+                typer.echo(f"Interrupted; {remedy}, run the same command.", err=True)
                 raise typer.Exit(130) from None
             except SaveError as error:
                 typer.echo(f"{error}; make room, and the same command goes on from the last checkpoint", err=True)
@@ -194,11 +239,14 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
             PartialState().destroy_process_group()
 
         hints, parameters = get_type_hints(config), []
+        shared = {f.name: f.metadata["panel"] for f in fields(Training)}
         for f in fields(config):
-            hint = Annotated[hints[f.name], typer.Option(help=f.metadata["help"])]
+            panel = f.metadata["panel"] or shared.get(f.name) or (MODEL if f.name in MODEL_OPTIONS else DATA)
+            hint = Annotated[hints[f.name], typer.Option(help=f.metadata["help"], rich_help_panel=panel)]
             default = inspect.Parameter.empty if f.default is MISSING else f.default
             kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(f.name, kind, default=default, annotation=hint))
+            parameters.append((PANELS.index(panel), inspect.Parameter(f.name, kind, default=default, annotation=hint)))
+        parameters = [each for _, each in sorted(parameters, key=lambda pair: pair[0])]
         call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         call.__annotations__ = {p.name: p.annotation for p in parameters}
         call.__doc__ = config.__doc__

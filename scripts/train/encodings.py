@@ -131,8 +131,8 @@ class Backbone:
     def help(self) -> str:
         """The help of --encoding."""
         return (
-            f"One of: {', '.join(self.encodings)}; or any preset or registered scheme. Options follow the name, as "
-            "rotate:base=100,axis_order=major_first."
+            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options "
+            "follow the name, as rotate:base=100,axis_order=major_first."
         )
 
     def find(self, text: str, option: str = "--encoding") -> Encoding:

@@ -8,7 +8,8 @@ A task makes a :class:`.work.Work` of its configuration: a model, its batches, a
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
 generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
 killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
-repeat themselves). Checkpoints are written aside and renamed.
+repeat themselves). Checkpoints are written aside and renamed. SIGINT and SIGTERM save one after the step. A finished
+run continues if ``--steps`` is larger; with a constant schedule the result is that of one long run.
 
 **A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
 how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Halfway to the
@@ -28,14 +29,10 @@ FSDP2 plugin, which takes no second model, as the EMA is, to shard alike.
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import numpy as np
@@ -58,11 +55,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..common.devices import choose_device
-from ..common.folder import flat, save_whole
-from .config import Training
-from .order import Steps, derive_seed, divide, prepare_ahead
+from ..common.folder import flat
+from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
+from .config import Training, parse_betas
+from .interruption import Interrupted, Interruption
+from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
+from .trackers import FOLDER, choose_trackers, finish_trackers, locate_logs, start_trackers
 
-FORMAT = 3
 STARTING, EVERY = 10, 5  # steps that are not timed, and between two looks at the clock, to plan for --seconds
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -76,12 +75,12 @@ def start(config: Training) -> Accelerator:
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
         raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
-    board = config.tensorboard and importlib.util.find_spec("tensorboard") is not None
+    trackers: Any = choose_trackers(config)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=config.mixed_precision,
-        log_with="tensorboard" if board else None,
-        project_dir=str(config.out),
+        log_with=trackers or None,
+        project_config=locate_logs(config),
     )
     if accelerator.distributed_type not in PLAIN:
         raise typer.BadParameter(
@@ -130,6 +129,7 @@ class Trainer:
         self.looked = self.counted  # and those of the last look at the clock
         self.look_at = -1  # step of the next one
         self.waited = 0.0  # seconds, for the turn
+        self.interruption = Interruption()
         state = self._read()
         self.raw = model.to(accelerator.device)
         # Before FSDP2, whose modules can't be copied.
@@ -139,12 +139,14 @@ class Trainer:
             if self.average is not None:
                 shard(self.average.module)
                 self.average.foreach = False
-        fused: Any = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
+        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
+        if config.betas:
+            chosen["betas"] = parse_betas(config.betas, config.opt)
         self.inner = create_optimizer_v2(
-            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **fused,
-            **config.optimizer_arguments(self.raw),
+            self.raw, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay,
+            **{**config.optimizer_arguments(self.raw), **chosen},
         )  # fmt: skip
-        self.schedule = config.schedule()
+        self.schedule = config.build_schedule()
         self.scheduler = self.schedule.build(self.inner)
         if state is not None:
             self._load(state)
@@ -170,6 +172,7 @@ class Trainer:
         loss: Callable[[nn.Module, Any], Tensor],
         validate: Callable[[], dict[str, float]] | None = None,
         after_step: Callable[[], bool] | None = None,
+        in_processes: bool = False,
     ) -> None:
         """Train up to ``config.steps``, or for ``config.seconds``.
 
@@ -179,23 +182,31 @@ class Trainer:
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
             validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
             after_step: called after each step; returns whether it did more than look at the step.
+            in_processes: whether ``config.workers`` are processes, for batches that decode files; otherwise threads.
         """
         config, accelerator = self.config, self.accelerator
         if self.last is not None and self.step >= self.last:
             return
-        if accelerator.log_with:
-            accelerator.init_trackers("tensorboard")
+        start_trackers(accelerator, config, self.settings)
         chosen = divide(steps(self.step), config.accumulate, accelerator.process_index, accelerator.num_processes)
-        stream = prepare_ahead(batch, chosen, config.workers)
+        stream = (
+            prepare_in_processes(batch, chosen, config.workers, accelerator.device)
+            if in_processes
+            else prepare_ahead(batch, chosen, config.workers)
+        )
         if accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(accelerator.device)
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
         hidden = not (accelerator.is_main_process and config.progress)
-        with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+        with self.interruption.watch(), Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
             bar = progress.add_task("steps", total=self.last, completed=self.step, loss="")
             first = self.step
             while self.last is None or self.step < self.last:
-                self.total += self._advance(stream, loss)
+                try:
+                    self.total += self._advance(stream, loss)
+                except DataError:
+                    self._save_alone()
+                    raise
                 self._take_turn()
                 if config.seconds:
                     self._plan(self.step - first)
@@ -209,8 +220,22 @@ class Trainer:
                     worked = True
                 if worked:
                     self.clock = self.clock and (self.step, time.perf_counter())
-        for tracker in accelerator.trackers:  # end_training would end the processes' group, which evaluations need
-            tracker.finish()
+                self._stop_if_asked()
+        finish_trackers(accelerator)
+
+    def _save_alone(self) -> None:
+        """Save before an error of the data ends the run; other processes can't know of it, so only one alone saves."""
+        if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
+            self.save()
+
+    def _stop_if_asked(self) -> None:
+        number = self.interruption.find(self.step)
+        if not number or self.step == self.last:
+            return
+        if self.step % self.config.save_every:
+            self.save()
+        finish_trackers(self.accelerator)
+        raise Interrupted(f"Interrupted at step {self.step}; the checkpoint is saved in {self.config.out}", number)
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.last)
@@ -246,7 +271,7 @@ class Trainer:
     def _end_at(self, step: int) -> None:
         self.look_at = (self.step + step) // 2
         self.last = step
-        self.schedule = self.config.schedule_of(step)
+        self.schedule = self.config.stretch_schedule(step)
         self.scheduler = self.schedule.build(self.inner)
         self.scheduler.step_update(self.step + self.schedule.offset)
 
@@ -299,7 +324,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """The mean loss since the last call."""
+        """Return the mean loss since the last row that --log-every or --validate-every asks for."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -311,11 +336,17 @@ class Trainer:
             row |= validate()
             self.clock = self.step, time.perf_counter()
         self.history.append(row)
-        self.total.zero_()
-        self.since = self.step
+        if self._is_regular(self.step):
+            self.total.zero_()
+            self.since = self.step
         if self.accelerator.log_with:
             self.accelerator.log({name: value for name, value in row.items() if name != "step"}, step=self.step)
         return loss
+
+    def _is_regular(self, step: int) -> bool:
+        """Whether a run of more steps has a row of the history here, too."""
+        config = self.config
+        return step % config.log_every == 0 or (config.validate_every > 0 and step % config.validate_every == 0)
 
     def _total(self) -> float:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
@@ -345,21 +376,25 @@ class Trainer:
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler.state_dict()
         if self.accelerator.is_main_process:
-            state["digest"] = digest_of(state)
-            save_whole(self.path, partial(write_checkpoint, state))
+            save_checkpoint(state, self.path, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def _read(self) -> dict[str, Any] | None:
         out = self.config.out
         if not self.path.exists():
-            others = [p for p in out.iterdir() if p.name != "tensorboard"] if out.is_dir() else []
+            others = [p for p in out.iterdir() if p.name not in (FOLDER, "wandb")] if out.is_dir() else []
             others = [p for p in others if not p.name.endswith(".part")]
             if others:
                 raise typer.BadParameter(f"--out {out} is not empty and has no checkpoint.pt; choose another folder")
             return None
         state = read_checkpoint(self.path)
-        there, here = flat(state["settings"]), flat(self.settings)
+        defaults = {f.name: f.default for f in fields(self.config) if f.default is not MISSING}
+        here = flat(self.settings)
+        # Options that are newer than the checkpoint had their default.
+        there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:
+            return state
         differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
         if differ:
             raise typer.BadParameter(
@@ -367,6 +402,24 @@ class Trainer:
                 "give it those"
             )
         return state
+
+    def _continue(self, steps: int) -> None:
+        """Continue a run of ``steps`` steps to ``config.steps``, and say if its learning rates would be others."""
+        config = self.config
+        before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
+        same = before == self.schedule.list_rates(config.lr, self.step)
+        self.scheduler.step_update(self.step + self.schedule.offset)
+        if self.history and not self._is_regular(self.history[-1]["step"]):
+            self.history.pop()
+        if not self.accelerator.is_main_process:
+            return
+        text = f"Continuing the run of {steps} steps at step {self.step}, to {config.steps}."
+        if not same:
+            text += (
+                f" Its {config.schedule} schedule had {steps} steps, so the result differs from that of a run of "
+                f"{config.steps} steps; with --schedule constant it would not."
+            )
+        typer.echo(text, err=True)
 
     def _load(self, state: dict[str, Any]) -> None:
         try:
@@ -396,55 +449,8 @@ class Trainer:
             self._end_at(state["last"])
         total, self.since = state["losses"]
         self.total.fill_(total)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
-        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start anew") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
-    if state.pop("digest", None) != digest_of(state):
-        raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
-    return state
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind and the first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def write_checkpoint(state: dict[str, Any], path: Path) -> None:
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:  # of torch's writer, on a full disk
-        raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
-
-
-def digest_of(state: Any) -> str:
-    """Hash all names, numbers and tensors of a checkpoint."""
-    digest = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor):
-            add((str(value.dtype), tuple(value.shape)))
-            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest.update(content)
-        elif isinstance(value, dict):
-            for name, each in value.items():
-                digest.update(repr(name).encode())
-                add(each)
-        elif isinstance(value, (list, tuple)):
-            digest.update(f"{len(value)}:".encode())
-            for each in value:
-                add(each)
-        else:
-            digest.update(f"{value!r};".encode())
-
-    add(state)
-    return digest.hexdigest()
+        if state["settings"]["steps"] != self.config.steps and not self.config.seconds:
+            self._continue(state["settings"]["steps"])
 
 
 def shard(model: nn.Module) -> None:

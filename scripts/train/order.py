@@ -11,10 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 import typer
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, Dataset
 
 Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, (B,) int64 each
 Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the samples of it and of those behind it
+
+
+class DataError(typer.BadParameter):
+    """A sample that can't be read during the training, which stops after saving a checkpoint."""
 
 
 def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
@@ -54,7 +61,7 @@ def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: i
 
 
 def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """batch(*each) of each chosen, in their order, some of them made ahead by threads: batch keeps no state."""
+    """Yield batch(*each) of each chosen, in their order; threads prepare some ahead, so batch keeps no state."""
     if not workers:
         yield from itertools.starmap(batch, chosen)
         return
@@ -63,6 +70,34 @@ def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], 
         while made:
             yield made.popleft().result()
             made.extend(pool.submit(batch, *each) for each in itertools.islice(chosen, 1))
+
+
+class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
+    """Batches by the samples chosen for them; an error is returned, because DataLoader would replace its text."""
+
+    def __init__(self, batch: Callable[..., Any]) -> None:
+        self.batch = batch
+
+    def __getitem__(self, chosen: tuple[Any, ...]) -> Any:
+        try:
+            return self.batch(*chosen)
+        except DataError as error:
+            return error
+
+
+def prepare_in_processes(
+    batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int, device: torch.device
+) -> Iterator[Any]:
+    """Yield batch(*each) of each chosen, in their order, on the device; worker processes prepare some ahead."""
+    sampler: Any = chosen
+    loader = DataLoader(
+        _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # otherwise it draws from the generator of the step
+    )  # fmt: skip
+    for made in loader:
+        if isinstance(made, DataError):
+            raise made
+        yield send_to_device(made, device, non_blocking=True)
 
 
 def derive_seed(*numbers: int) -> int:

@@ -10,15 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from ..common.devices import gpu_name
-from ..common.folder import save_whole, write
+from ..common.folder import flat, save_whole, write
 from ..common.provenance import git_commit, versions
 from .loop import Trainer
+from .weights import EXPORT
+
+# Numbers of a result that the summary shows, and their names.
+SHOWN = {
+    "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
+    "params": "parameters", "loss": "training loss", "chance": "accuracy of chance, %",
+}  # fmt: skip
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
-    """Call ``fit``; what the results of all scripts say of the model, the training and the machine."""
+    """Call ``fit``, and return what all results say about the model, the training and the machine."""
     since, first = time.perf_counter(), trainer.step
     fit()
     counted = trainer.counted_seconds()
@@ -41,18 +51,51 @@ def largest_rise(losses: Sequence[float]) -> float:
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Both files, by the first process, which prints the result, too."""
+    """Write both files, by the first process, which prints a summary."""
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
     save_whole(out / "history.csv", lambda part: write_history(part, trainer.history))
     write(out / "result.json", f"{text}\n")
-    print(text)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(summarize(result))
+    console.print(f"{out}: result.json and history.csv have all numbers, {EXPORT} the weights.")
+
+
+def summarize(result: dict[str, Any]) -> Table:
+    """Return the numbers of a result that a person asks for first, and its evaluations."""
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
+    columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
+    table.add_column()
+    for _ in columns or ("value",):
+        table.add_column(justify="right")
+    for name, text in SHOWN.items():
+        if isinstance(value := result.get(name), (int, float)):
+            table.add_row(text, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+    for name, value in evaluations.items():
+        series = {key: each for key, each in value.items() if is_series(each)}
+        if series:
+            table.add_section()
+            table.add_row(name.replace("_", " "), *columns)
+        for row in dict.fromkeys(key for each in series.values() for key in each):
+            numbers = (series.get(column, {}).get(row) for column in columns)
+            table.add_row(f"  {row}", *("" if number is None else f"{number:,.4g}" for number in numbers))
+        rest = flat({key: each for key, each in value.items() if key not in series})
+        for row, number in rest.items():
+            if isinstance(number, (int, float)):
+                table.add_row(f"{name} {row}".replace("_", " "), f"{number:,.4g}")
+    return table
+
+
+def is_series(value: Any) -> bool:
+    """Return whether this is a dictionary of numbers, such as an accuracy by size."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(each, (int, float)) for each in value.values())
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Each way to place the tokens of another size, set on the model while it is asked for: one unit a token, or laid
-    over the trained grid."""
+    """Set each way to place the tokens of another size on the model, and yield its name: one unit a token
+    ("extrapolated"), or laid over the trained grid ("rescaled")."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
         model.reference = reference
         yield name

@@ -1,4 +1,4 @@
-"""Sample from the checkpoint of a training: continue a text, or draw images or videos for prompts or classes.
+"""Generate text, images or videos with the checkpoint of a training.
 
 python -m scripts.train sample runs/lm --prompt "**ROMEO**" --tokens 400
 python -m scripts.train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
@@ -14,7 +14,7 @@ import typer
 
 from ..common.devices import choose_device
 from ..common.options import SEEDS, finite, positive
-from .loop import read_checkpoint
+from .checkpoint import read_checkpoint
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
 from .samplers import SAMPLERS
 from .tasks import lm
@@ -30,7 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
         "steps": 50,
         "images": 4,
         "positions": "rescaled",
-        "out": Path("sheet.png"),
+        "out": None,
         "sampler": "heun",
         "vae": "auto",
         "encoder": None,
@@ -76,45 +76,46 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training, of `train lm` or `diffusion`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train lm` or `train diffusion`.")],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text, caption, or name or number of a class. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Text to continue, description of an image, or name or number of a class; repeatable."),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Text file with a prompt in each line.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Random seed; that of the first image's noise.")] = 0,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. Default: 400.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed of the text, or of the first image.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. (default: 400)")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            min=0, callback=finite, help="Text: sampling temperature; 0 takes the likeliest byte. Default: 0.8."
-        ),
+        typer.Option(min=0, callback=finite, help="Text: temperature; 0 takes the most likely byte. (default: 0.8)"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. Default: 0.95."),
+        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. (default: 0.95)"),
     ] = None,
-    scaling: Annotated[
-        str | None, typer.Option(help="Text: scale positions to the length of the result: linear, ntk or yarn.")
+    scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the trained size)")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. Default: the trained size.")] = None,
     scale: Annotated[
         float | None,
-        typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 turns guidance off. Default: 3."),
+        typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
     negative: Annotated[
-        str | None, typer.Option(help="Images: prompt or class to steer away from. Default: the empty one.")
+        str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty one)")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Images: sampling steps. Default: 50.")] = None,
-    sampler: Annotated[str | None, typer.Option(help=f"Images: one of {', '.join(SAMPLERS)}. Default: heun.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. Default: 4.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Images: sampling steps. (default: 50)")] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Images: one of {', '.join(SAMPLERS)}. (default: heun)")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: positions at another size, rescaled (over the trained grid) or extrapolated."),
+        typer.Option(help="Images: positions at another size: rescaled (to the trained grid) or extrapolated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Images: the sheet. Default: sheet.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
     vae: Annotated[
-        str | None, typer.Option(help="Images: VAE that decodes latents. Default: the one that made them.")
+        str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that made them)")
     ] = None,
     encoder: Annotated[
         str | None, typer.Option(help="Images: text model of a training with --text-features, to encode prompts.")
@@ -126,7 +127,7 @@ def main(
         Path | None, typer.Option(help="Images: .npz of --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Continue or draw prompts with a trained model. The averaged weights are used if the training kept them."""
+    """Generate text or images with a trained model. Averaged weights are used if the training kept them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,
@@ -143,10 +144,16 @@ def main(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     if (number is None) != (npz is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
+    if not prompts and npz is None:
+        raise typer.BadParameter(
+            "--prompt: expected at least one for a run of `train diffusion`, got none; pass --prompt TEXT, or "
+            "--prompt '' for images without a prompt"
+        )
+    options["out"] = options["out"] or run / "sheet.png"
     sheet = Sheet(**options)
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if number is None or npz is None:
-        sample_images(run, painter, prompts or [""], seed, sheet)
+        sample_images(run, painter, prompts, seed, sheet)
     else:
         sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
 

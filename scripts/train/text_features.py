@@ -22,12 +22,12 @@ from ...models.text import PretrainedEncoder
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose
+from .checkpoint import digest_of, first_line
 from .conditions import FEATURES, FORMAT
 from .data.footage import find_films, is_footage
 from .data.pictures import open_pictures
 from .data.records import Records, Split
 from .data.values import LATENTS, read_records
-from .loop import digest_of, first_line
 
 DTYPES = {"float16": np.float16, "float32": np.float32}
 

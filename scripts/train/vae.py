@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor
 
-from .loop import digest_of, first_line
+from .checkpoint import digest_of, first_line
 
 BATCH = 64  # images that are encoded or decoded at a time
 

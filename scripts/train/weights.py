@@ -1,7 +1,8 @@
-"""Weights that a training starts from: a checkpoint of timm's, or a run of ours."""
+"""Weights that a training starts from: a run, a checkpoint of timm's, or a safetensors file; and the file of a run."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,22 +11,28 @@ from typing import Any
 import torch
 import typer
 from accelerate import PartialState
+from safetensors import safe_open
+from safetensors.torch import save_file
 from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 from lrpe_md.module_base import FrequencyModule
 
-from .loop import digest_of, first_line, read_checkpoint
+from ..common.folder import save_whole
+from .checkpoint import digest_of, first_line, read_checkpoint
+from .loop import WHOLE, Trainer
 
+EXPORT = "model.safetensors"
 # What a model may have of its own, and what a file may have beyond the model.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 
 
-def start_from(model: LrpeVisionTransformer, path: Path) -> str:
+def start_from(model: nn.Module, path: Path) -> str:
     """Load what fits into the model, and say what does not: the head of other classes, class and register tokens,
-    frequencies of another encoding. Patches, the learned table and the images' channels are resampled as timm does.
+    the encoding. Weights of a vision transformer are resampled to the sizes of the model.
 
     Returns:
         a digest of the weights.
@@ -33,10 +40,10 @@ def start_from(model: LrpeVisionTransformer, path: Path) -> str:
     Raises:
         typer.BadParameter: no such file, none with weights, or those of another architecture; the model is as it was.
     """
-    found = _read(path, model.blocks[0].attn.num_heads)
+    found = _read(path, _count_heads(model))
     digest = digest_of(found)
     own = model.state_dict()
-    found = _fit(found, model)
+    found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
     for name, module in model.named_modules():
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
@@ -63,12 +70,19 @@ def start_from(model: LrpeVisionTransformer, path: Path) -> str:
     return digest
 
 
+def _count_heads(model: nn.Module) -> int | None:
+    """Return the number of heads of the first attention, if it says so."""
+    modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))
+    found = (getattr(m, "num_heads", None) for m in modules)
+    return next((number for number in found if isinstance(number, int)), None)
+
+
 def _first_names(names: Iterable[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in names})
 
 
-def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
-    """The averaged weights of a run, or of its folder, or what timm reads."""
+def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
+    """Return the averaged weights of a run or of its folder, or the weights of a file that timm reads."""
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
         raise typer.BadParameter(f"--weights {path}: there is no such file, or no checkpoint.pt in the folder")
@@ -76,12 +90,12 @@ def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
         content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and {"format", "settings", "model"} <= content.keys():
             state = read_checkpoint(file)
-            heads = state["settings"].get("heads", num_heads)
-            if heads != num_heads:  # no weight's shape shows it
-                raise typer.BadParameter(
-                    f"--weights {path}: those of another architecture; give the model --heads {heads}"
-                )
+            _check_heads(path, state["settings"], num_heads)
             return state.get("average", state["model"])
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                settings = json.loads((opened.metadata() or {}).get("settings", "{}"))
+            _check_heads(path, settings, num_heads)
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
@@ -93,6 +107,13 @@ def _read(path: Path, num_heads: int) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected tensors by their names, as timm saves them")
     return found
+
+
+def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
+    """Refuse weights of a run with another number of heads, which no weight's shape shows."""
+    heads = settings.get("heads", num_heads)
+    if num_heads is not None and heads != num_heads:
+        raise typer.BadParameter(f"--weights {path}: those of another architecture; give the model --heads {heads}")
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:
@@ -118,3 +139,12 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     filtered = checkpoint_filter_fn(found, model)
     # Without what the filter adds of the model's own.
     return {name: value for name, value in filtered.items() if name in found or not name.startswith("encoding.")}
+
+
+def export_weights(trainer: Trainer) -> None:
+    """Write the weights to evaluate, which are the averaged ones if there are any, as model.safetensors."""
+    weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
+    if trainer.accelerator.is_main_process:
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
+        about = {"settings": json.dumps(trainer.settings), "step": str(trainer.step)}
+        save_whole(trainer.config.out / EXPORT, lambda part: save_file(tensors, part, about))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .config import Training, settings_of
 from .loop import Trainer, begin
 from .order import Steps
 from .outcome import timed, write_result
+from .weights import export_weights, start_from
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Work:
         evaluate: what result.json says of the trained model; all processes call it.
         validate: what a row of the history says of the model on the way.
         after_step: called after each step, to draw samples for example; see :meth:`.loop.Trainer.fit`.
+        in_processes: whether workers are processes, see :meth:`.loop.Trainer.fit`.
     """
 
     model: nn.Module
@@ -41,6 +44,7 @@ class Work:
     evaluate: Callable[[Trainer], dict[str, Any]]
     validate: Callable[[Trainer], dict[str, float]] | None = None
     after_step: Callable[[Trainer], bool] | None = None
+    in_processes: bool = False
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
@@ -49,16 +53,21 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
+    settings = settings_of(config, **work.settings)
+    if config.weights:
+        settings["weights"] = start_from(work.model, Path(config.weights))
     with ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(claim(config.out))
-        trainer = Trainer(config, accelerator, work.model, settings_of(config, **work.settings))
+        trainer = Trainer(config, accelerator, work.model, settings)
         stack.callback(trainer.end_turn)
         validate = None if work.validate is None else partial(work.validate, trainer)
         after_step = None if work.after_step is None else partial(work.after_step, trainer)
-        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, validate, after_step))
+        options = {"validate": validate, "after_step": after_step, "in_processes": work.in_processes}
+        common = timed(trainer, lambda: trainer.fit(work.steps, work.batch, work.loss, **options))
         console.print("Evaluating")
         trainer.averaged.eval()
         result = {**work.evaluate(trainer), **common}
+        export_weights(trainer)
         write_result(trainer, result)
     return result

@@ -14,7 +14,7 @@ from lrpe_md import list_presets, preset
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scheme
 
-from ..common.folder import ROOT
+from ..common.folder import ROOT, require_checkout
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import plt
 from .data import angles, default_shape, lay_out, of_head, similarity
@@ -86,6 +86,8 @@ def main(
     pages: Annotated[Path, typer.Option(help="Output folder for the page.")] = PAGES,
 ) -> None:
     """Write the page and its pictures."""
+    if pages == PAGES:
+        require_checkout("--pages")
     names, size = list_presets(), COLUMNS * ROWS
     files = [f"presets-{i // size + 1}.png" for i in range(0, len(names), size)]
     out.mkdir(parents=True, exist_ok=True)

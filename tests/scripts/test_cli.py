@@ -127,13 +127,51 @@ def test_a_program_gets_its_options(monkeypatch, capsys):
 def test_missing_package_gives_the_install_command():
     """Importing the command itself needs no optional package."""
     wanted = [(package, name) for package in PACKAGES for name in USERS.get(package, ["train"])]
-    cases = [(f"lrpe_md.scripts.{name}", package, ["--help"]) for package, name in wanted]
+    tasks = {"pandas": "lm", "matplotlib": "diffusion"}
+    cases = [
+        # The help of train itself imports nothing.
+        (f"lrpe_md.scripts.{name}", package, [tasks.get(package, "digits")] * (name == "train") + ["--help"])
+        for package, name in wanted
+    ]
     found = run_modules([case for case in cases if case[1] != "timm"])
     found += run_modules([case for case in cases if case[1] == "timm"], ["torch"])
     wanted.sort(key=lambda each: each[0] == "timm")
     for (package, name), said in zip(wanted, found, strict=True):
-        assert said.code == 1
+        assert said.code == 1, (package, name)
         assert said.error.strip() == (f"{name} needs {package}, which is not installed: pip install 'lrpe-md[scripts]'")
+
+
+HEAVY = ("torch", "timm", "matplotlib", "numpy", "accelerate")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "imag"], ["trian"]])
+def test_help_imports_nothing_heavy(tmp_path, arguments):
+    """The installed command starts without torch; sys.argv[0] is its name."""
+    command = tmp_path / "lrpe-md"
+    command.write_text(
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print('imported', [m for m in {HEAVY} if m in sys.modules]))\n"
+        "from lrpe_md.scripts.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(command), *arguments], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+    )  # fmt: skip
+    assert "imported []" in done.stdout, done.stdout + done.stderr
+    assert ("captioned images" in done.stdout) == (arguments[-1] == "--help")
+    assert "'image'" in done.stderr or arguments[-1] != "imag"
+    assert "did you mean 'train'" in done.stderr or arguments[-1] != "trian"
+
+
+def test_names_of_the_package_are_found_when_the_command_uses_them(tmp_path):
+    command = tmp_path / "lrpe-md"
+    command.write_text("import lrpe_md, sys\nassert 'torch' not in sys.modules\nprint(lrpe_md.Grid((2, 3)).shape)\n"
+                       "print(hasattr(lrpe_md, 'nothing'))\n")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(command)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.split("\n")[:2] == ["(2, 3)", "False"], done.stderr
 
 
 def test_internal_import_errors_are_raised(monkeypatch):

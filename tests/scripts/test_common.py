@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from lrpe_md.scripts.common import devices, options, provenance
+from lrpe_md.scripts.common import devices, folder, options, provenance
 
 
 def test_choose_keeps_the_order_and_removes_duplicates():
@@ -57,3 +57,17 @@ def test_commit_and_its_mark_for_changed_files(tmp_path: Path, monkeypatch: pyte
 
 def test_versions():
     assert provenance.versions("torch", "no-such-package") == {"torch": version("torch"), "no-such-package": ""}
+
+
+@pytest.mark.parametrize("command", [["ablate", "report"], ["bench", "report"]])
+def test_reports_of_a_wheel_do_not_write_into_it(command, tmp_path, monkeypatch):
+    from importlib import import_module
+
+    from typer.testing import CliRunner
+
+    app = import_module(f"lrpe_md.scripts.{command[0]}.app").app
+    monkeypatch.setattr(folder, "ROOT", tmp_path)  # a wheel has no pyproject.toml
+    refused = CliRunner().invoke(app, command[1:], env={"COLUMNS": "300"})
+    assert refused.exit_code == 2, refused.output
+    assert "only a checkout has results of its own" in refused.output
+    assert not list(tmp_path.iterdir())

@@ -12,8 +12,8 @@ import torch
 import typer
 from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.train.app import app as train
+from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
-from lrpe_md.scripts.train.loop import digest_of
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
 from typer.testing import CliRunner
 

@@ -14,7 +14,6 @@ import timm
 import torch
 import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
-from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.data.captions import load_classes
 from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
@@ -23,9 +22,8 @@ from lrpe_md.scripts.train.tasks import image as train_image
 from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from lrpe_md.scripts.train.weights import start_from
 from PIL import Image
-from test_train_video import flags
 from torch import nn
-from typer.testing import CliRunner
+from train_commands import flags, output_of
 
 from lrpe_md import CosineMd, Grid
 
@@ -193,7 +191,12 @@ def test_training_learns_the_classes(data, tmp_path):
     assert list(accuracy["extrapolated"]) == list(accuracy["rescaled"]) == ["8x8", "12x12", "8x12"]
     assert accuracy["extrapolated"]["8x8"] == accuracy["rescaled"]["8x8"] == 100
     assert json.loads((config.out / "result.json").read_text()) == result
-    assert {p.name for p in config.out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert {p.name for p in config.out.iterdir()} == {
+        "checkpoint.pt",
+        "history.csv",
+        "model.safetensors",
+        "result.json",
+    }
     assert train_image.run(config)["accuracy"] == accuracy  # a finished run is not trained again
 
 
@@ -213,13 +216,9 @@ def test_validation_during_training(data, tmp_path):
 
 
 def test_slow_phases_are_announced(data, tmp_path):
-    def output_of(name: str, *more: str) -> str:
-        run = ["image", "--data", str(data), "--out", str(tmp_path / name), *flags(SMALL), "--steps", "1", *more]
-        done = CliRunner().invoke(app, run)
-        assert done.exit_code == 0, done.output
-        return done.output
-
-    shown, silent = output_of("a"), output_of("b", "--no-progress")
+    run = ["image", "--data", data, *flags(SMALL), "--steps", 1]
+    shown = output_of(*run, "--out", tmp_path / "a", code=0)
+    silent = output_of(*run, "--out", tmp_path / "b", "--no-progress", code=0)
     for text in ("Reading the data", "Evaluating"):
         assert text in shown
         assert text not in silent
@@ -306,12 +305,7 @@ def test_phase_rotates_only_keys():
 
 
 def test_invalid_options(data, tmp_path):
-    def output_of(*args: str) -> str:
-        result = CliRunner().invoke(app, ["image", *args], env={"COLUMNS": "400", "NO_COLOR": "1"})
-        assert result.exit_code == 2, result.output
-        return result.output
-
-    run = ["--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
+    run = ["image", "--data", str(data), "--out", str(tmp_path / "run"), *flags(SMALL), "--steps", "1"]
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
@@ -322,8 +316,7 @@ def test_invalid_options(data, tmp_path):
     assert "a divisor of --dim 48, got 5" in output_of(*run, "--heads", "5")
     assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
-    done = CliRunner().invoke(app, ["image", *run])
-    assert done.exit_code == 0, done.output
+    output_of(*run, code=0)
     assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)
     assert "digest" in output_of(*run, "--data", str(other))

@@ -10,15 +10,14 @@ import torch
 import typer
 from accelerate import Accelerator
 from lrpe_md.models.lm import CausalLm, LmConfig
-from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of
 from lrpe_md.scripts.train.data import text as text_data
 from lrpe_md.scripts.train.data.text import check_lengths, draw_windows, load_text
-from lrpe_md.scripts.train.loop import FORMAT, digest_of
 from lrpe_md.scripts.train.order import divide
 from lrpe_md.scripts.train.tasks import lm as train_lm
 from lrpe_md.scripts.train.tasks.lm import LmTraining
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from train_commands import invoke
 
 MODEL: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "num_kv_heads": 1, "hidden": 16}
 LINES = [f"{who} says that {what} of {who} is {what}.\n" for who in ("Ann", "Bob", "Cid") for what in ("tea", "war")]
@@ -47,10 +46,6 @@ def config(file: Path, out: Path, encoding: str = "rotate", **changes: Any) -> L
 
 def history(out: Path) -> list[dict[str, float]]:
     return torch.load(out / "checkpoint.pt")["history"]
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -84,7 +79,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
     assert set(evaluation.length) == {32, 64}
-    names = {"checkpoint.pt", "history.csv", "result.json", "evaluation.csv"}
+    names = {"checkpoint.pt", "history.csv", "model.safetensors", "result.json", "evaluation.csv"}
     assert {path.name for path in out.iterdir()} == names
     assert str(tmp_path) not in (out / "result.json").read_text()
     assert str(tmp_path).encode() not in (out / "checkpoint.pt").read_bytes()

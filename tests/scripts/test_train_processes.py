@@ -4,6 +4,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 from lrpe_md.scripts.ablate.tasks import TASKS
 from PIL import Image
+from test_streams import write_shards
+from test_train_clips import write_classes
 from test_train_image import write_idx
 from test_train_video import DECODERS, brightening, write_video
+from train_commands import flags
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 
@@ -59,10 +63,6 @@ def run_program(rank: int, port: int, arguments: list[str]) -> None:
     run_program("train", arguments)
 
 
-def flags(options: dict) -> list[str]:
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-
-
 def on_two_processes(arguments: list[str]) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -99,3 +99,66 @@ def test_from_start_to_result(task: str, sharding: str, data: dict[str, str], tm
         again = TASKS[task].values(TASKS[task].run(TASKS[task].config(**few)))
         for positions, found in TASKS[task].values(result).items():
             assert again[positions] == pytest.approx(found, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["shards", "clips"])
+def test_streams_and_clips_on_two_processes_resume(kind: str, tmp_path: Path) -> None:
+    """A run of two processes that is continued ends with the weights of one that was not, with TensorBoard on."""
+    if kind == "shards":
+        data = {"data": write_shards(tmp_path / "data"), "size": 8, "test_sizes": "", "workers": 1, "mixup": 0.8,
+                "augment": "rand-m9-n1", "layer_decay": 0.8}  # fmt: skip
+    else:
+        if not DECODERS:
+            pytest.skip("needs PyAV or OpenCV")
+        data = {"data": write_classes(tmp_path / "data"), "size": 8, "test_size": 16, "frames": 4, "every": 1,
+                "task": "labels", "cache": "none"}  # fmt: skip
+    options = {
+        **data, "batch": 8, "patch": 4, "dim": 48, "depth": 1, "heads": 2, "warmup": 1, "device": "cpu", "ema": 0.5,
+        "schedule": "constant", "betas": "0.8,0.9", "log_with": "tensorboard", "save_every": 1, "keep_checkpoints": 2,
+    }  # fmt: skip
+    task = {"shards": "image", "clips": "video"}[kind]
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        assert on_two_processes([task, *flags({**options, "steps": steps, "out": tmp_path / name})]) == [0, 0]
+    states = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts")]
+    for part in ("model", "average"):
+        assert all(torch.equal(value, states[1][part][name]) for name, value in states[0][part].items())
+    assert len(list((tmp_path / "parts").glob("checkpoint-*.pt"))) == 2
+    assert list((tmp_path / "parts" / "tensorboard").rglob("events.*"))
+    assert json.loads((tmp_path / "parts" / "result.json").read_text())["processes"] == 2
+
+
+def interrupted_worker(rank: int, port: int, out: Path) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    from lrpe_md.scripts.train.config import Training
+    from test_train_loop import TOY, toy_batch, toy_train
+
+    calls = []
+
+    def batch(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:  # one process alone receives the signal
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy_batch(*args)
+
+    try:
+        toy_train(Training(out=out, **{**TOY, "accumulate": 1, "steps": 20, "save_every": 100}), batch)
+    except KeyboardInterrupt as stopped:
+        (out / f"stopped{rank}").write_text(str(stopped))
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=interrupted_worker, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert ["at step 4;" in (tmp_path / f"stopped{rank}").read_text() for rank in range(2)] == [True, True]
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] == 4

@@ -23,23 +23,19 @@ import typer
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.common.folder import claim
 from lrpe_md.scripts.train import loop, samples
-from lrpe_md.scripts.train.app import app
+from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.data import images as image_data
 from lrpe_md.scripts.train.tasks import digits
 from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from PIL import Image
 from test_train_diffusion import load
 from test_train_image import write_folders, write_idx
-from typer.testing import CliRunner, Result
+from train_commands import invoke
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
     "steps": 3, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False, "save_every": 1,
 }  # fmt: skip
-
-
-def invoke(*args: str) -> Result:
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 def digits_command(out: Path, *more: str) -> list[str]:
@@ -72,7 +68,7 @@ def test_zero_turns_off(option, tmp_path):
 
 
 def test_options_that_must_not_be_zero(tmp_path):
-    for task, names in {"image": ("patch", "heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
+    for task, names in {"image": ("heads", "dim"), "video": ("patch", "tubelet", "heads", "every")}.items():
         for name in names:
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
             assert refused.exit_code == 2
@@ -151,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     ):
         state = {**whole, "model": dict(whole["model"])}
         change(state)
-        state["digest"] = loop.digest_of({name: value for name, value in state.items() if name != "digest"})
+        state["digest"] = digest_of({name: value for name, value in state.items() if name != "digest"})
         torch.save(state, path)
         with pytest.raises(typer.BadParameter, match="does not fit"):
             digits.run(config)
@@ -227,7 +223,7 @@ def test_kill_while_saving_leaves_no_incomplete_file(tmp_path):
     process.wait()
     assert len(list(out.glob("*.part"))) == 1
     assert invoke(*digits_command(out)).exit_code == 0
-    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "history.csv", "result.json"}
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "history.csv", "model.safetensors", "result.json"}
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")

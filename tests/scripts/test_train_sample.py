@@ -14,7 +14,7 @@ pytest.importorskip("timm")
 pytest.importorskip("accelerate")
 
 from lrpe_md.scripts.train.app import app
-from lrpe_md.scripts.train.loop import FORMAT, digest_of, read_checkpoint
+from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of, read_checkpoint
 from lrpe_md.scripts.train.prompts import Painter, Sheet, draw, draw_noise, lay_over, load_model
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
 
@@ -161,6 +161,18 @@ def test_unknown_words_are_named(run_folder, tmp_path):
     assert "No caption" not in invoke(*command, "--prompt", "Red tile").output
 
 
+def test_without_a_prompt_nothing_is_drawn(run_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = invoke(run_folder, "--steps", 1)
+    assert refused.exit_code == 2, refused.output
+    assert "--prompt: expected at least one" in refused.output
+    drawn = invoke(run_folder, "--steps", 1, "--images", 1, "--prompt", "")
+    assert drawn.exit_code == 0, drawn.output
+    assert (run_folder / "sheet.png").exists()
+    assert not list(tmp_path.iterdir())
+    (run_folder / "sheet.png").unlink()
+
+
 def bare(folder, settings):
     state = {"format": FORMAT, "settings": settings}
     folder.mkdir()
@@ -171,12 +183,19 @@ def bare(folder, settings):
 REFUSED = {
     "no checkpoint": (["--prompt", "a"], "expected the folder of a training, with a checkpoint.pt in it"),
     "another task": (["--prompt", "a"], "holds a training of another task"),
-    "size": (["--size", "9x8"], "--size: expected multiples of 2, the model's patch, got 9x8; the next is 10x8"),
-    "no size": (["--size", "big"], "--size: expected HEIGHTxWIDTH in pixels, as 96x64, got 'big'"),
-    "nothing": (["--size", "0x8"], "--size: expected multiples of 2"),
+    "size": (
+        ["--size", "9x8", "--prompt", "a"],
+        "--size: expected multiples of 2, the model's patch, got 9x8; the next is 10x8",
+    ),
+    "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, as 96x64, got 'big'"),
+    "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as the captions of the training, got 24"),
     "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
-    "positions": (["--positions", "squeezed"], "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated"),
+    "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+    "positions": (
+        ["--positions", "squeezed", "--prompt", "a"],
+        "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated",
+    ),
 }
 
 
@@ -207,7 +226,7 @@ def test_outputs_that_cannot_be_written(run_folder, tmp_path):
         (tmp_path / "file" / "sheet.png", "can't be written"),
         (tmp_path, "expected a file, as sheet.png"),
     ):
-        result = invoke(run_folder, "--steps", 1, "--images", 1, "--out", out)
+        result = invoke(run_folder, "--prompt", "a", "--steps", 1, "--images", 1, "--out", out)
         assert result.exit_code == 2, result.output
         assert message in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -15,6 +15,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lrpe_md"
 
 LAYERS = {  # file or folder: modules that it may import
+    "names": {
+        "frequencies",
+        "functional",
+        "functional_linear",
+        "modules",
+        "modules_linear",
+        "norm",
+        "optim",
+        "pairs",
+        "positions",
+        "presets",
+    },
     "_ops": set(),
     "reference": set(),
     "reference_linear": {"reference"},

@@ -1,4 +1,4 @@
-"""Labelled images for training, in memory: idx files as MNIST's, folders of classes, and timm's data sets."""
+"""Labelled images for training: idx files as MNIST's, folders of classes and timm's data sets in memory, or streams."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from .streams import FileSource, LabelledStream, hold_out, is_stream, number_classes, open_source, split_source
 
 IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
     "expected a folder with train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same of t10k (Debian's "
-    "dataset-fashion-mnist), or with train/CLASS/*.png and one of "
-    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, or --dataset and the root of a data set of timm's"
+    "dataset-fashion-mnist), with CLASS/*.png, with train/CLASS/*.png and one of "
+    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, with webdataset shards (.tar) or a Hugging Face "
+    "data set, or --dataset and the root of a data set of timm's"
 )
+PARTS = 5  # of a folder without tests one image in so many is held out
+STREAM_PARTS = 20  # of a stream without tests
 MEMORY = 24 * 2**30  # bytes that decoded images may take
 
 
@@ -52,24 +56,33 @@ class Images:
 
 @dataclass(frozen=True)
 class Labelled:
-    train: Images
+    """Training images, in memory or as a stream, test images, and the number of classes."""
+
+    train: Images | LabelledStream
     test: Images
     num_classes: int
 
     @property
     def digest(self) -> int:
         """Hash the training and test data."""
-        value = 0
+        value = 0 if isinstance(self.train, Images) else self.train.digest
         for part in (self.train, self.test):
-            value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
+            if isinstance(part, Images):
+                value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
         return value
 
+    @property
+    def channels(self) -> int:
+        return self.test.images.shape[1]
+
     def to(self, device: torch.device) -> Labelled:
-        return replace(self, train=self.train.to(device), test=self.test.to(device))
+        """Move the images that are in memory; those of a stream are moved batch by batch."""
+        train = self.train.to(device) if isinstance(self.train, Images) else self.train
+        return replace(self, train=train, test=self.test.to(device))
 
 
 def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None = None) -> Labelled:
-    """Training and test images of ``path``.
+    """Return the training and test images of ``path``, in memory.
 
     Args:
         path: a folder; see ``REMEDY``.
@@ -86,7 +99,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         raise ImageError(f"--data {path}: there is no such folder; {REMEDY}")
     if dataset:
         train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
-    elif any(_idx_file(path, "train-images-idx3-ubyte", False)):
+    elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
     else:
         train, test = _folders(path, size, limit)
@@ -97,6 +110,11 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
         raise ImageError(f"--data {path}: expected training and test images of one shape, got {shapes}")
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1)
+
+
+def is_idx(path: Path) -> bool:
+    """Return whether a folder holds idx files."""
+    return bool(_idx_file(path, "train-images-idx3-ubyte", False))
 
 
 def _some(num: int, limit: int | None) -> np.ndarray:
@@ -148,24 +166,58 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 # --- folders, and timm's data sets -----------------------------------------------------------------------------------
 
 
-def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images]:
+def list_folder(path: Path) -> tuple[FileSource, FileSource]:
+    """Return the files for training and tests, of train/CLASS and val/CLASS, or of CLASS, which is divided."""
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
-    if not (path / "train").is_dir() or not tests:
-        raise ImageError(f"--data {path}: {REMEDY}")
-    names = [sorted(p.name for p in part.iterdir() if p.is_dir()) for part in (path / "train", tests[0])]
-    if names[0] != names[1]:
+    roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
+    found = [sorted(p for p in root.glob("*/**/*") if p.suffix.lower() in SUFFIXES) for root in roots]
+    names = [sorted(p.name for p in root.iterdir() if p.is_dir()) for root in roots]
+    if len(roots) == 1:
+        names = [sorted({p.relative_to(path).parts[0] for p in found[0]})]
+        if len(names[0]) < 2:
+            raise ImageError(f"--data {path}: {REMEDY}")
+        files = found[0]
+        held_out = hold_out([p.relative_to(path).as_posix() for p in files], PARTS)
+        found = [[p for p, out in zip(files, held_out, strict=True) if out == part] for part in (False, True)]
+        roots = [path, path]
+    elif names[0] != names[1]:
         raise ImageError(
             f"--data {path}: expected the same classes in train and {tests[0].name}, but these are in one alone: "
             f"{', '.join(sorted(set(names[0]) ^ set(names[1])))}"
         )
     number = {name: i for i, name in enumerate(names[0])}
+    train, test = (
+        FileSource(files, [number[p.relative_to(root).parts[0]] for p in files], root)
+        for root, files in zip(roots, found, strict=True)
+    )
+    return train, test
+
+
+def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images]:
     parts = []
-    for part in (path / "train", tests[0]):
-        found = sorted(p for p in part.glob("*/**/*") if p.suffix.lower() in SUFFIXES)
-        files = [found[i] for i in _some(len(found), limit)]
-        samples = [(p, number[p.relative_to(part).parts[0]]) for p in files]
-        parts.append(_decoded(samples.__getitem__, len(samples), size))
+    for part in list_folder(path):
+        chosen = _some(len(part), limit)
+        parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
+                              len(chosen), size))  # fmt: skip
     return parts[0], parts[1]
+
+
+def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = None) -> Labelled:
+    """Return training images as a stream, and test images in memory.
+
+    Args:
+        path: shards or a Hugging Face data set, see :func:`.streams.open_source`, or a folder of classes.
+        size, limit: see :func:`load_images`.
+        label: the field that is the class. Default: .cls of shards, the ClassLabel of a data set.
+    """
+    source, test = open_source(path) if is_stream(path) else list_folder(path)
+    train, test, num_classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
+    for name, part in (("training", train), ("test", test)):
+        if not len(part):
+            raise ImageError(f"--data {path}: there are no {name} images; {REMEDY}")
+    chosen, tested = (_some(len(part), limit) for part in (train, test))
+    train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
+    return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes)
 
 
 def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
@@ -182,7 +234,7 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
     if (needed := num * 3 * size**2) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
-            f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use smaller --test-sizes, or --limit"
+            f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use --stream, smaller --test-sizes, or --limit"
         )
     images, labels = torch.empty(num, 3, size, size, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
 

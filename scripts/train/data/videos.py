@@ -204,13 +204,18 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
     return tuple(found)
 
 
+def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
+    """Return path, bytes and time of the last change of each file."""
+    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in paths))
+
+
 @lru_cache(maxsize=1)
-def _decode_all(
+def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
     """Decode all frames, and count those of each video. Cached in the process until a file changes.
 
-    videos: path, bytes and time of the last change.
+    videos: see :func:`describe_files`.
     """
     console, with_ = Console(stderr=True), decoder()
     shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
@@ -231,8 +236,7 @@ def load_footage(
     cache: Path | None = None,
 ) -> Footage:
     """Decode all videos and cut them; cache: a folder for frames that other runs decoded."""
-    stats = [(path, path.stat()) for path in find_videos(paths)]
-    frames, lengths = _decode_all(tuple((path, s.st_size, s.st_mtime_ns) for path, s in stats), size, cache)
+    frames, lengths = decode_all(describe_files(find_videos(paths)), size, cache)
     return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
 
 

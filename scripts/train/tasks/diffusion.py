@@ -27,7 +27,7 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import describe, option
+from ..config import OPTIMISER, RUN, describe, option
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -80,19 +80,26 @@ class DiffusionTraining(GenerativeTraining):
     drop_text: float = option(
         0.1, "Share of captions or labels that are emptied in training, for guidance.", least=0, below=1
     )
-    times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.")
-    prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.")
-    guidance: float = option(3.0, "Guidance scale in sampling; 1 turns guidance off.", free=True, least=0)
-    sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True)
-    sample_steps: int = option(50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1)
-    samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1)
-    sample_every: int = option(
-        0, "Steps between two sheets of samples; 0 draws one at the end alone.", free=True, least=0, off=True
+    times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.", panel=OPTIMISER)
+    prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.", panel=OPTIMISER)
+    guidance: float = option(3.0, "Guidance scale in sampling; 1 turns guidance off.", free=True, least=0, panel=RUN)
+    sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True, panel=RUN)
+    sample_steps: int = option(
+        50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1, panel=RUN
     )
-    test_samples: int = option(256, "Maximum number of held-out samples to test on.", free=True, least=1)
+    samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
+    sample_every: int = option(
+        0,
+        "Steps between two sheets of samples; 0 draws one at the end alone.",
+        free=True,
+        least=0,
+        off=True,
+        panel=RUN,
+    )
+    test_samples: int = option(256, "Maximum number of held-out samples to test on.", free=True, least=1, panel=RUN)
     distance_samples: int = option(
         0, "Samples for a Fréchet distance in random features, at each validation and at the end; 0: none.",
-        free=True, least=0, off=True,
+        free=True, least=0, off=True, panel=RUN,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -27,11 +27,12 @@ from torchmetrics.classification import MulticlassAccuracy
 from ....models.vit import LrpeVisionTransformer, lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import Schedule, Training, option
+from ..config import Training, changed, option
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..order import Chosen, steps_per_epoch
 from ..outcome import placements
+from ..schedules import Schedule
 from ..work import Work, train
 
 VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "mlp_ratio": 2.0, "class_token": False, "global_pool": "avg"}
@@ -80,16 +81,16 @@ class DigitsTraining(Training):
     """
 
     backbone: ClassVar[Backbone] = IMAGES
-    steps: int = option(525, "Steps of the optimiser.", least=1)
-    batch: int = option(64, "Images a step, over all processes and micro-batches.", least=1)
-    lr: float = option(2e-3, "Learning rate after the warm-up; a cosine takes it down.", least=0)
-    warmup: int = option(42, "Steps of the warm-up.", least=0, off=True)
-    clip: float = option(0.0, "Largest norm of the gradient; 0: any.", least=0, off=True)
-    ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
-    data: str = option("digits", f"One of: {', '.join(SOURCES)}.")
-    limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
+    steps: int = changed("steps", 525)
+    batch: int = changed("batch", 64, "Images per step, over all processes and micro-batches.")
+    lr: float = changed("lr", 2e-3)
+    warmup: int = changed("warmup", 42)
+    clip: float = changed("clip", 0.0)
+    ema: float = changed("ema", 0.0)
+    data: str = option("digits", f"Data set, one of: {', '.join(SOURCES)}.")
+    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
-    attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
+    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,8 +102,11 @@ class DigitsTraining(Training):
     def source(self) -> Source:
         return SOURCES[self.data]
 
-    def schedule(self) -> Schedule:
-        return Schedule(length=self.steps, warmup=min(self.warmup, self.steps - 1), start=0.0, behind=True)
+    def build_schedule(self) -> Schedule:
+        return Schedule(
+            length=self.steps, warmup=self.limit_warmup(self.steps - 1), start=0.0,
+            warmup_prefix=self.schedule == "cosine", kind=self.schedule, cooldown=self.cooldown,
+        )  # fmt: skip
 
 
 def load(data: str, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

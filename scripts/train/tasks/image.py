@@ -1,13 +1,22 @@
 """Train a ViT on labelled images and test it at other resolutions.
 
     python -m scripts.train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
-    python -m scripts.train image --data FOLDER --out runs/mine --size 64 --test-sizes 96,128,64x96 --patch 8
+    python -m scripts.train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
+    python -m scripts.train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
+        --augment rand-m9-mstd0.5-inc1 --crop 0.08 --mixup 0.8 --cutmix 1.0 --layer-decay 0.75
     torchrun --nproc-per-node 4 -m scripts.train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
 
-DATA holds the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download`` and
-``dpkg -x``) or of MNIST; or, with ``--label``, images and a metadata.jsonl with file_name and that field; or
-train/CLASS/*.png and val/CLASS/*.png; or, with ``--dataset``, a data set of timm's that is there already. Writes
-checkpoint.pt, history.csv and result.json to the folder of the run; the same command goes on where it was interrupted.
+DATA is one of:
+- a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
+  and ``dpkg -x``) or of MNIST
+- a folder CLASS/*.png, of which one image in 5 is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
+- with ``--label``, images and a metadata.jsonl with file_name and that field
+- webdataset shards: a folder of them, or a pattern such as train-{000..099}.tar
+- a Hugging Face data set: a folder of save_to_disk or of parquet files, or hf:OWNER/NAME
+- with ``--dataset``, the root of a data set of timm's that is there already
+
+Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same command resumes
+an interrupted run.
 """
 
 from __future__ import annotations
@@ -20,23 +29,28 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
+from timm import create_model, list_models
+from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrpe_md.integrations.timm import LrpeVisionTransformer
+from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import Training, describe, option
+from ..config import MODEL, OPTIMISER, Training, changed, describe, option
+from ..data.augment import build_transform, read_batch
 from ..data.captions import load_classes
-from ..data.images import Images, Labelled, load_images, resized, shifted
+from ..data.images import Images, Labelled, is_idx, load_images, load_stream, resized, shifted
+from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..order import shuffle
 from ..outcome import placements
-from ..weights import start_from
 from ..work import Work, train
 
 
@@ -68,42 +82,78 @@ class ImageTraining(Training):
     """
 
     backbone: ClassVar[Backbone] = IMAGES
-    steps: int = option(1200, "Steps of the optimiser.", least=1)
-    batch: int = option(256, "Images a step, over all processes and micro-batches.", least=1)
-    warmup: int = option(120, "Steps of the warm-up.", least=0, off=True)
-    data: Path = field(metadata=describe("Folder of images; see the top of the file.", free=True))
-    dataset: str = option("", "A data set of timm's whose root is --data, such as torch/cifar10.")
-    label: str = option("", "The field that is the class, of a folder or zip with metadata.jsonl: one in 5 is a test.")
-    without: str = option("", "With --label: a field; rows where it is true are left out.")
-    weights: str = option(
-        "", "Start from them, resampled: a checkpoint of timm's, or a run of ours (its folder).", free=True
+    steps: int = changed("steps", 1200)
+    batch: int = changed("batch", 256, "Images per step, over all processes and micro-batches.")
+    warmup: int = changed("warmup", 120)
+    data: Path = field(
+        metadata=describe("Folder of images, shards (.tar), or a Hugging Face data set (hf:OWNER/NAME).", free=True)
     )
-    limit: int = option(0, "Take so many training and test images; 0: all.", least=0, off=True)
+    dataset: str = option("", "Data set of timm's, such as torch/cifar10, whose root is --data.")
+    label: str = option("", "Field that is the class, of a metadata.jsonl, of .json in shards, or of a data set.")
+    without: str = option("", "Field of metadata.jsonl; rows in which it is true are left out.")
+    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
+    stream: bool = option(False, "Decode images of a folder when they are needed, instead of all before the training.")
+    size: int = option(0, "Height and width in training, pixels; 0 chooses 28 for idx files, 224 for others.", least=0)
+    test_sizes: str = option("auto", "Other sizes to test at, pixels: sides or HEIGHTxWIDTH, separated by commas.")
+    augment: str = option("", "Augmentation policy of timm's, such as rand-m9-mstd0.5-inc1 (RandAugment).")
+    crop: float = option(
+        1.0, "Smallest share of the image that a random crop shows; 1 takes the central square.", least=0, below=1.001
+    )
+    shift: int = option(2, "Largest random shift of an image each way, pixels.", least=0, off=True)
+    flip: bool = option(True, "Mirror half of the images.")
+    erase: float = option(0.0, "Probability of random erasing.", least=0, below=1)
+    mixup: float = option(0.0, "Alpha of mixup; 0 disables it.", least=0, off=True)
+    cutmix: float = option(0.0, "Alpha of cutmix; 0 disables it.", least=0, off=True)
+    smoothing: float = option(0.1, "Label smoothing.", least=0, below=1)
+    model: str = option(
+        "", "Vision transformer of timm's, such as vit_base_patch16_224, instead of --dim, --depth and --heads.",
+        panel=MODEL,
+    )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
-    attention: str = option("softmax", f"One of: {', '.join(IMAGES.attentions)}.")
-    size: int = option(28, "Height and width in training, pixels.")
-    test_sizes: str = option("20,40,56,28x40", "Others to test at, pixels: sides, or HEIGHTxWIDTH.")
-    patch: int = option(2, "Pixels.", least=1)
-    dim: int = option(192, "Of the embedding.", least=1)
-    depth: int = option(8, "Blocks.", least=1)
-    heads: int = option(3, "Of attention.", least=1)
-    qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
-    shift: int = option(2, "Images are moved by up to so many pixels each way.", least=0, off=True)
-    flip: bool = option(True, "Half of the images are mirrored.")
-    erase: float = option(0.0, "Probability of timm's random erasing.", least=0, below=1)
-    smoothing: float = option(0.1, "Of the labels.", least=0, below=1)
+    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
+    patch: int = option(0, "Height and width of a patch, pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
+    dim: int = option(192, "Embedding width.", least=1)
+    depth: int = option(8, "Number of blocks.", least=1)
+    heads: int = option(3, "Number of attention heads.", least=1)
+    qk_norm: bool = option(False, "Normalise q and k before the encoding.")
+    layer_decay: float = option(
+        1.0, "Factor of the learning rate from each layer to the one before it; 1 gives all the same.", least=0,
+        below=1.001, panel=OPTIMISER,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        self._choose_sizes()
         super().__post_init__()
         if self.without and not self.label:
             raise typer.BadParameter(f"--without {self.without}: expected --label with it")
         choose("--attention", [self.attention], IMAGES.attentions)
-        if self.size < 1 or self.size % self.patch:
+        if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
-        if self.dim % self.heads:
+        if self.dim % self.heads and not self.model:
             raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
         parse_sizes(self.test_sizes, self.patch)
-        self.check_encoding(lrpe_vit_tiny_patch16_224, shape_arguments(self))
+        if self.augment:
+            build_transform(self.size, self.augment, self.crop)
+        self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
+
+    def _choose_sizes(self) -> None:
+        """Replace the defaults that depend on the data and the model."""
+        is_small = not self.model and not self.dataset and is_idx(self.data)
+        patch = self.patch or (find_patch(self.model) if self.model else 2 if is_small else 16)
+        size = self.size or (28 if is_small else 224)
+        tests = self.test_sizes
+        if tests == "auto":
+            tests = "20,40,56,28x40" if is_small else f"{size - 4 * patch},{size + 4 * patch},{size}x{size + 4 * patch}"
+            tests = tests if is_small or size > 4 * patch else ""
+        for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
+            object.__setattr__(self, name, value)  # of a frozen dataclass, before anybody reads it
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
+        return {"layer_decay": self.layer_decay} if self.layer_decay < 1 else {}
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -111,39 +161,83 @@ class ImageTraining(Training):
         return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
+def find_patch(name: str) -> int:
+    """Return the patch size of a vision transformer of timm's.
+
+    Raises:
+        typer.BadParameter: timm has no such model, or it is another kind of model.
+    """
+    choose("--model", [name.partition(".")[0]], list_models())
+    with torch.device("meta"):
+        model: Any = create_model(name, pretrained=False)
+    if not isinstance(model, VisionTransformer):
+        raise typer.BadParameter(
+            f"--model {name}: expected a VisionTransformer of timm's, such as vit_base_patch16_224, got "
+            f"{type(model).__name__}"
+        )
+    return model.patch_embed.patch_size[0]
+
+
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
     """Return the arguments of the model that do not depend on the data."""
+    encoding = IMAGES.arguments(config.encoding, config.attention)
+    if config.model:
+        return {"model": config.model, "img_size": config.size, "qk_norm": config.qk_norm, **encoding}
     return {
         "img_size": config.size, "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth,
         "num_heads": config.heads, "qk_norm": config.qk_norm, "class_token": False, "global_pool": "avg",
-        **IMAGES.arguments(config.encoding, config.attention),
+        **encoding,
     }  # fmt: skip
 
 
 def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
-    return {
-        **shape_arguments(config), "in_chans": data.train.images.shape[1], "num_classes": data.num_classes,
-    }  # fmt: skip
+    return {**shape_arguments(config), "in_chans": data.channels, "num_classes": data.num_classes}
 
 
-def build(config: ImageTraining, arguments: dict[str, Any]) -> LrpeVisionTransformer:
-    # Not timm.create_model, which drops arguments that are None, encoding=None among them.
-    return lrpe_vit_tiny_patch16_224(**arguments)
+def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
+    """Return the model: our ViT, or one of timm's with the encoding.
+
+    more: arguments, too.
+    """
+    given = {**(arguments or {}), **more}
+    if not config.model:
+        # Not timm.create_model, which drops arguments that are None, encoding=None among them.
+        return lrpe_vit_tiny_patch16_224(**given)
+    absolute = given.pop("absolute", "none")
+    if absolute == "sincos":
+        raise ValueError("a model of timm's has a learned table of positions, expected learned instead of sincos")
+    adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
+    encoding, name = given.pop("encoding"), given.pop("model")
+    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some have it anyway
+    depth = {"depth": given.pop("depth")} if "depth" in given else {}
+    model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
+    keeps_table = absolute == "learned" or config.weights  # weights were trained with it
+    return adapt(model, encoding, "keep" if keeps_table else "drop", **adapted)
 
 
 @lru_cache(maxsize=1)
-def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str) -> Labelled:
-    """Once for all trainings of a process."""
+def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
+    """Load the data once for all trainings of a process."""
+    if not dataset and (stream or is_stream(path)):
+        return load_stream(path, size, label=label, limit=limit or None)
     if label:
         return load_classes(path, size, label=label, without=without, limit=limit or None)
     return load_images(path, size, dataset=dataset, limit=limit or None)
 
 
 def batch(config: ImageTraining, train: Images, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images (B, C, size, size) in [-1, 1], moved and mirrored as their draws say, and labels (B,)."""
+    """Return images (B, C, size, size) in [-1, 1], shifted and mirrored as their draws say, and labels (B,)."""
     index = sent(indices, train.labels.device)
     x = shifted(train.images[index], draws, shift=config.shift, flip=config.flip)
     return resized(x, (config.size, config.size)), train.labels[index]
+
+
+def augmented_batch(
+    config: ImageTraining, data: Images | LabelledStream, transform: Any, indices: np.ndarray, draws: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return images as :func:`batch` does, decoded and augmented on the CPU, uint8."""
+    x, labels = read_batch(data, transform, indices, draws)
+    return shifted(x, draws, shift=config.shift, flip=config.flip), labels
 
 
 def patches(config: ImageTraining) -> int:
@@ -151,11 +245,32 @@ def patches(config: ImageTraining) -> int:
     return config.batch * (config.size // config.patch) ** 2
 
 
-def loss(config: ImageTraining, model: nn.Module, images: tuple[Tensor, Tensor]) -> Tensor:
+def loss(
+    config: ImageTraining, model: nn.Module, images: tuple[Tensor, Tensor], mix: Mixup | None = None
+) -> Tensor:  # fmt: skip
     x, labels = images
-    if config.erase:  # here, where the generators are seeded by the step
+    if x.dtype == torch.uint8:
+        x = resized(x, (config.size, config.size))
+    # What draws from the global generators is done here, where the step seeds them.
+    if config.erase:
         x = RandomErasing(config.erase, mode="pixel", device=str(x.device))(x)
+    if mix is not None:
+        x, labels = mix(x, labels)
+        return F.cross_entropy(model(x), labels)
     return F.cross_entropy(model(x), labels, label_smoothing=config.smoothing)
+
+
+def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
+    """Return timm's mixup and cutmix, or None if neither is asked for."""
+    if not config.mixes:
+        return None
+    parts = config.accumulate * PartialState().num_processes
+    if config.batch // parts % 2:
+        raise typer.BadParameter(
+            f"--batch {config.batch}: mixup and cutmix mix pairs; expected a multiple of {2 * parts}, two images for "
+            "each micro-batch of each process"
+        )
+    return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=num_classes)
 
 
 @torch.no_grad()
@@ -182,30 +297,35 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 
 def prepare(config: ImageTraining, device: torch.device) -> Work:
     size = max(max(size) for size in config.sizes)
-    data = load(config.data, size, config.dataset, config.limit, config.label, config.without)
+    data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: there are {len(data.train)} images to train on; make it smaller"
         )
-    arguments = model_arguments(config, data)
+    arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
-    if config.weights:
-        settings["weights"] = start_from(model, Path(config.weights))
-    data = data.to(device)
+    in_processes = isinstance(data.train, LabelledStream) or bool(config.augment) or config.crop < 1
+    if in_processes or isinstance(data.train, LabelledStream):
+        transform = build_transform(config.size, config.augment, config.crop)
+        make_batch = partial(augmented_batch, config, data.train, transform)
+        test = data.test.to(device)
+    else:
+        make_batch, test = partial(batch, config, data.train.to(device)), data.test.to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
-            "accuracy": evaluate(config, data.test, trainer), "train_images": len(data.train),
-            "test_images": len(data.test), "chance": 100 / data.num_classes, "tokens": patches(config),
+            "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
+            "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
         autocast = trainer.accelerator.autocast
-        return {"accuracy": accuracy(trainer.averaged, data.test, (config.size, config.size), autocast)}
+        return {"accuracy": accuracy(trainer.averaged, test, (config.size, config.size), autocast)}
 
     steps = partial(shuffle, len(data.train), config.batch, config.seed)
-    return Work(model, settings, steps, partial(batch, config, data.train), partial(loss, config), finish, validate)
+    task_loss = partial(loss, config, mix=mix)
+    return Work(model, settings, steps, make_batch, task_loss, finish, validate, in_processes=in_processes)
 
 
 run = partial(train, prepare)

@@ -36,10 +36,11 @@ from ....models.lm_decode import generate, left_pad
 from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
-from ..config import Schedule, Training, describe, option
+from ..config import MODEL, OPTIMISER, RUN, Training, changed, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import TEXT, Backbone
 from ..loop import Trainer
+from ..schedules import Schedule
 from ..work import Work, train
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -80,24 +81,30 @@ class LmTraining(Training):
     """
 
     backbone: ClassVar[Backbone] = TEXT
-    steps: int = option(2000, "Steps of the optimiser.", least=1)
-    batch: int = option(64, "Windows a step, over all processes and micro-batches.", least=1)
-    lr: float = option(1e-3, "Learning rate after the warm-up; a cosine takes it to a tenth.", least=0)
-    frequency_lr: float = option(1.0, "Learning rate of learned frequencies, as a share of --lr.", least=0, off=True)
-    weight_decay: float = option(0.1, "Of matrices alone.", least=0, off=True)
-    warmup: int = option(100, "Steps of the warm-up, at most a tenth of all.", least=0, off=True)
-    ema: float = option(0.0, "Decay of the average of the weights that is evaluated; 0: none.", least=0, below=1)
-    precision: str = option("auto", "auto (bf16 on a GPU, else no), no (float32), bf16 or fp16.")
-    validate_every: int = option(250, "Steps between two validations; 0: none.", free=True, least=0, off=True)
-    save_every: int = option(250, "Steps.", free=True, least=1)
-    data: Path = field(metadata=describe("A text file, or a folder of .txt and .md files.", free=True))
+    steps: int = changed("steps", 2000)
+    batch: int = changed("batch", 64, "Windows of text per step, over all processes and micro-batches.")
+    lr: float = changed("lr", 1e-3, "Learning rate after the warm-up; cosine and wsd lower it to a tenth.")
+    betas: str = changed("betas", "0.9,0.95")
+    frequency_lr: float = option(
+        1.0, "Learning rate of learned frequencies, as a share of --lr.", least=0, off=True, panel=OPTIMISER
+    )
+    weight_decay: float = changed("weight_decay", 0.1, "Weight decay of matrices; other parameters have none.")
+    warmup: int = changed("warmup", 100, "Warm-up steps; cosine and wsd have at most a tenth of all.")
+    ema: float = changed("ema", 0.0)
+    precision: str = changed("precision", "auto")
+    validate_every: int = changed("validate_every", 250)
+    save_every: int = changed("save_every", 250)
+    data: Path = field(metadata=describe("Text file, or folder of .txt and .md files.", free=True))
     encoding: str = option("rotate", TEXT.help)
-    attention: str = option("softmax", f"One of: {', '.join(TEXT.attentions)}.")
-    size: str = option("small", "tiny (27,000 parameters) or small (9.5 million).")
-    length: int = option(512, "Bytes in a window.", least=1)
-    lengths: str = option(",".join(map(str, LENGTHS)), "Evaluated at.", free=True)
-    scaling: str = option("", f"Evaluate with these, too, commas between: {', '.join(SCALINGS)}.", free=True)
-    test_bytes: int = option(EVAL_BYTES, "Of the held-out text, evaluated at most.", free=True, least=1)
+    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(TEXT.attentions)}.")
+    size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
+    length: int = option(512, "Length of a window of text, bytes.", least=1)
+    lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, bytes.", free=True, panel=RUN)
+    scaling: str = option(
+        "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
+        panel=RUN,
+    )  # fmt: skip
+    test_bytes: int = option(EVAL_BYTES, "Most bytes of held-out text to evaluate.", free=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,14 +129,15 @@ class LmTraining(Training):
     def model(self) -> LmConfig:
         return LmConfig(**self.model_arguments)
 
-    def schedule(self) -> Schedule:
-        warmup = min(self.warmup, self.steps // 10)
+    def build_schedule(self) -> Schedule:
+        warmup = self.limit_warmup(self.steps // 10)
         return Schedule(
-            length=max(self.steps - warmup, 1), warmup=warmup, start=0.0, end=0.1 * self.lr, behind=True, offset=1
-        )
+            length=max(self.steps - warmup, 1), warmup=warmup, start=0.0, end=0.1 * self.lr, warmup_prefix=True,
+            offset=1, kind=self.schedule, cooldown=self.cooldown,
+        )  # fmt: skip
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        return {"betas": (0.9, 0.95), "param_group_fn": partial(scaled_groups, config=self)}
+        return {"param_group_fn": partial(scaled_groups, config=self)}
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
-"""Train a video transformer on footage of your own, with labels for free, and test it at other lengths and sizes.
+"""Train a video transformer on clips, with classes or with labels for free, and test it at other lengths and sizes.
 
     python -m scripts.train video --data FOLDER --out runs/arrow --encoding rotate
+    python -m scripts.train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command goes on where it was
-interrupted.
+With ``--task labels`` FOLDER holds CLASS/*.mp4, of which one video in --parts is held out, or train/CLASS/*.mp4 and
+val/CLASS/*.mp4. Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same
+command resumes an interrupted run.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +27,12 @@ from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import Training, describe, option
+from ..config import MODEL, Training, changed, describe, option
+from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.videos import TASKS, Footage, load_footage, ordered
 from ..encodings import VIDEOS, Backbone
 from ..loop import Trainer
-from ..order import shuffle
+from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
 from ..work import Work, train
 
@@ -51,38 +55,49 @@ class VideoTraining(Training):
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
-    steps: int = option(1500, "Steps of the optimiser.", least=1)
-    batch: int = option(32, "Clips a step, over all processes and micro-batches.", least=1)
-    data: list[Path] = field(metadata=describe("Video file, or folder of them; may be repeated.", free=True))
-    task: str = option("arrow", f"One of: {'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.")
-    encoding: str = option("rotate", VIDEOS.help)
-    attention: str = option("softmax", f"One of: {', '.join(VIDEOS.attentions)}.")
-    space_time: str = option("joint", "joint, or factorised: space, then time.")
-    frames: int = option(8, "Of a clip.", least=1)
-    every: int = option(4, "Every how many frames of the footage one is taken.", least=1)
-    size: int = option(48, "Height and width of a clip, pixels.")
-    test_size: int = option(64, "The other size to test at; footage is kept at the larger of the two.")
-    motion: bool = option(True, "Clips less their mean over time, over their deviation: what moves, not what is seen.")
-    patch: int = option(8, "Pixels.", least=1)
-    tubelet: int = option(1, "Frames a token; above 1, tokens show time without an encoding.", least=1)
-    dim: int = option(192, "Of the embedding.", least=1)
-    depth: int = option(6, "Blocks.", least=1)
-    heads: int = option(4, "Of attention; three eighths of a head's pairs must be whole for a split.", least=1)
-    qk_norm: bool = option(False, "Norms of q and k before the encoding, timm's.")
-    drop: float = option(0.0, "Share of places that is dropped in training, in all frames alike.", least=0, below=1)
-    segment: int = option(
-        240, "Frames of a segment of time; a clip lies in one, training and test clips in different.", least=1
+    steps: int = changed("steps", 1500)
+    batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
+    data: list[Path] = field(metadata=describe("Video file, or folder of videos; repeatable.", free=True))
+    task: str = option(
+        "arrow",
+        f"Task, one of: labels (the class, which is the name of the folder); "
+        f"{'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.",
     )
-    parts: int = option(5, "Every how many segments one is held out.", least=1)
-    fold: int = option(0, "Which of them: 0 to parts - 1.")
-    test_samples: int = option(1024, "Held-out clips × labels, about.", free=True, least=1)
+    encoding: str = option("rotate", VIDEOS.help)
+    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(VIDEOS.attentions)}.")
+    space_time: str = option("joint", "Attention over space and time: joint, or factorised (first space).", panel=MODEL)
+    frames: int = option(8, "Frames of a clip.", least=1)
+    every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
+    sampling: str = option(
+        "dense", "Frames of a clip with --task labels: dense (every --every-th), or uniform (over the whole video)."
+    )
+    size: int = option(48, "Height and width of a clip in training, pixels.")
+    test_size: int = option(64, "Other size to test at, pixels.")
+    motion: bool = option(True, "Show motion alone: subtract the mean over time, and normalise the deviation.")
+    flip: bool = option(True, "Mirror half of the clips.")
+    patch: int = option(8, "Height and width of a patch, pixels.", least=1)
+    tubelet: int = option(1, "Frames per token; above 1, tokens show time without an encoding.", least=1, panel=MODEL)
+    dim: int = option(192, "Embedding width.", least=1)
+    depth: int = option(6, "Number of blocks.", least=1)
+    heads: int = option(4, "Number of attention heads.", least=1)
+    qk_norm: bool = option(False, "Normalise q and k before the encoding.")
+    drop: float = option(
+        0.0, "Share of patches to drop in training, at the same places of all frames.", least=0, below=1, panel=MODEL
+    )
+    segment: int = option(
+        240, "Length of a segment of time, frames; clips of training and tests lie in different segments.", least=1
+    )
+    parts: int = option(5, "One segment (with --task labels, one video) in this many is held out.", least=1)
+    fold: int = option(0, "Which segments are held out: 0 to --parts - 1.")
+    test_samples: int = option(1024, "Most held-out clips × labels to test on, about.", free=True, least=1)
     cache: str = option(
-        "auto", "Folder for decoded frames, which other runs take: auto (the user's cache), none, or one.", free=True
+        "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--task", [self.task], TASKS)
+        choose("--task", [self.task], ("labels", *TASKS))
+        choose("--sampling", [self.sampling], SAMPLINGS)
         choose("--attention", [self.attention], VIDEOS.attentions)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if not 0 <= self.fold < self.parts:
@@ -92,7 +107,7 @@ class VideoTraining(Training):
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {by}, got {getattr(self, name)}"
                 )
-        multiple = TASKS[self.task].multiple
+        multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
@@ -102,11 +117,13 @@ class VideoTraining(Training):
         return {"auto": user_cache() / "footage", "none": None}.get(self.cache, Path(self.cache))
 
 
-def model_arguments(config: VideoTraining) -> dict[str, Any]:
+def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
+    """Return the arguments of the model; num_classes: of labels that the data has."""
+    classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
-        "qk_norm": config.qk_norm, "num_classes": TASKS[config.task].num_classes, "space_time": config.space_time,
+        "qk_norm": config.qk_norm, "num_classes": classes, "space_time": config.space_time,
         "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
         **VIDEOS.arguments(config.encoding, config.attention),
     }  # fmt: skip
@@ -133,8 +150,9 @@ def build(config: VideoTraining) -> LrpeVideoTransformer:
 
 
 def patches(config: VideoTraining) -> int:
-    """Patches of a step, of each clip under both of its labels."""
-    return 2 * config.batch * (config.frames // config.tubelet) * (config.size // config.patch) ** 2
+    """Return the patches of a step; without classes each clip is shown under two labels."""
+    clips = config.batch if config.task == "labels" else 2 * config.batch
+    return clips * (config.frames // config.tubelet) * (config.size // config.patch) ** 2
 
 
 def batch(
@@ -147,7 +165,8 @@ def batch(
     first, draws = draws % task.num_classes, draws // task.num_classes
     second = (first + 1 + draws % (task.num_classes - 1)) % task.num_classes
     x = clips(config, footage, starts[sent(indices, device)], config.frames, config.size)
-    x = torch.where(sent(mirrored, device)[:, None, None, None, None], x.flip(-1), x)
+    if config.flip:
+        x = torch.where(sent(mirrored, device)[:, None, None, None, None], x.flip(-1), x)
     labels = sent(np.concatenate([first, second]), device)
     return ordered(x.repeat(2, 1, 1, 1, 1), labels, task), labels
 
@@ -181,23 +200,92 @@ def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
     return starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
 
 
+def conditions(config: VideoTraining) -> list[tuple[int, int]]:
+    """Return the frames and sizes to test at, the trained ones first."""
+    return [(config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size)]
+
+
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
     """Accuracy at the trained length and size, at twice the frames, and at the other size, of the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
-    conditions = ((config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size))
     results: dict[str, Any] = {"test_clips": len(starts)}
     for positions in placements(video):
         results[positions] = {
             f"{frames}x{size}x{size}": accuracy(
                 config, model, footage, starts, frames, size, trainer.accelerator.autocast
             )
-            for frames, size in conditions
+            for frames, size in conditions(config)
         }
     return results
 
 
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+
+def labelled_batch(
+    config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return clips (B, 3, T, H, W), at a random place of their videos and mirrored or not, and classes (B,)."""
+    mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
+    chosen, device = train[indices], videos.frames.device
+    x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
+    if config.flip:
+        x = torch.where(sent(mirrored, device)[:, None, None, None, None], x.flip(-1), x)
+    return motion(x) if config.motion else x, sent(videos.labels[chosen], device)
+
+
+@torch.no_grad()
+def labelled_accuracy(
+    config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
+) -> float:
+    """Return the accuracy in %, on the central clip of each held-out video."""
+    tests, right = np.flatnonzero(videos.held_out)[: config.test_samples], 0
+    sampling = Sampling(config.sampling, frames, config.every)
+    for part in np.array_split(tests, math.ceil(len(tests) / 32)):
+        x = videos.clips(part, np.full(len(part), 0.5), sampling, size)
+        with autocast():
+            found = model(motion(x) if config.motion else x).argmax(-1)
+        right += int((found == sent(videos.labels[part], found.device)).sum())
+    return 100 * right / len(tests)
+
+
+def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
+    size = max(config.size, config.test_size)
+    videos = load_labelled(config.data, size, parts=config.parts, cache=config.cache_folder).to(device)
+    train = np.flatnonzero(~videos.held_out)
+    steps_per_epoch(len(train), config.batch)  # before anything is written
+    arguments = model_arguments(config, len(videos.names))
+
+    def measure(trainer: Trainer, frames: int, size: int) -> float:
+        return labelled_accuracy(config, trainer.averaged, videos, frames, size, trainer.accelerator.autocast)
+
+    def finish(trainer: Trainer) -> dict[str, Any]:
+        found = {
+            positions: {
+                f"{frames}x{side}x{side}": measure(trainer, frames, side) for frames, side in conditions(config)
+            }
+            for positions in placements(trainer.averaged)
+        }
+        return {
+            "task": config.task, "encoding": config.encoding, "attention": config.attention,
+            "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
+            "classes": list(videos.names), "train_videos": len(train), "test_videos": int(videos.held_out.sum()),
+            "accuracy": found, "tokens": patches(config),
+        }  # fmt: skip
+
+    def validate(trainer: Trainer) -> dict[str, float]:
+        return {"accuracy": measure(trainer, config.frames, config.size)}
+
+    settings = {"model": arguments, "digest": videos.digest}
+    steps = partial(shuffle, len(train), config.batch, config.seed)
+    batch_of = partial(labelled_batch, config, videos, train)
+    return Work(lrpe_video_tiny_patch16_224(**arguments), settings, steps, batch_of, loss, finish, validate)
+
+
 def prepare(config: VideoTraining, device: torch.device) -> Work:
+    if config.task == "labels":
+        return prepare_labelled(config, device)
     model, gap = build(config), 2 * config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,

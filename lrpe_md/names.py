@@ -1,0 +1,33 @@
+"""The public names, which ``import lrpe_md`` imports; those that need other libraries or few programs use are lazy."""
+
+from .frequencies.axial import axial_omega as axial_omega
+from .frequencies.dense import dense_omega as dense_omega
+from .frequencies.rope_parameters import rope_frequencies as rope_frequencies
+from .frequencies.series import geometric_theta as geometric_theta
+from .functional import cosine as cosine
+from .functional import rotate as rotate
+from .functional_linear import linear_attention as linear_attention
+from .modules import CosineMd as CosineMd
+from .modules import PresetMd as PresetMd
+from .modules import Rotate1d as Rotate1d
+from .modules import RotateMd as RotateMd
+from .modules_linear import LinearAttention as LinearAttention
+from .norm import Norm as Norm
+from .optim import parameter_groups as parameter_groups
+from .pairs import convert_pairs as convert_pairs
+from .positions.augment import AugmentPositions as AugmentPositions
+from .positions.coordinates import Coordinates as Coordinates
+from .positions.grid import Grid as Grid
+from .positions.grid import window_order as window_order
+from .positions.sequences import After as After
+from .positions.sequences import Before as Before
+from .positions.sequences import Tokens as Tokens
+from .positions.sequences import compose as compose
+from .positions.sequences import pack as pack
+from .positions.sequences import pad as pad
+from .presets.registry import list_presets as list_presets
+from .presets.registry import preset as preset
+from .presets.registry import register_scheme as register_scheme
+from .presets.scheme import Axial as Axial
+from .presets.scheme import Dense as Dense
+from .presets.scheme import Scheme as Scheme

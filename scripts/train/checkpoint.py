@@ -1,0 +1,86 @@
+"""Checkpoints: one file with whole tensors and a digest of its content."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from ..common.folder import save_whole
+
+FORMAT = 3
+
+
+def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
+    """Write a checkpoint, and keep the last ``keep`` of them beside it as checkpoint-STEP.pt if there are several."""
+    state["digest"] = digest_of(state)
+    save_whole(path, partial(write_checkpoint, state))
+    if keep < 2:
+        return
+    save_whole(path.with_name(f"checkpoint-{state['step']:08}.pt"), partial(_link, path))
+    for old in sorted(path.parent.glob("checkpoint-*.pt"))[:-keep]:
+        old.unlink()
+
+
+def _link(path: Path, part: Path) -> None:
+    try:
+        os.link(path, part)
+    except OSError:  # the file system has no links
+        shutil.copyfile(path, part)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
+        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start anew") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
+    if state.pop("digest", None) != digest_of(state):
+        raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
+    return state
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def write_checkpoint(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of torch's writer, on a full disk
+        raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
+
+
+def digest_of(state: Any) -> str:
+    """Hash all names, numbers and tensors of a checkpoint."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            add((str(value.dtype), tuple(value.shape)))
+            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                digest.update(repr(name).encode())
+                add(each)
+        elif isinstance(value, (list, tuple)):
+            digest.update(f"{len(value)}:".encode())
+            for each in value:
+                add(each)
+        else:
+            digest.update(f"{value!r};".encode())
+
+    add(state)
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Batches of decoded and augmented images, each by its own draw, whatever process makes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+from timm.data.transforms_factory import create_transform
+from torch import Tensor
+
+from .images import Images
+from .streams import LabelledStream
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators that augmentations draw from, and restore them afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def build_transform(size: int, policy: str, scale: float) -> Any:
+    """Return timm's random resized crop and automatic augmentation: an RGB image → (3, size, size) uint8.
+
+    Args:
+        size: height and width.
+        policy: of timm, such as rand-m9-mstd0.5-inc1; "" for none.
+        scale: smallest share of the image's area that a crop shows; 1 takes the central square.
+
+    Raises:
+        typer.BadParameter: timm does not know the policy.
+    """
+    try:
+        return create_transform(
+            size, is_training=True, scale=(scale, 1.0), ratio=(1.0, 1.0) if scale == 1 else None, hflip=0.0,
+            color_jitter=0.0, auto_augment=policy or None, interpolation="bicubic", mean=(0.5, 0.5, 0.5),
+            use_prefetcher=True,
+        )  # fmt: skip
+    except (AssertionError, ValueError, IndexError, KeyError) as error:
+        raise typer.BadParameter(
+            f"--augment: expected a policy of timm's, such as rand-m9-mstd0.5-inc1, got {policy!r} ({error})"
+        ) from error
+
+
+def read_batch(
+    data: Images | LabelledStream, transform: Callable[[Image.Image], Any], indices: np.ndarray, draws: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return images (B, C, size, size) uint8 and classes (B,), on the CPU."""
+    images, labels = [], []
+    for index, draw in zip(indices.tolist(), draws.tolist(), strict=True):
+        image, label = data[index] if isinstance(data, LabelledStream) else _as_image(data, index)
+        with seeded(draw):
+            x = torch.as_tensor(transform(image))
+        grey = isinstance(data, Images) and data.images.shape[1] == 1
+        images.append(x.float().mean(0, keepdim=True).round().byte() if grey else x)
+        labels.append(label)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def _as_image(data: Images, index: int) -> tuple[Image.Image, int]:
+    x = data.images[index].permute(1, 2, 0).numpy()
+    return Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"), int(data.labels[index])

@@ -1,0 +1,127 @@
+"""Labelled videos for training, in memory: folders by class, and the frames of a clip by its draw."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...common.devices import sent
+from .images import TEST_FOLDERS
+from .streams import hold_out
+from .videos import SUFFIXES, VideoError, decode_all, describe_files
+
+SAMPLINGS = ("dense", "uniform")
+RESOLUTION = 2**20  # of the place of a clip in its video
+REMEDY = "expected CLASS/*.mp4, or train/CLASS/*.mp4 and val/CLASS/*.mp4, with at least two classes"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the frames of a clip.
+
+    Args:
+        kind: "dense" takes every ``every``-th frame from a random one on; "uniform" takes one frame of each of as many
+            equal parts of the video.
+        frames: number of frames.
+        every: distance between frames, for "dense".
+    """
+
+    kind: str
+    frames: int
+    every: int
+
+    def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return frame numbers (B, frames) in videos of these lengths, by places (B,) from 0 to less than 1.
+
+        A video that is too short repeats its last frame.
+        """
+        steps = np.arange(self.frames)
+        if self.kind == "uniform":
+            found = np.floor((steps + places[:, None]) * lengths[:, None] / self.frames)
+        else:
+            span = (self.frames - 1) * self.every + 1
+            first = np.floor(places * (np.maximum(lengths - span, 0) + 1))
+            found = first[:, None] + self.every * steps
+        return np.minimum(found, lengths[:, None] - 1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class LabelledVideos:
+    """Videos one after the other.
+
+    Args:
+        frames: uint8 (F, 3, S, S).
+        firsts, lengths: first frame and number of frames of each video, (V,).
+        labels: class of each video, (V,).
+        held_out: which videos are for tests, (V,) bool.
+        names: names of the classes.
+    """
+
+    frames: Tensor
+    firsts: np.ndarray
+    lengths: np.ndarray
+    labels: np.ndarray
+    held_out: np.ndarray
+    names: tuple[str, ...]
+
+    @property
+    def digest(self) -> int:
+        """Hash the training and test data."""
+        value = zlib.crc32(repr(self.names).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
+        for each in (self.lengths, self.labels, self.held_out):
+            value = zlib.crc32(np.ascontiguousarray(each).tobytes(), value)
+        return value
+
+    def clips(self, videos: np.ndarray, places: np.ndarray, sampling: Sampling, size: int) -> Tensor:
+        """Return clips (B, 3, frames, size, size) in [-1, 1]."""
+        index = self.firsts[videos][:, None] + sampling.choose_frames(self.lengths[videos], places)
+        x = self.frames[sent(index.ravel(), self.frames.device)].float()
+        if x.shape[-1] != size:
+            x = F.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
+        return (x / 127.5 - 1).unflatten(0, index.shape).transpose(1, 2)
+
+    def to(self, device: torch.device) -> LabelledVideos:
+        return replace(self, frames=self.frames.to(device))
+
+
+def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path | None = None) -> LabelledVideos:
+    """Decode the videos of a folder with a folder for each class.
+
+    Args:
+        paths: one folder.
+        size: videos are cropped to their central square and resized to this.
+        parts: without a folder for tests one video in ``parts`` is held out, by a hash of its name.
+        cache: a folder for frames that other runs decoded.
+
+    Raises:
+        VideoError: no such folder, a class without videos, a video that can't be read, nothing held out.
+    """
+    if len(paths) != 1 or not paths[0].is_dir():
+        raise VideoError(f"--data {' '.join(map(str, paths))}: expected one folder; {REMEDY}")
+    root, test = paths[0], next((paths[0] / name for name in TEST_FOLDERS if (paths[0] / name).is_dir()), None)
+    roots = [root / "train", test] if test is not None and (root / "train").is_dir() else [root]
+    found = [(p, part) for part in roots for p in sorted(part.glob("*/**/*")) if p.suffix.lower() in SUFFIXES]
+    classes = [p.relative_to(part).parts[0] for p, part in found]
+    names = sorted(set(classes))
+    if len(names) < 2:
+        raise VideoError(f"--data {root}: {REMEDY}; got {', '.join(names) or 'no videos'}")
+    if len(roots) == 2:
+        held_out = np.array([part == test for _, part in found])
+    else:
+        held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts)
+    if held_out.all() or not held_out.any():
+        raise VideoError(
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; give more videos, another --parts, "
+            "or train/CLASS and val/CLASS"
+        )
+    frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
+    firsts = np.cumsum([0, *lengths[:-1]])
+    labels = np.array([names.index(each) for each in classes])
+    return LabelledVideos(frames, firsts, np.array(lengths), labels, held_out, tuple(names))

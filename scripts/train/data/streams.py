@@ -1,0 +1,472 @@
+"""Samples that are read when they are needed: webdataset shards, Hugging Face data sets, and folders of files.
+
+Every source knows how many samples it has and where each of them is, so the order of a training stays a function of
+(seed, step, process), and a run resumes at any step without reading what came before.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import typer
+from PIL import Image, ImageOps
+
+from ...common.cache import user_cache
+from ...common.folder import SaveError, save_whole
+from ..order import DataError
+
+IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp")
+TEST_NAMES = ("validation", "val", "test")
+HUB = "hf:"
+INDEX = 1  # version of the cached index of a shard
+BLOCK = 512  # bytes, of a tar
+# Errors of files that are missing, short, or not what their name says.
+UNREADABLE = (OSError, EOFError, ValueError, SyntaxError, KeyError, Image.DecompressionBombError)
+
+
+class StreamError(typer.BadParameter):
+    """Data that can't be opened."""
+
+
+class Source(Protocol):
+    """Samples by number, as dictionaries of fields: image, label, caption, and others by their own name."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> dict[str, Any]: ...
+
+    def locate(self, index: int) -> str:
+        """Return where the sample is, for an error."""
+        ...
+
+    def list_keys(self) -> list[str]:
+        """Return a name for each sample, which stays the same when others are added."""
+        ...
+
+    def list_values(self, name: str) -> list[Any]:
+        """Return a field of every sample."""
+        ...
+
+    def hash_content(self) -> int:
+        """Hash the names and sizes of the samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Some samples of a source.
+
+    Args:
+        source: the samples.
+        indices: numbers of those that belong to this stream.
+    """
+
+    source: Source
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample.
+
+        Raises:
+            DataError: it can't be read; the message says where it is.
+        """
+        number = int(self.indices[index])
+        try:
+            return self.source.read(number)
+        except UNREADABLE as error:
+            raise DataError(
+                f"{self.source.locate(number)} can't be read ({type(error).__name__}: {error}); mend or remove it, and "
+                "the same command resumes"
+            ) from error
+
+    @property
+    def digest(self) -> int:
+        """Hash the names and sizes of the samples."""
+        return zlib.crc32(self.indices.astype(np.int64).tobytes(), self.source.hash_content())
+
+
+def open_image(content: bytes | Path | Image.Image) -> Image.Image:
+    """Return an RGB image, upright; transparent pixels become white."""
+    image = content if isinstance(content, Image.Image) else Image.open(
+        io.BytesIO(content) if isinstance(content, bytes) else content
+    )  # fmt: skip
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    return image.convert("RGB")
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Index of a tar: ``offsets`` and ``sizes`` (samples, fields) in bytes, -1 where a sample lacks a field."""
+
+    path: Path
+    keys: list[str]
+    fields: list[str]
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+    def read(self, sample: int, name: str, file: Any = None) -> bytes:
+        """Return the bytes of a field; file: the tar, if it is open."""
+        offset, size = (int(table[sample, self.fields.index(name)]) for table in (self.offsets, self.sizes))
+        with nullcontext(file) if file else self.path.open("rb") as opened:
+            opened.seek(offset)
+            content = opened.read(size)
+        if len(content) != size:
+            raise EOFError(f"expected {size} bytes of {name}, got {len(content)}")
+        return content
+
+
+def index_shard(path: Path, cache: Path | None = None) -> Shard:
+    """Find the samples of a tar; cache: a folder for indices, which other runs read.
+
+    Raises:
+        StreamError: the tar is damaged or incomplete; the message names the last whole sample.
+    """
+    stat = path.stat()
+    name = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {INDEX}"
+    kept = None if cache is None else cache / f"{zlib.crc32(name.encode()):08x}.npz"
+    if kept is not None and kept.is_file():
+        try:
+            with np.load(kept, allow_pickle=False) as found:
+                if str(found["name"]) == name:
+                    return Shard(
+                        path, found["keys"].tolist(), found["fields"].tolist(), found["offsets"], found["sizes"]
+                    )
+        except Exception:  # of damaged bytes zipfile and NumPy raise errors of their own
+            kept.unlink(missing_ok=True)
+    shard = _scan(path)
+    if kept is not None:
+        arrays: Any = {"name": np.array(name), "keys": np.array(shard.keys), "fields": np.array(shard.fields),
+                       "offsets": shard.offsets, "sizes": shard.sizes}  # fmt: skip
+        try:
+            save_whole(kept, partial(_write_index, arrays))
+        except SaveError as error:
+            typer.echo(f"The index of {path.name} is not cached for later runs ({error})", err=True)
+    return shard
+
+
+def _write_index(arrays: dict[str, np.ndarray], part: Path) -> None:
+    with part.open("wb") as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _scan(path: Path) -> Shard:
+    from webdataset.tariterators import base_plus_ext
+
+    rows: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                key, name = base_plus_ext(member.name)
+                if not member.isfile() or key is None or name is None:
+                    continue
+                if not rows or rows[-1][0] != key:
+                    rows.append((key, {}))
+                rows[-1][1][name.lower()] = (member.offset_data, member.size)
+            end = archive.offset
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise StreamError(
+            f"{path} breaks off in sample {rows[-1][0] if rows else 'number 0'!r}, after {max(len(rows) - 1, 0)} whole "
+            f"samples ({error}); fetch it again, or remove it"
+        ) from error
+    with path.open("rb") as file:
+        file.seek(end)
+        if file.read(BLOCK) != bytes(BLOCK):
+            raise StreamError(
+                f"{path} ends without a tar's end mark after sample {rows[-1][0] if rows else ''!r}, so samples may be "
+                "missing; fetch it again, or remove it"
+            )
+    fields = sorted({name for _, members in rows for name in members})
+    table = np.array([[members.get(name, (-1, -1)) for name in fields] for _, members in rows], np.int64)
+    table = table.reshape(len(rows), len(fields), 2)
+    return Shard(path, [key for key, _ in rows], fields, table[..., 0], table[..., 1])
+
+
+class ShardSource:
+    """Samples of webdataset tars: NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy are one sample NAME."""
+
+    def __init__(self, paths: Sequence[Path], cache: Path | None = None) -> None:
+        self.shards = [index_shard(path, cache) for path in paths]
+        self.ends = np.cumsum([len(shard.keys) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def _find(self, index: int) -> tuple[Shard, int]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        shard = self.shards[number]
+        return shard, index - int(self.ends[number]) + len(shard.keys)
+
+    def locate(self, index: int) -> str:
+        shard, sample = self._find(index)
+        return f"{shard.path}, sample {shard.keys[sample]!r} ({sample + 1} of {len(shard.keys)})"
+
+    def list_keys(self) -> list[str]:
+        return [f"{shard.path.name}/{key}" for shard in self.shards for key in shard.keys]
+
+    def list_values(self, name: str) -> list[Any]:
+        values, field = [], {"label": "cls"}.get(name, "json")
+        for shard in self.shards:
+            with shard.path.open("rb") as file:
+                for sample in range(len(shard.keys)):
+                    index = len(values)
+                    try:
+                        found = self._parse(shard, sample, (field,), file)
+                    except UNREADABLE as error:
+                        raise StreamError(f"{self.locate(index)}: its {field} can't be read ({error})") from error
+                    if name not in found:
+                        raise StreamError(
+                            f"{self.locate(index)}: expected a class in .cls, or --label and that field in .json, got "
+                            f"{', '.join(f'.{each}' for each in shard.fields)}"
+                        )
+                    values.append(found[name])
+        return values
+
+    def read(self, index: int) -> dict[str, Any]:
+        shard, sample = self._find(index)
+        return self._parse(shard, sample, shard.fields)
+
+    def _parse(self, shard: Shard, sample: int, names: Sequence[str], file: Any = None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in names:
+            if name not in shard.fields or shard.offsets[sample, shard.fields.index(name)] < 0:
+                continue
+            content = shard.read(sample, name, file)
+            if name in IMAGE_FIELDS:
+                found["image"] = open_image(content)
+            elif name == "cls":
+                found["label"] = int(content)
+            elif name in ("txt", "caption"):
+                found["caption"] = content.decode("utf-8")
+            elif name == "json":
+                found |= json.loads(content)
+            elif name.endswith("npy"):
+                found[name.removesuffix("npy").rstrip(".") or "npy"] = np.load(io.BytesIO(content), allow_pickle=False)
+            else:
+                found[name] = content
+        return found
+
+    def hash_content(self) -> int:
+        value = 0
+        for shard in self.shards:
+            value = zlib.crc32("\n".join(shard.keys).encode(), value)
+            value = zlib.crc32(np.ascontiguousarray(shard.sizes).tobytes(), value)
+        return value
+
+
+def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the tars for training and for tests of a folder, a tar, or a pattern such as train-{000..009}.tar.
+
+    In a folder, shards whose names begin with val, validation or test are for tests.
+    """
+    from webdataset.shardlists import expand_urls
+
+    if path.is_dir():
+        found = sorted(path.glob("*.tar"))
+    else:
+        found = [Path(each) for each in expand_urls(str(path))]
+        found = [each for one in found for each in (sorted(one.parent.glob(one.name)) if "*" in one.name else [one])]
+    if not found:
+        raise StreamError(f"--data {path}: expected shards (.tar), found none")
+    for each in found:
+        if not each.is_file():
+            raise StreamError(f"--data {path}: there is no shard {each}")
+    tests = [each for each in found if each.name.startswith(TEST_NAMES)]
+    return [each for each in found if each not in tests], tests
+
+
+# --- Hugging Face data sets, and files -------------------------------------------------------------------------------
+
+
+class HubSource:
+    """A split of a Hugging Face data set; columns of images, of ClassLabel, and "text" get the names of a sample."""
+
+    def __init__(self, data: Any, name: str) -> None:
+        from datasets import ClassLabel
+        from datasets import Image as ImageColumn
+
+        self.data, self.name = data, name
+        columns: list[tuple[str, Any]] = list(data.features.items())
+        self.renamed: dict[str, str] = {key: "image" for key, kind in columns if isinstance(kind, ImageColumn)}
+        self.renamed |= {key: "label" for key, kind in columns if isinstance(kind, ClassLabel)}
+        self.renamed |= {key: "caption" for key in ("text", "caption") if key in data.features}
+        if len(set(self.renamed.values())) < len(self.renamed):
+            raise StreamError(
+                f"--data {name}: expected one column each of images, classes and captions, got {self.renamed}; remove "
+                "the others with remove_columns"
+            )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def read(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self.data[index]
+        found = {self.renamed.get(key, key): value for key, value in row.items()}
+        if "image" in found:
+            found["image"] = open_image(found["image"])
+        return found
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def list_keys(self) -> list[str]:
+        return [str(index) for index in range(len(self))]
+
+    def list_values(self, name: str) -> list[Any]:
+        names = {new: key for key, new in self.renamed.items()}
+        column = names.get(name, name)
+        if column not in self.data.features:
+            raise StreamError(
+                f"--data {self.name}: expected a column {name}, got {', '.join(self.data.features)}; name it with "
+                "--label"
+            )
+        return self.data.with_format(None)[column][:]
+
+    def hash_content(self) -> int:
+        return zlib.crc32(repr((len(self), sorted(map(str, self.data.features.items())))).encode())
+
+
+def open_hub(name: str) -> tuple[Source, Source | None]:
+    """Return the training and the test split of a data set: a folder of save_to_disk or of parquet files, or a name on
+    the hub."""
+    import datasets
+
+    try:
+        saved = any((Path(name) / each).is_file() for each in ("dataset_dict.json", "state.json"))
+        found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+    except Exception as error:  # of the library, its file systems and formats
+        raise StreamError(f"--data {name} can't be opened as a data set ({type(error).__name__}: {error})") from error
+    if isinstance(found, datasets.Dataset):
+        return HubSource(found, name), None
+    test = next((split for split in TEST_NAMES if split in found), None)
+    train = "train" if "train" in found else next((split for split in found if split != test), None)
+    if train is None:
+        raise StreamError(f"--data {name}: expected a training split, got {', '.join(map(str, found))}")
+    return HubSource(found[train], f"{name} ({train})"), None if test is None else HubSource(
+        found[test], f"{name} ({test})"
+    )
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Image files and their classes."""
+
+    files: list[Path]
+    labels: list[int]
+    root: Path
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return {"image": open_image(self.files[index]), "label": self.labels[index]}
+
+    def locate(self, index: int) -> str:
+        return str(self.files[index])
+
+    def list_keys(self) -> list[str]:
+        return [file.relative_to(self.root).as_posix() for file in self.files]
+
+    def list_values(self, name: str) -> list[Any]:
+        if name != "label":
+            raise StreamError(f"--label {name}: files have no fields; leave it out")
+        return list(self.labels)
+
+    def hash_content(self) -> int:
+        rows = [f"{key} {file.stat().st_size}" for key, file in zip(self.list_keys(), self.files, strict=True)]
+        return zlib.crc32("\n".join(rows).encode())
+
+
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelledStream:
+    """A stream, and the number of the class of each sample, (N,) int64."""
+
+    stream: Stream
+    classes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        """Return the image and the class of a sample."""
+        return self.stream[index]["image"], int(self.classes[index])
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32(self.classes.tobytes(), self.stream.digest)
+
+
+def number_classes(train: Stream, test: Stream, label: str) -> tuple[LabelledStream, LabelledStream, int]:
+    """Return both streams with the classes that a field says, and the number of classes. Names are sorted."""
+    values = {id(each.source): each.source.list_values(label) for each in (train, test)}
+    found = [values[id(each.source)] for each in (train, test)]
+    unique = set(found[0]) | set(found[1])
+    if all(isinstance(value, int) for value in unique):
+        if min(unique) < 0:
+            raise StreamError(f"--label {label}: expected classes of at least 0, got {min(unique)}")
+        number, total = {value: value for value in unique}, max(unique) + 1
+    else:
+        names = sorted(map(str, unique))
+        number, total = {value: names.index(str(value)) for value in unique}, len(names)
+    parts = [
+        LabelledStream(each, np.array([number[all_values[i]] for i in each.indices], np.int64))
+        for each, all_values in zip((train, test), found, strict=True)
+    ]
+    return parts[0], parts[1], total
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether :func:`open_source` reads this: shards, or a Hugging Face data set."""
+    if path.is_dir():
+        markers = ("dataset_dict.json", "state.json")
+        return (
+            any((path / each).is_file() for each in markers)
+            or any(path.glob("*.tar"))
+            or any(path.glob("**/*.parquet"))
+        )
+    return str(path).startswith(HUB) or path.name.endswith(".tar")
+
+
+def open_source(path: Path) -> tuple[Source, Source | None]:
+    """Return the samples for training, and those for tests if the data separates them."""
+    if str(path).startswith(HUB):
+        return open_hub(str(path).removeprefix(HUB))
+    if path.is_dir() and not any(path.glob("*.tar")):
+        return open_hub(str(path))
+    cache = user_cache() / "shards"
+    train, tests = find_shards(path)
+    return ShardSource(train, cache), ShardSource(tests, cache) if tests else None
+
+
+def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
+    """Return which samples are for tests, (N,) bool: those where a hash of the name, modulo ``parts``, is 0."""
+    return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
+
+
+def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:
+    """Return the streams for training and tests; without a test source one sample in ``parts`` is held out."""
+    if test is not None:
+        return Stream(source, np.arange(len(source))), Stream(test, np.arange(len(test)))
+    held_out = hold_out(source.list_keys(), parts)
+    return Stream(source, np.flatnonzero(~held_out)), Stream(source, np.flatnonzero(held_out))

@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM: finish the step, save, and say how to go on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import typer
+from accelerate import PartialState
+
+EVERY = 4  # steps between two looks at the signals of other processes
+
+
+class Interrupted(KeyboardInterrupt):
+    """A training that was asked to stop, after its checkpoint was saved.
+
+    Args:
+        message: text for the user.
+        number: number of the signal.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Interruption:
+    """Signals that ask a training to stop. All processes stop after the same step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.group: Any = None
+
+    @contextmanager
+    def watch(self) -> Iterator[Interruption]:
+        """Collect SIGINT and SIGTERM instead of dying by them; a second SIGINT stops at once."""
+        self.number = 0
+        if PartialState().num_processes > 1:  # signals are compared on the hosts, so that no device has to wait
+            self.group = torch.distributed.new_group(backend="gloo")
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+            yield self
+            return
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+        if PartialState().is_main_process:
+            typer.echo("\nInterrupted: finishing the step and saving; press Ctrl-C again to stop at once.", err=True)
+
+    def find(self, step: int) -> int:
+        """Return the signal that any process received, or 0. All processes must call it at every step."""
+        if self.group is None:
+            return self.number
+        if step % EVERY:
+            return 0
+        number = torch.tensor(self.number)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(number)

@@ -1,0 +1,107 @@
+"""Training on labelled videos: frames of a clip, classes by folder, held-out videos."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
+from lrpe_md.scripts.train.data.videos import VideoError
+from lrpe_md.scripts.train.tasks import video as train_video
+from lrpe_md.scripts.train.tasks.video import VideoTraining
+from test_train_video import DECODERS, write_video
+from train_commands import output_of
+
+pytestmark = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
+
+SMALL = {
+    "steps": 5, "batch": 6, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 2, "save_every": 2,
+    "tensorboard": False, "progress": False, "task": "labels", "motion": False, "frames": 4, "every": 2, "size": 8,
+    "test_size": 16, "patch": 4, "dim": 48, "depth": 1, "heads": 2, "parts": 4, "cache": "none",
+}  # fmt: skip
+
+
+def shades(start: int, num: int) -> np.ndarray:
+    """Return grey frames (F, 32, 32, 3) that become brighter."""
+    return np.tile((start + 4 * np.arange(num)).astype(np.uint8)[:, None, None, None], (1, 32, 32, 3))
+
+
+def write_classes(folder: Path, parts: tuple[str, ...] = ("",), num: int = 10) -> Path:
+    for part in parts:
+        for name, start in (("bright", 130), ("dark", 10)):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(num):
+                write_video(folder / part / name / f"{i}.mp4", shades(start, 8 + i), DECODERS[0])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("clips") / "videos")
+
+
+def test_frames_of_a_clip():
+    dense = Sampling("dense", 4, 3)
+    lengths = np.array([12, 12, 12, 5, 1])
+    frames = dense.choose_frames(lengths, np.array([0.0, 0.5, 0.999, 0.5, 0.5]))
+    assert frames.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11], [0, 3, 4, 4], [0, 0, 0, 0]]
+    uniform = Sampling("uniform", 4, 3)
+    frames = uniform.choose_frames(lengths, np.array([0.0, 0.5, 0.999, 0.5, 0.5]))
+    assert frames.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11], [0, 1, 3, 4], [0, 0, 0, 0]]
+
+
+def test_classes_and_held_out_videos(folder):
+    videos = load_labelled([folder], 8, parts=4)
+    assert videos.names == ("bright", "dark")
+    assert videos.lengths.tolist() == [*range(8, 18)] * 2
+    assert 0 < videos.held_out.sum() < 20
+    numbers = np.arange(20)
+    clips = videos.clips(numbers, np.zeros(20), Sampling("dense", 4, 2), 8)
+    assert clips.shape == (20, 3, 4, 8, 8)
+    assert (clips[:10].mean((1, 2, 3, 4)) > 0).all()
+    assert (clips[10:].mean((1, 2, 3, 4)) < 0).all()
+    assert (clips.mean((1, 3, 4)).diff(dim=1) > 0).all()  # in the order of time
+
+
+def test_folders_for_training_and_tests(tmp_path):
+    videos = load_labelled([write_classes(tmp_path / "split", ("train", "val"), 2)], 8, parts=4)
+    assert videos.held_out.tolist() == [False] * 4 + [True] * 4
+    assert videos.labels.tolist() == [0, 0, 1, 1] * 2
+
+
+def test_unsuitable_folders(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "nothing", tmp_path / "empty", folder / "dark"):
+        with pytest.raises(VideoError, match=r"expected .*CLASS/\*\.mp4"):
+            load_labelled([path], 8, parts=4)
+    with pytest.raises(VideoError, match="videos are held out; give more videos, another --parts"):
+        load_labelled([folder], 8, parts=1)
+    run = ["video", "--data", folder, "--out", tmp_path / "run", "--task", "labels", "--cache", "none"]
+    assert "--sampling: unknown 'densee'" in output_of(*run, "--sampling", "densee")
+    assert "there are" in output_of(*run, "--batch", 64, "--device", "cpu")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("sampling", ["dense", "uniform"])
+def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, monkeypatch):
+    options = {**SMALL, "data": [folder], "sampling": sampling, "steps": 20}
+    whole = VideoTraining(out=tmp_path / "whole", **options)
+    result = train_video.run(whole)
+    assert result["accuracy"]["extrapolated"]["4x8x8"] == 100
+    assert result["classes"] == ["bright", "dark"]
+    assert (result["chance"], result["train_videos"] + result["test_videos"]) == (50, 20)
+    config, calls, make = VideoTraining(out=tmp_path / "cut", **options), [], train_video.labelled_batch
+
+    def dying(*args):
+        calls.append(1)
+        if len(calls) > 5:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    monkeypatch.setattr(train_video, "labelled_batch", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train_video.run(config)
+    monkeypatch.setattr(train_video, "labelled_batch", make)
+    train_video.run(config)
+    states = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "cut")]
+    assert all(torch.equal(value, states[1]["average"][name]) for name, value in states[0]["average"].items())
