@@ -14,12 +14,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .engine import boundary
-from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
-from .engine.dispatch import run, use_triton
-from .engine.tables import replace_angles, store_angles
-from .engine.validate import check_input, rotary_slice, validate
-from .engine.views import encode_packed
+from .engine.core.call import Act, Call, Impl, Needs, Options, Pairs, Positions
+from .engine.encode import operator as boundary
+from .engine.encode.dispatch import run, use_triton
+from .engine.encode.tables import replace_angles, store_angles
+from .engine.encode.validate import check_input, rotary_slice, validate
+from .engine.encode.views import encode_packed
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .engine import linear_boundary
-from .engine.call import Layout, Tables
-from .engine.linear_call import LinearOptions, Operands, Sides
-from .engine.linear_validate import Given, validate_linear
-from .engine.norms import take_norm
-from .engine.validate import Positions
+from .engine.core.call import Layout, Tables
+from .engine.core.norms import take_norm
+from .engine.encode.validate import Positions
+from .engine.linear import operator as linear_boundary
+from .engine.linear.call import LinearOptions, Operands, Sides
+from .engine.linear.validate import Given, validate_linear
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
 from .norm import Norm

@@ -14,7 +14,7 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
-from lrpe_md.engine import dispatch
+from lrpe_md.engine.encode import dispatch
 
 
 class PatchOnce:

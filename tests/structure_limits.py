@@ -82,7 +82,7 @@ def decorator_name(node: ast.expr) -> str:
 @dataclass
 class Module:
     path: Path
-    name: str  # such as lrpe_md.engine.plan or models.vit
+    name: str  # such as lrpe_md.engine.encode.plan or models.vit
     package: tuple[str, ...]  # base of relative imports
     source: str = field(init=False)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..engine.validate import IMPLS, Impl
+from ..engine.encode.validate import IMPLS, Impl
 from . import copies
 from .drop_ins import drop_in
 from .fused import fuse

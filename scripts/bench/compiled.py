@@ -48,7 +48,7 @@ def operator_only() -> Iterator[None]:
     from torch._inductor import lowering
 
     table: dict[Any, Any] = lowering.lowerings
-    from lrpe_md.engine import compiled
+    from lrpe_md.engine.inductor import lowering as compiled
 
     compiled.register()
     ops = torch.ops.lrpe_md.forward.default, torch.ops.lrpe_md.backward.default

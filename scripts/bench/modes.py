@@ -18,8 +18,8 @@ from torch import Tensor
 
 import lrpe_md
 from lrpe_md import CosineMd, RotateMd, reference, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs
+from lrpe_md.engine.core.call import Needs
+from lrpe_md.engine.encode import operator as boundary
 from lrpe_md.testing import Inputs, Workload, as_tuple
 
 from .measure import Session, describe, device_events, quantiles, scratch, time_peer
@@ -113,7 +113,7 @@ class Listener:
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     """Launch the forward kernel directly: only output allocation and Triton's launch remain."""
-    from lrpe_md.engine import launch
+    from lrpe_md.engine.encode import launch
 
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, reference
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Call, Options
-from lrpe_md.engine.tables import replace_angles, store_angles
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import Call, Options
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode.tables import replace_angles, store_angles
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.testing import Case, Inputs, bind, make_tables
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys

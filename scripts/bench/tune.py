@@ -1,4 +1,4 @@
-"""Find the fastest tiles for this GPU, and print the tables ``TILES`` of lrpe_md/engine/plan.py and linear_plan.py.
+"""Find the fastest tiles for this GPU, and print ``TILES`` of engine/encode/plan.py and engine/linear/plan.py.
 
     python -m scripts.bench tune                                    every row, as plan.py writes it
     python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
@@ -42,9 +42,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.linear_plan import LinearTile
-from lrpe_md.engine.plan import TILES, Pass, Tile
+from lrpe_md.engine.core.call import remembered
+from lrpe_md.engine.encode.plan import TILES, Pass, Tile
+from lrpe_md.engine.linear.plan import LinearTile
 from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
 
 from ..common.devices import gpu_name

@@ -14,7 +14,7 @@ from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[rep
 from torch import Tensor
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
-from lrpe_md.module_base import FrequencyModule
+from lrpe_md.modules.base import FrequencyModule
 
 from .loop import digest_of, first_line, read_checkpoint
 

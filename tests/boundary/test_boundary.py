@@ -13,9 +13,9 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, reference, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs, Options, flatten
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import Needs, Options, flatten
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import Case, make_inputs
 

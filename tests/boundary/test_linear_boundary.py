@@ -15,11 +15,11 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, Grid, linear_attention
-from lrpe_md.engine import call as calls
-from lrpe_md.engine import linear_boundary
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Sides, flatten_linear, unflatten_linear
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import like_in_memory
+from lrpe_md.engine.core import call as calls
+from lrpe_md.engine.core.memory import like_in_memory
+from lrpe_md.engine.linear import operator as linear_boundary
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Sides, flatten_linear, unflatten_linear
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import LinearCase, bind_linear, make_linear_inputs, run_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -506,7 +506,7 @@ def test_transforms_that_begin_after_the_forward(map, device):
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_cached_call_is_not_validated_again(case, monkeypatch, device):
     """A cache hit computes with the new tensors, and reads the values of an origin again."""
-    from lrpe_md.engine import linear_dispatch
+    from lrpe_md.engine.linear import dispatch as linear_dispatch
 
     case = LinearCase(**{**vars(case), "phase": "none" if case.phase == "k" else case.phase, "origin": "by_sample"})
     case = LinearCase(**{**vars(case), "k_shape": None})

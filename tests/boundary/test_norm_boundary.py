@@ -7,10 +7,10 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Grid, Norm, RotateMd, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs, Options, flatten
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import Needs, Options, flatten
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.testing import Case, bind, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

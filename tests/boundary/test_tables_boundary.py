@@ -13,11 +13,11 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Norm, cosine, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import CosSin, Needs, Options, flatten
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import CosSin, Needs, Options, flatten
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode.tables import GivenTables
+from lrpe_md.engine.encode.validate import validate
 
 MAPS, IMPLS = {"cosine": cosine, "rotate": rotate}, ("auto", "triton")
 KINDS = ("pairs", "full", "complex", "by sample and head")

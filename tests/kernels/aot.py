@@ -27,13 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine import call as calls
-from lrpe_md.engine import launch, launch_heads
-from lrpe_md.engine import plan as plans
-from lrpe_md.engine.memory import accumulator
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import rotary_slice, validate
+from lrpe_md.engine.core import call as calls
+from lrpe_md.engine.core.memory import accumulator
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode import launch, launch_heads
+from lrpe_md.engine.encode import plan as plans
+from lrpe_md.engine.encode.tables import GivenTables
+from lrpe_md.engine.encode.validate import rotary_slice, validate
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

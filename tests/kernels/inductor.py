@@ -38,14 +38,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine import boundary, compiled, launch, linear_boundary, linear_launch
-from lrpe_md.engine.call import CosSin, Needs, Options, Weights
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import accumulator
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import CosSin, Needs, Options, Weights
+from lrpe_md.engine.core.memory import accumulator
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode.tables import GivenTables
+from lrpe_md.engine.encode.validate import validate
+from lrpe_md.engine.inductor import lowering as compiled
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import operator as linear_boundary
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear.validate import Given, validate_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}

@@ -17,7 +17,7 @@ from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
-from lrpe_md.engine import launch
+from lrpe_md.engine.encode import launch
 from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from interpreting import OWN, PatchOnce, quicken
 from triton.runtime import interpreter
 
 from lrpe_md import Grid, linear_attention, rotate
-from lrpe_md.engine import dispatch
-from lrpe_md.engine.dispatch import warn_of_interpreter
+from lrpe_md.engine.encode import dispatch
+from lrpe_md.engine.encode.dispatch import warn_of_interpreter
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 
 WARN = warn_of_interpreter

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from parametrizing import parametrize_each
 
 from lrpe_md import Grid, cosine
-from lrpe_md.engine import boundary, launch
-from lrpe_md.engine import plan as plans
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import operator as boundary
+from lrpe_md.engine.encode import plan as plans
 from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]

@@ -5,15 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from lrpe_md.engine import launch, launch_heads, linear_launch
-from lrpe_md.engine.call import Needs, Options, flatten, unflatten
+from lrpe_md.engine.core.call import Needs, Options, flatten, unflatten
+from lrpe_md.engine.core.memory import split_projection
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.core.recording import UnrecordableError, is_recording, record, storage_of
+from lrpe_md.engine.encode import launch, launch_heads
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.engine.kernels.fixed import Copy, fix
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides, flatten_linear, unflatten_linear
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import split_projection
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.recording import UnrecordableError, is_recording, record, storage_of
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides, flatten_linear, unflatten_linear
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 

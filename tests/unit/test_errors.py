@@ -5,7 +5,7 @@ import torch
 
 import lrpe_md
 from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, axial_omega, cosine, rotate
-from lrpe_md.engine import dispatch, launch
+from lrpe_md.engine.encode import dispatch, launch
 
 x = torch.randn(2, 4, 12, 8)
 omega = torch.rand(1, 8, 2)

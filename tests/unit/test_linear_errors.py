@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Coordinates, Grid, linear_attention
-from lrpe_md.engine import linear_boundary
+from lrpe_md.engine.linear import operator as linear_boundary
 
 Q = torch.randn(2, 4, 7, 8)
 K = torch.randn(2, 2, 7, 8)
@@ -225,7 +225,7 @@ def test_values_are_checked_at_every_call(dtype):
 
 
 def test_triton_without_a_gpu(monkeypatch):
-    from lrpe_md.engine import dispatch
+    from lrpe_md.engine.encode import dispatch
 
     monkeypatch.setattr(dispatch, "INTERPRETING", False)
     with pytest.raises(ValueError, match="impl: 'triton' needs tensors on a GPU"):

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_offsets, split_pair
-from ..positions.grid import Grid
-from ..reference import ACTIVATIONS
-from ..reference_linear import Attention
-from .call import NO_WEIGHTS, Layout, Spec, Tables, Weights
-from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
-from .norms import check_weights
-from .validate import check_act, check_impl, check_input, check_unused, locate, validate
+from ...checks import check_dense, check_offsets, split_pair
+from ...positions.grid import Grid
+from ...reference import ACTIVATIONS
+from ...reference_linear import Attention
+from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
+from ..core.norms import check_weights
+from ..encode.validate import check_act, check_impl, check_input, check_unused, locate, validate
+from .call import LinearCall, LinearOptions, NormalizerName, Sides
 
 __all__ = [
     "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",

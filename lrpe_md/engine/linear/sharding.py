@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Layout, Tables, Weights
-from .linear_call import LinearCall, Operands
-from .linear_validate import check_edges
-from .memory import strides_in_memory
-from .norms import of_tensor
-from .sharding import (
+from ..core.call import Layout, Tables, Weights
+from ..core.memory import strides_in_memory
+from ..core.norms import of_tensor
+from ..core.sharding import (
     BATCH,
     HEADS,
     TOKENS,
@@ -33,7 +31,9 @@ from .sharding import (
     local_positions,
     local_weights,
     take_local,
-)  # fmt: skip
+)
+from .call import LinearCall, Operands
+from .validate import check_edges
 
 __all__ = ["run_shards"]
 
@@ -44,13 +44,13 @@ Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the
 def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
     """``run`` on the local shards: o with q's placements, and a state that all ranks of the same tokens have whole.
 
-    Batch, heads and tokens may be sharded, as for the maps (:mod:`lrpe_md.engine.sharding`): what is plain counts as
+    Batch, heads and tokens may be sharded, as for the maps (:mod:`engine.core.sharding`): what is plain counts as
     replicated, and gradients are those of the whole computation. k and v are sharded as q is, or replicated: one key
     head where q's heads are sharded, and the keys of cross-attention where its tokens are.
 
     Raises:
         TypeError: plain tensors among DTensors.
-        ValueError: what :func:`lrpe_md.engine.sharding.run_shards` raises; tokens over several axes of a mesh, or with
+        ValueError: what the sharding of the maps raises; tokens over several axes of a mesh, or with
             cu_seqlens; key heads that the ranks don't divide; a shard that cuts a block.
     """
     q, k, v, gate, state = operands

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..checks import as_integer, check_dense
-from .call import Call, CosSin, Layout, Spec
-from .memory import accumulator
+from ... import reference
+from ...checks import as_integer, check_dense
+from ..core.call import Call, CosSin, Layout, Spec
+from ..core.memory import accumulator
 
 __all__ = ["TABLE_NAMES", "GivenTables", "check_tables", "replace_angles", "store_angles", "take_tables"]
 

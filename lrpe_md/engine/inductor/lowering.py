@@ -29,19 +29,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._ops import ops
-from .call import Needs, Variant, unflatten
-from .linear_call import LinearNeeds, Operands, unflatten_linear
-from .memory import split_projection
-from .recording import Start, UnrecordableError, record, storage_of
+from ..._ops import ops
+from ..core.call import Needs, Variant, unflatten
+from ..core.memory import split_projection
+from ..core.recording import Start, UnrecordableError, record, storage_of
+from ..linear.call import LinearNeeds, Operands, unflatten_linear
 
 __all__ = ["SOURCE", "register", "register_join", "register_linear"]
 
 
 def _hash_source() -> str:
     """Hash the source that decides how an operator is launched, because compilers cache code by its arguments alone."""
-    here, found = Path(__file__).parent, hashlib.sha256()
-    for path in sorted((*here.glob("*.py"), *here.glob("kernels/*.py"))):
+    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -101,7 +101,7 @@ class FallBackToOperator(Exception):
 
 
 def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    from . import launch, launch_heads
+    from ..encode import launch, launch_heads
 
     call, _ = unflatten(args)
     launcher = launch_heads if call.spec.norm_over == "heads" else launch
@@ -111,7 +111,7 @@ def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
 def _backward(
     grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    from . import launch, launch_heads
+    from ..encode import launch, launch_heads
 
     call, needs = unflatten(args)
     launcher = launch_heads if call.spec.norm_over == "heads" else launch
@@ -119,7 +119,7 @@ def _backward(
 
 
 def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], *args: Any) -> list[Tensor]:
-    from . import linear_launch
+    from ..linear import launch as linear_launch
 
     call, (return_state, keep, *_) = unflatten_linear(args)
     return linear_launch.forward(call, Operands(q, k, v, gate, tuple(state)), return_state, keep)
@@ -129,7 +129,7 @@ def _linear_backward(
     grads: list[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], saved: list[Tensor],
     *args: Any, outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:  # fmt: skip
-    from . import linear_launch
+    from ..linear import launch as linear_launch
 
     call, needs = unflatten_linear(args)
     operands = Operands(q, k, v, gate, tuple(state))
@@ -144,8 +144,8 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     """The outputs of an operator, as its launcher would leave them; the first of them where they are joined."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from . import launch
-    from .kernels.fixed import fix
+    from ..encode import launch
+    from ..kernels.fixed import fix
 
     if launch.INTERPRETING:
         raise FallBackToOperator
@@ -175,8 +175,8 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
     """Plan the copy of v's gradient if its rows and their places are at multiples of 16 bytes."""
-    from .kernels.fixed import Copy
-    from .launch import in_eights
+    from ..encode.launch import in_eights
+    from ..kernels.fixed import Copy
 
     if passing is None or passing.storage_offset() or places[-1].storage_offset() % 8:
         return None
@@ -441,7 +441,7 @@ def _node_type() -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    from .kernels.fixed import Launcher
+    from ..kernels.fixed import Launcher
 
     class Launch(ir.UserDefinedTritonKernel):
         """A launch of one of our kernels.

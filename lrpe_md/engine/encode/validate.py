@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense, fleeting
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from ..reference import ACTIVATIONS, MAPS
-from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
-from .norms import check_weights
+from ...checks import as_integer, check_dense, fleeting
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
+from ...reference import ACTIVATIONS, MAPS
+from ..core.call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
+from ..core.norms import check_weights
 from .tables import TRANSPOSE, GivenTables, check_tables
 
 __all__ = [

@@ -8,15 +8,15 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, split_pair
-from ..norm import Norm, NormName, Over
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from ..reference import no_autocast, normalise
+from ...checks import check_dense, split_pair
+from ...norm import Norm, NormName, Over
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
+from ...reference import no_autocast, normalise
+from ..encode.tables import GivenTables
+from ..linear.call import LinearOptions
 from .call import Layout, NormOptions, Options, Spec, Weights
-from .linear_call import LinearOptions
 from .memory import accumulator
-from .tables import GivenTables
 
 __all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
 

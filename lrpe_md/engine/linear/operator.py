@@ -1,4 +1,4 @@
-"""The boundary of linear attention with PyTorch: what :mod:`lrpe_md.engine.boundary` is for the maps.
+"""The boundary of linear attention with PyTorch: what :mod:`lrpe_md.engine.encode.operator` is for the maps.
 
 First-order reverse mode runs the kernels; a function transform, a dual number or a double backward runs the reference.
 Plain eager tensors call the launcher directly; compilers, tensor subclasses and dispatch modes see the registered
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
-from .. import reference, reference_linear
-from .._ops import add_op_namespace_prefix, ops
-from ..reference_linear import Angles
-from . import compiled
-from .boundary import is_plain, transforming
-from .call import Layout, Tables, Weights
-from .joined import find_split
-from .linear_call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
-from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ... import reference, reference_linear
+from ..._ops import add_op_namespace_prefix, ops
+from ...reference_linear import Angles
+from ..core.call import Layout, Tables, Weights
+from ..core.joined import find_split
+from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ..encode.operator import is_plain, transforming
+from ..inductor import lowering as compiled
+from .call import LINEAR_CALL, LinearCall, LinearNeeds, Operands, ends_of, flatten_linear, unflatten_linear
 
 __all__ = ["backward", "forward", "run_kernels", "run_reference"]
 
@@ -33,7 +33,7 @@ def run_kernels(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """o, and with ``return_state`` the state behind; differentiable once in reverse mode (more through the reference).
 
-    direct: :func:`lrpe_md.engine.boundary.is_direct` of the operands and the tables.
+    direct: :func:`lrpe_md.engine.encode.operator.is_direct` of the operands and the tables.
     """
     q, k, v, gate, state = operands
     omega, phase_q, phase_k = call.q_tables.omega, call.q_tables.phase, call.k_tables.phase
@@ -151,7 +151,7 @@ _lib.define(
 
 def _launcher() -> Any:
     """Imported where triton is, and needed."""
-    from . import linear_launch
+    from . import launch as linear_launch
 
     return linear_launch
 

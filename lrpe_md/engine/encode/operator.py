@@ -15,12 +15,12 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from .. import reference
-from .._ops import add_op_namespace_prefix, ops
-from . import compiled
-from .call import Call, CosSin, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
-from .joined import find_split
-from .memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ... import reference
+from ..._ops import add_op_namespace_prefix, ops
+from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights, declare, flatten, take_fields, unflatten
+from ..core.joined import find_split
+from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ..inductor import lowering as compiled
 
 __all__ = [
     "backward", "exporting", "forward", "is_direct", "is_plain", "run_into", "run_kernels", "run_reference",

@@ -12,12 +12,13 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ..positions.grid import affine_on
-from ..reference import ACTIVATIONS, split_pairs
-from . import kernels, recording
-from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
-from .kernels.signature import pack
-from .launch import (
+from ...positions.grid import affine_on
+from ...reference import ACTIVATIONS, split_pairs
+from .. import kernels
+from ..core import recording
+from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
+from ..core.memory import accumulator, like_in_memory
+from ..encode.launch import (
     INTERPRETING,
     Partials,
     Sums,
@@ -33,8 +34,9 @@ from .launch import (
     reduce_weights,
     strides_in_eights,
 )
-from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
-from .linear_plan import (
+from ..kernels.signature import pack
+from .call import LinearCall, LinearNeeds, Operands, ends_of
+from .plan import (
     SCAN_BLOCK,
     LinearPass,
     LinearTile,
@@ -45,7 +47,6 @@ from .linear_plan import (
     fits_one_pass,
     shrink,
 )
-from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
 

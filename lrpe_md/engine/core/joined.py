@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
-from . import compiled
+from ..._ops import add_op_namespace_prefix, ops
+from ..inductor import lowering as compiled
 from .memory import split_projection
 
 __all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]

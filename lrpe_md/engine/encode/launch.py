@@ -15,13 +15,13 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from ..positions.grid import affine_on, grid_coordinates
-from . import kernels
-from .call import NO_WEIGHTS, Call, Known, Layout, Needs, Tables, Variant, Weights, remember, remembered
-from .kernels.signature import pack
-from .memory import accumulator, like_in_memory, strides_in_memory
+from ...positions.grid import affine_on, grid_coordinates
+from .. import kernels
+from ..core.call import NO_WEIGHTS, Call, Known, Layout, Needs, Tables, Variant, Weights, remember, remembered
+from ..core.memory import accumulator, like_in_memory, strides_in_memory
+from ..core.recording import is_recording, start
+from ..kernels.signature import pack
 from .plan import Pass, Plan, Work, plan, share_rows
-from .recording import is_recording, start
 
 __all__ = [
     "INTERPRETING", "Launch", "Partials", "Rows", "Sums", "allocate_partials", "backward", "count_entries", "count_far",
@@ -45,7 +45,7 @@ def forward(
 ) -> list[Tensor]:
     """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum.
 
-    outs, start: where outputs are to be: see :class:`lrpe_md.engine.output.Target`.
+    outs, start: where outputs are to be: see :class:`lrpe_md.engine.encode.output.Target`.
     """
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)

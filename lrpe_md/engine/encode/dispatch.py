@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import split_pair
-from ..norm import Norm
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from ..positions.sequences import Packed
-from ..reference import activate
-from . import boundary, sharding
-from .call import (
+from ...checks import split_pair
+from ...norm import Norm
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
+from ...positions.sequences import Packed
+from ...reference import activate
+from ..core import sharding
+from ..core.call import (
     NO_COS_SIN,
     NO_WEIGHTS,
     Call,
@@ -32,8 +32,9 @@ from .call import (
     remember,
     remembered,
 )
-from .memory import accumulator, memory_order
-from .norms import apply_norm, of_tensor, take_norm
+from ..core.memory import accumulator, memory_order
+from ..core.norms import apply_norm, of_tensor, take_norm
+from . import operator as boundary
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES, GivenTables
 from .validate import IMPLS, check_act, check_impl, check_input, rotary_slice, validate

@@ -1,4 +1,4 @@
-"""A call of linear attention as one value, as :mod:`lrpe_md.engine.call` has it for one of the maps."""
+"""A call of linear attention as one value, as :mod:`lrpe_md.engine.core.call` has it for one of the maps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..norm import Norm
-from ..reference_linear import Attention
-from .call import (
+from ...norm import Norm
+from ...reference_linear import Attention
+from ..core.call import (
     NO_WEIGHTS,
     Act,
     Impl,

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid, grid_coordinates
-from ..reference import Act, MapName, Scales, Spec
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid, grid_coordinates
+from ...reference import Act, MapName, Scales, Spec
 
 __all__ = [
     "NO_COS_SIN", "NO_WEIGHTS", "Act", "Call", "CosSin", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions",

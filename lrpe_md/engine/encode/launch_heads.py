@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
-from .call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
-from .kernels.signature import pack
+from .. import kernels
+from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
+from ..core.memory import accumulator, strides_in_memory
+from ..core.recording import start
+from ..kernels.signature import pack
 from .launch import (
     INTERPRETING,
     Partials,
@@ -32,9 +34,7 @@ from .launch import (
     reduce_partials,
     run,
 )
-from .memory import accumulator, strides_in_memory
 from .plan import Pass, plan_heads
-from .recording import start
 
 __all__ = ["backward", "forward"]
 
@@ -114,7 +114,7 @@ _NOTHING = Needs()
 def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.launch.run`."""
+    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.run`."""
     xs, dys, given = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device

@@ -8,27 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_offsets
-from ..norm import Norm
-from ..positions.grid import Grid
-from ..reference import activate, no_autocast
-from ..reference_linear import Features, attend_encoded, zero_gated_tokens
-from . import boundary, linear_boundary
-from .call import NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights, remember, remembered
-from .dispatch import run_checked, use_triton
-from .linear_call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
-from .linear_plan import fits_kernels
-from .linear_validate import (
-    Given,
-    check_gate,
-    check_normalizer,
-    check_sequence_softmax,
-    no_frequencies,
-    validate_linear,
-)  # fmt: skip
-from .norms import apply_norm, of_tensor, take_norm
-from .sharding import is_sharded
-from .validate import check_input
+from ...checks import check_offsets
+from ...norm import Norm
+from ...positions.grid import Grid
+from ...reference import activate, no_autocast
+from ...reference_linear import Features, attend_encoded, zero_gated_tokens
+from ..core.call import NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights, remember, remembered
+from ..core.norms import apply_norm, of_tensor, take_norm
+from ..core.sharding import is_sharded
+from ..encode import operator as boundary
+from ..encode.dispatch import run_checked, use_triton
+from ..encode.validate import check_input
+from . import operator as linear_boundary
+from .call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
+from .plan import fits_kernels
+from .validate import Given, check_gate, check_normalizer, check_sequence_softmax, no_frequencies, validate_linear
 
 __all__ = ["run_encoded", "run_linear"]
 
@@ -71,7 +65,7 @@ def _run_checked(
     """A checked call on the path that ``impl`` and the inputs ask for."""
     q_tables, k_tables, inputs = call.q_tables, call.k_tables, (operands.q,)
     if not direct and is_sharded(*operands[:4], *operands.state, q_tables.omega, q_tables.phase, *call.weights):
-        from . import linear_sharding
+        from . import sharding as linear_sharding
 
         def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
             tables = (*call.q_tables[:2], *call.k_tables[:2])

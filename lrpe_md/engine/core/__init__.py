@@ -1,0 +1,1 @@
+"""What the encoding and linear attention have in common, from a call to its launches."""
