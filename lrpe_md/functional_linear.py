@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear.call import LinearOptions, MapOrNone, NormalizerName, Sides, State
-from .engine.linear.dispatch import run_linear
-from .engine.linear.validate import Given, as_state
+from .engine.linear.dispatch import as_state, run_linear
+from .engine.linear.validate import Given
 from .norm import Norm
 
 __all__ = ["linear_attention"]

@@ -22,8 +22,8 @@ from . import reference
 from .engine.core.call import Layout, Tables
 from .engine.core.norms import take_norm
 from .engine.encode.validate import Positions
-from .engine.linear import operator as linear_boundary
 from .engine.linear.call import LinearOptions, Operands, Sides
+from .engine.linear.operator import ATTEND
 from .engine.linear.validate import Given, validate_linear
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
@@ -686,7 +686,8 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
                 own, own_weights = take_norm(own, norm, 2)
                 given = given._replace(weights=own_weights)
             call = validate_linear(own, given, sides)
-            return linear_boundary.run_reference(call, Operands(q, k, v, gate, tuple(state)), operands)
+            o, *after = ATTEND.refer(call, Operands(q, k, v, gate, tuple(state)), operands)
+            return o, tuple(after)
         before: Any = tuple(state) or None
         found: Any = linear_attention(
             *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..engine.encode.operator import exporting, transforming
+from ..engine.inductor.private import exporting, transforming
 from ..engine.linear.call import NormalizerName
 from ..modules.linear import attend_with
 from ..norm import Norm

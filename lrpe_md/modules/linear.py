@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..engine.linear.call import Description, LinearOptions, NormalizerName, State
-from ..engine.linear.dispatch import run_encoded
-from ..engine.linear.validate import Given, as_state, check_eps, check_normalizer
+from ..engine.linear.dispatch import as_state, run_encoded
+from ..engine.linear.validate import Given, check_eps, check_normalizer
 from ..functional_linear import linear_attention
 from ..norm import Norm
 

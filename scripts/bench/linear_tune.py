@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lrpe_md import linear_attention
-from lrpe_md.engine.core.call import remembered
+from lrpe_md.engine.core.operator import remembered
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.plan import TILES, LinearPass, LinearTile
 from lrpe_md.testing import LinearCase

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lrpe_md.engine.core.call import remembered
+from lrpe_md.engine.core.operator import remembered
 from lrpe_md.engine.encode.plan import TILES, Pass, Tile
 from lrpe_md.engine.linear.plan import LinearTile
 from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind

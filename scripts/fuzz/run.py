@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Norm, cosine, linear_attention, pack, rotate
-from lrpe_md.engine.core.call import remembered
+from lrpe_md.engine.core.operator import remembered
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 

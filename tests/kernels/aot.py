@@ -28,11 +28,13 @@ from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
 from lrpe_md.engine.core import call as calls
+from lrpe_md.engine.core import launching, reduction
+from lrpe_md.engine.core.call import GivenTables
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
-from lrpe_md.engine.encode import launch, launch_heads
+from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.encode import heads, launch
 from lrpe_md.engine.encode import plan as plans
-from lrpe_md.engine.encode.tables import GivenTables
 from lrpe_md.engine.encode.validate import rotary_slice, validate
 
 TARGETS = {
@@ -188,20 +190,20 @@ class Recorder:
 def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
     """Return the kernels that the launcher runs for a case."""
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
-    places = {**dict.fromkeys(names, launch), "heads_kernel": launch_heads}
+    places = {**dict.fromkeys(names, launch), "reduce_partial_kernel": reduction, "heads_kernel": heads}
     saved = {name: getattr(module, name) for name, module in places.items()}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
-    early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
-    calls.remembered.clear()
+    early, launching._can_launch_early = launching._can_launch_early, lambda: case.early
+    remembered.clear()
     try:
         for name, recorder in recorders.items():
             setattr(places[name], name, recorder)
         call(case)
     finally:
-        launch.has_ptx, launch.limit_registers, launch._can_launch_early = has_ptx, registers, early
-        calls.remembered.clear()
+        launch.has_ptx, launch.limit_registers, launching._can_launch_early = has_ptx, registers, early
+        remembered.clear()
         for name, fn in saved.items():
             setattr(places[name], name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
@@ -243,7 +245,7 @@ def call(case: SimpleNamespace) -> None:
     if case.tables == "stored":
         table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
         checked = checked._replace(cos_sin=calls.CosSin(table, table))
-    launcher = launch_heads if checked.spec.norm_over == "heads" else launch
+    launcher = heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
         launcher.forward(checked, xs, *make_outputs(case, checked, xs))
         return
@@ -459,7 +461,7 @@ def main() -> None:
         return
     target = TARGETS[args.target]
     torch.set_default_device("meta")
-    launch.INTERPRETING = launch_heads.INTERPRETING = False
+    launch.INTERPRETING = heads.INTERPRETING = False
     unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
     for case in cases():
         case.cuda, case.early = target.backend == "cuda", target.arch == 90

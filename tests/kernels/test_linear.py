@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Grid, checks, linear_attention
-from lrpe_md.engine.core.call import remembered
-from lrpe_md.engine.encode.dispatch import INTERPRETING
+from lrpe_md.engine.core.operator import INTERPRETING, remembered
 from lrpe_md.engine.kernels.signature import pack
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan

@@ -7,8 +7,7 @@ from parametrizing import parametrize_each
 pytest.importorskip("triton")
 
 from lrpe_md import Grid, Norm, linear_attention
-from lrpe_md.engine.core.call import remembered
-from lrpe_md.engine.encode.dispatch import INTERPRETING
+from lrpe_md.engine.core.operator import INTERPRETING, remembered
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import can_read, check_dense
 from ..core.call import Call
-from .operator import transforming
+from ..inductor.private import transforming
 
 __all__ = ["Target", "check_places", "check_target", "take_target", "write"]
 

@@ -13,7 +13,8 @@ from ...positions.coordinates import Coordinates
 from ...positions.sequences import Packed
 from ..core.joined import Split, TracedSplit
 from ..core.memory import split_projection
-from .operator import exporting, is_direct, transforming
+from ..core.operator import is_direct
+from ..inductor.private import exporting, transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,30 @@ from ...norm import Norm
 from ...positions.grid import Grid
 from ...reference import activate, no_autocast
 from ...reference_linear import Features, attend_encoded, zero_gated_tokens
-from ..core.call import NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights, remember, remembered
+from ..core.call import NO_TABLES, NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights
 from ..core.norms import apply_norm, of_tensor, take_norm
-from ..core.sharding import is_sharded
-from ..encode import operator as boundary
-from ..encode.dispatch import run_checked, use_triton
+from ..core.operator import is_direct, is_sharded, make_key, remember, remembered
+from ..encode.dispatch import is_laid_out, run_checked
 from ..encode.validate import check_input
-from . import operator as linear_boundary
-from .call import LinearCall, LinearKnown, LinearOptions, Operands, Sides, State, ends_of
-from .plan import fits_kernels
+from .call import LinearCall, LinearOptions, Operands, Results, Sides, State
+from .operator import ATTEND
 from .validate import Given, check_gate, check_normalizer, check_sequence_softmax, no_frequencies, validate_linear
 
-__all__ = ["run_encoded", "run_linear"]
+WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
+
+__all__ = ["as_state", "prepare", "run_encoded", "run_linear"]
+
+
+def as_state(state: Any) -> tuple[Tensor, ...]:
+    """The tensors of (S, Σ), (S, None) or None."""
+    if state is None:
+        return ()
+    if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
+        what = type(state).__name__
+        raise TypeError(
+            f"state: expected (S, Σ), or (S, None) with normalizer='none', as return_state gives, got {what}"
+        )
+    return tuple(t for t in state if t is not None)
 
 
 def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | None = None) -> Any:
@@ -35,75 +47,38 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
     q, k, v, gate, cu_seqlens, state, weights = given
     omega, positions, phase, amplitude = sides
     one_phase = type(phase) is not tuple
-    tensors = (q, k, v, gate, cu_seqlens, omega, *((phase,) if one_phase else phase), *state, *weights)
-    direct = boundary.is_direct(tensors)
-    key = _call_key(options, given, sides) if direct and one_phase else None
+    direct, key = _call_key(options, given, sides, one_phase)
     known = None if key is None else remembered.get(key)
     if known is None:
         call = validate_linear(options, given, sides)
         if call.spec.dim == -2:
             check_sequence_softmax(options, given, sides)
         if key is not None:
-            known = remember(key, LinearKnown(call.attention, call.spec, call.q_layout, {}))
-            call = call._replace(launches=known.launches)
+            layout = call.q_layout
+            known = LinearCall(call.attention, call.spec, layout, layout, NO_TABLES, NO_TABLES, None, {})
+            call = call._replace(launches=remember(key, known).launches)
     else:
         if cu_seqlens is not None:  # whose values are no part of the key
             check_offsets(cu_seqlens, q.shape[2])
-        attention, spec, layout, launches = known
+        attention, spec, layout, _, _, _, _, launches, _ = known
         origin = None if positions is None or positions.origin is None else positions.origin_row
         omega = no_frequencies(q) if omega is None else omega
         gain: Any = amplitude
         tables = Tables(omega, phase, None, origin, None, None, gain)
         call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches, weights)
-    o, after = _run_checked(call, Operands(q, k, v, gate, state), options.impl, options.return_state, direct)
+    results = WITH_STATE if options.return_state else WITHOUT_STATE
+    o, *after = ATTEND.run(call, Operands(q, k, v, gate, state), options.impl, direct, results)
     return (o, pack_state(after)) if options.return_state else o
 
 
-def _run_checked(
-    call: LinearCall, operands: Operands, impl: str, return_state: bool, direct: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A checked call on the path that ``impl`` and the inputs ask for."""
-    q_tables, k_tables, inputs = call.q_tables, call.k_tables, (operands.q,)
-    if not direct and is_sharded(*operands[:4], *operands.state, q_tables.omega, q_tables.phase, *call.weights):
-        from . import sharding as linear_sharding
-
-        def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-            tables = (*call.q_tables[:2], *call.k_tables[:2])
-            direct = boundary.is_direct((*operands[:4], *operands.state, *tables, *call.weights))
-            return _run_checked(call, operands, impl, return_state, direct)
-
-        return linear_sharding.run_shards(run, call, operands, return_state)
+def prepare(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
+    """Take a norm over all heads, or a softmax over the sequence, in front of the kernels, which have neither."""
     if call.spec.norm_over == "heads":
         call, operands = _normalise_heads(call, operands, impl, direct)
-        inputs = (operands.q,)
     if call.spec.dim == -2:
         operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
         call = call._replace(spec=call.spec._replace(act="none", dim=0))
-    if _fits_kernels(impl, call, operands) and (
-        use_triton(impl, inputs, q_tables) and (k_tables is q_tables or use_triton(impl, inputs, k_tables))
-    ):
-        if direct:
-            _, _, *others = q_tables
-            direct = boundary.is_plain(others) and (k_tables is q_tables or boundary.is_plain(k_tables))
-        return linear_boundary.run_kernels(call, operands, return_state, direct)
-    return linear_boundary.run_reference(call, operands)
-
-
-def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Tell whether the kernels take the call. On a GPU they take no float64, for which Triton has no products, and no
-    state
-    that is too large.
-
-    """
-    q, v = operands.q, operands.v
-    if not q.is_cuda:
-        return True
-    features = call.spec.out_dim(q.shape[3])
-    fits = fits_kernels(v.shape[3], features, q.element_size())
-    if impl == "triton" and (q.dtype == torch.float64 or not fits):
-        what = "float64" if q.dtype == torch.float64 else f"a state of {features} x {v.shape[3]} elements"
-        raise ValueError(f"impl: 'triton' has no kernel for {what} in {q.dtype} on a GPU; use impl='auto'")
-    return fits and q.dtype != torch.float64
+    return call, operands
 
 
 def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
@@ -160,7 +135,7 @@ def run_encoded(
         q_bar, k_bar = (activate(x.to(wide), options.act, options.dim) for x in (given.q, k))
         o, after = attend_encoded(
             call.attention._replace(normalizer="unrotated"), Features(q_bar, q_hat), Features(k_bar, k_hat), v,
-            gate=given.gate, cu_seqlens=call.cu_seqlens, state=state, ends=ends_of(call.q_layout), dtype=given.q.dtype,
+            gate=given.gate, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, dtype=given.q.dtype,
         )  # fmt: skip
     return (o, pack_state(after)) if options.return_state else o
 
@@ -177,7 +152,7 @@ def _normalise_first(
     return q_norm.to(q.dtype), k_norm.to(k.dtype)
 
 
-def pack_state(tensors: tuple[Tensor, ...]) -> State:
+def pack_state(tensors: Sequence[Tensor]) -> State:
     """(S, Σ), Σ None where there is none."""
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
@@ -188,36 +163,24 @@ def _soften(x: Tensor) -> Tensor:
         return torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -2).to(x.dtype)
 
 
-def _call_key(options: LinearOptions, given: Given, sides: Sides) -> tuple | None:
-    """Build the cache key: everything that :func:`validate_linear` looks at, if its result holds no other tensors than
-    those
-    given.
+def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: bool) -> tuple[bool, Hashable | None]:
+    """Return whether tensors are plain, see :func:`is_direct`, and the cache key: all that validation looks at.
 
+    The key is None if the result holds tensors that nobody passed.
     """
-    omega, where, phase, amplitude = sides
-    if where is None:
-        if options.map is not None:
-            return None
-    elif type(where) is not Grid or where.scale is not None or where.shift is not None:
-        return None
-    elif where.origin is not None:
-        origin = where.origin
-        where = (
-            where.shape, where.prefix, where.suffix, where.start, where.length, origin.shape, origin.dtype,
-            origin.device,
-        )  # fmt: skip
+    omega, positions, phase, amplitude = sides
+    q, k, v, gate, cu_seqlens, state, weights = given
+    direct = is_direct((q, k, v, gate, cu_seqlens, omega, *((phase,) if one_phase else phase), *state, *weights))
+    if (
+        not direct
+        or not one_phase
+        or (type(positions) is not Grid and (positions is not None or options.map is not None))
+    ):
+        return direct, None
     for option in options:
         if not (option is None or type(option) in (str, int, bool, float, NormOptions)):
-            return None
-    if amplitude is not None and not (isinstance(amplitude, Tensor) and amplitude.ndim == 2):
-        return None
-    q, k, v, gate, cu_seqlens, state, weights = given
-    shapes = []
-    for t in (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *weights, *state):
-        if t is None:
-            shapes.append(None)
-        elif isinstance(t, Tensor) and not t.is_nested and t.layout is torch.strided:
-            shapes.append((t.shape, t.dtype, t.device))
-        else:
-            return None
-    return "linear", options, where, tuple(map(type, options)), *shapes
+            return direct, None
+    if amplitude is not None and not is_laid_out(amplitude):
+        return direct, None
+    sizes = make_key(positions, (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *weights, *state))
+    return direct, None if sizes is None else ("linear", options, tuple(map(type, options)), *sizes)

@@ -10,30 +10,22 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
-from ..core.memory import accumulator, strides_in_memory
-from ..core.recording import start
-from ..kernels.signature import pack
-from .launch import (
+from ..core.launching import (
     INTERPRETING,
-    Partials,
-    Rows,
-    Sums,
-    allocate_partials,
-    count_entries,
-    count_far,
     count_grid,
     count_tables,
     current_device,
-    describe,
     in_eights,
     launches_early,
     make_readable,
     materialise,
     num_groups,
-    recall_launches,
-    reduce_partials,
-    run,
-)
+)  # fmt: skip
+from ..core.memory import accumulator, strides_in_memory
+from ..core.recording import start
+from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
+from ..kernels.signature import pack
+from .launch import Rows, count_entries, count_far, describe, recall_launches, run
 from .plan import Pass, plan_heads
 
 __all__ = ["backward", "forward"]
