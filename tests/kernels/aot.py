@@ -245,15 +245,14 @@ def call(case: SimpleNamespace) -> None:
     if case.tables == "stored":
         table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
         checked = checked._replace(cos_sin=calls.CosSin(table, table))
-    launcher = heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
-        launcher.forward(checked, xs, *make_outputs(case, checked, xs))
+        launch.forward(checked, xs, *make_outputs(case, checked, xs))
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
     need = case.run == "backward omega"
     learned = need and case.norm != "none"
-    launcher.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
+    launch.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
 
 
 def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:

@@ -84,9 +84,9 @@ def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
     if type(positions) is Grid:
         if positions.scale is not None or positions.shift is not None:
             return None
+        found = [positions.shape, positions.prefix, positions.suffix, positions.start, positions.length]
         origin = positions.origin
         if origin is not None:
-            found = [positions.shape, positions.prefix, positions.suffix, positions.start, positions.length]
             found += (origin.shape, origin.dtype, origin.device)
     for t in tensors:
         if t is None:
@@ -263,6 +263,10 @@ class Operator(ABC):
         """Return the tensors beside the rows that may have a gradient."""
 
     @abstractmethod
+    def constants(self, call: Any) -> tuple[Tensor | None, ...]:
+        """Return the tensors of a call that the kernels give no gradient to."""
+
+    @abstractmethod
     def replace(
         self, call: Any, inputs: Any, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[Any, Any]:
@@ -314,12 +318,13 @@ class Operator(ABC):
 
     # --- a call, from the choice of the path to a launch
 
-    @abstractmethod
     def run(self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
         """Run a validated call: shards, kernels or the reference.
 
         direct: :func:`is_direct` of the rows and the learned tensors.
         """
+        learned, constants = self.learned(call, inputs), self.constants(call)
+        return self.run_parts(call, inputs, learned, constants, impl, direct, transforming(), options)
 
     def run_parts(
         self,

@@ -66,7 +66,13 @@ def run(
         tables = Tables(omega, phase, None, origin, None, None, amplitude)
         call = Call(known.spec, known.layout, tables, known.launches, weights)
     if target is None and call.tables.phase is phase:
-        ys = ENCODE.run(call, xs, options.impl, direct)
+        impl = options.impl
+        if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
+            ys = ENCODE.refer(call, xs)
+        else:  # what ENCODE.run does
+            tables = call.tables
+            learned, constants = (tables.omega, phase, *weights), (*tables[2:], *call.cos_sin[:2])
+            ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, transforming())
     elif target is None:
         ys = run_checked(call, xs, phase, options.impl, direct)
     else:
@@ -134,7 +140,7 @@ def _run_into(
     _check_into(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
-        constants = *call.tables[2:], *call.cos_sin[:2]
+        constants = ENCODE.constants(call)
         if use_triton(impl, xs[0], constants, transforming()) and is_plain(constants):
             return run_into(call, xs, target.outs, target.start)
     return write(target, run_checked(call, xs, phase, impl, direct, groups))

@@ -12,7 +12,6 @@ from ... import reference
 from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part
-from ..inductor.private import transforming
 
 __all__ = ["ENCODE", "run_into"]
 
@@ -37,14 +36,6 @@ class Encode(Operator):
 
         return launch
 
-    def run(self, call: Call, inputs: Xs, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
-        if direct and (impl == "reference" or (impl == "auto" and not inputs[0].is_cuda)):
-            return self.refer(call, inputs)
-        tables = call.tables
-        learned = tables.omega, tables.phase, *call.weights
-        constants = *tables[2:], *call.cos_sin[:2]
-        return self.run_parts(call, inputs, learned, constants, impl, direct, transforming())
-
     def split(self, call: Call) -> tuple[Any, ...]:
         return call.tables, call.layout, call.spec, call.weights, call.cos_sin
 
@@ -60,6 +51,9 @@ class Encode(Operator):
 
     def learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
         return call.tables.omega, call.tables.phase, *call.weights
+
+    def constants(self, call: Call) -> tuple[Tensor | None, ...]:
+        return *call.tables[2:], *call.cos_sin[:2]
 
     def replace(
         self, call: Call, inputs: Xs, rows: Sequence[Tensor], learned: Sequence[Tensor | None]

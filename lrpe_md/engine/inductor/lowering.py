@@ -103,10 +103,10 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     """The outputs of an operator, as its launcher would leave them; the first of them where they are joined."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from ..encode import launch
+    from ..core.launching import INTERPRETING
     from ..kernels.fixed import fix
 
-    if launch.INTERPRETING:
+    if INTERPRETING:
         raise FallBackToOperator
     inputs = _Inputs()
     with unset_fake_temporarily():
@@ -134,7 +134,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
     """Plan the copy of v's gradient if its rows and their places are at multiples of 16 bytes."""
-    from ..encode.launch import in_eights
+    from ..core.launching import in_eights
     from ..kernels.fixed import Copy
 
     if passing is None or passing.storage_offset() or places[-1].storage_offset() % 8:

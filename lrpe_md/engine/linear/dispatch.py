@@ -13,10 +13,10 @@ from ...norm import Norm
 from ...positions.grid import Grid
 from ...reference import activate, no_autocast
 from ...reference_linear import Features, attend_encoded, zero_gated_tokens
-from ..core.call import NO_TABLES, NO_WEIGHTS, Call, Layout, NormOptions, Spec, Tables, Weights
-from ..core.norms import apply_norm, of_tensor, take_norm
+from ..core.call import NO_TABLES, NormOptions, Tables
+from ..core.norms import apply_norm, take_norm
 from ..core.operator import is_direct, is_sharded, make_key, remember, remembered
-from ..encode.dispatch import is_laid_out, run_checked
+from ..encode.dispatch import is_laid_out
 from ..encode.validate import check_input
 from .call import LinearCall, LinearOptions, Operands, Results, Sides, State
 from .operator import ATTEND
@@ -24,7 +24,7 @@ from .validate import Given, check_gate, check_normalizer, check_sequence_softma
 
 WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
 
-__all__ = ["as_state", "prepare", "run_encoded", "run_linear"]
+__all__ = ["as_state", "run_encoded", "run_linear"]
 
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
@@ -69,39 +69,6 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
     results = WITH_STATE if options.return_state else WITHOUT_STATE
     o, *after = ATTEND.run(call, Operands(q, k, v, gate, state), options.impl, direct, results)
     return (o, pack_state(after)) if options.return_state else o
-
-
-def prepare(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Take a norm over all heads, or a softmax over the sequence, in front of the kernels, which have neither."""
-    if call.spec.norm_over == "heads":
-        call, operands = _normalise_heads(call, operands, impl, direct)
-    if call.spec.dim == -2:
-        operands = operands._replace(q=_soften(operands.q), k=_soften(operands.k))
-        call = call._replace(spec=call.spec._replace(act="none", dim=0))
-    return call, operands
-
-
-def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """A norm over all heads, which no program of linear attention has, in front of it: a pass of its own.
-
-    Tokens that a gate takes out are zeros before, so that nothing of them gets to the other heads or the weights.
-    """
-    k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
-    spec, weights = call.spec, call.weights
-    alone = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
-    tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
-
-    def normalise(layout: Layout, own: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
-        layout = layout._replace(sizes=(layout.num_grid_tokens,))
-        return run_checked(Call(alone, layout, tables, None, own), xs, None, impl, direct)
-
-    if call.q_layout.is_same(call.k_layout):
-        q, k = normalise(call.q_layout, weights, operands.q, k)
-    else:
-        (q,) = normalise(call.q_layout, of_tensor(weights, 0), operands.q)
-        (k,) = normalise(call.k_layout, of_tensor(weights, 1), k)
-    spec = spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
-    return call._replace(spec=spec, weights=NO_WEIGHTS), operands._replace(q=q, k=k, v=v)
 
 
 def run_encoded(
@@ -155,12 +122,6 @@ def _normalise_first(
 def pack_state(tensors: Sequence[Tensor]) -> State:
     """(S, Σ), Σ None where there is none."""
     return tensors[0], tensors[1] if len(tensors) > 1 else None
-
-
-def _soften(x: Tensor) -> Tensor:
-    """Softmax over the sequence, in front of the kernels."""
-    with no_autocast(x):
-        return torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -2).to(x.dtype)
 
 
 def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: bool) -> tuple[bool, Hashable | None]:

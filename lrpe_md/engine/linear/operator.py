@@ -13,7 +13,7 @@ from ...reference_linear import Angles, Attention
 from ..core.call import Layout, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part, is_sharded
-from ..inductor.private import has_static_value, transforming
+from ..inductor.private import has_static_value
 from .call import LinearCall, LinearNeeds, Operands, Packing, Results
 from .plan import fits_kernels
 
@@ -40,7 +40,7 @@ class Attend(Operator):
 
     def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
         if call.spec.norm_over == "heads" or call.spec.dim == -2:
-            from .dispatch import prepare
+            from .preparation import prepare
 
             if not is_sharded(*inputs[:3]):
                 call, inputs = prepare(call, inputs, impl, direct)
@@ -48,10 +48,7 @@ class Attend(Operator):
             return self.refer(call, inputs)
         if inputs.q.is_cuda and not _fits_kernels(impl, call, inputs):
             impl = "reference"
-        q_tables, k_tables = call.q_tables, call.k_tables
-        learned = inputs.gate, q_tables.omega, q_tables.phase, k_tables.phase, *call.weights, *inputs.state
-        constants = q_tables[2:] if k_tables is q_tables else (*q_tables[2:], *k_tables[2:])
-        return self.run_parts(call, inputs, learned, constants, impl, direct, transforming(), options)
+        return super().run(call, inputs, impl, direct, options)
 
     def split(self, call: LinearCall) -> tuple[Any, ...]:
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, _, weights = call
@@ -75,6 +72,10 @@ class Attend(Operator):
     def learned(self, call: LinearCall, inputs: Operands) -> tuple[Tensor | None, ...]:
         q_tables, k_tables = call.q_tables, call.k_tables
         return inputs.gate, q_tables.omega, q_tables.phase, k_tables.phase, *call.weights, *inputs.state
+
+    def constants(self, call: LinearCall) -> tuple[Tensor | None, ...]:
+        q_tables, k_tables = call.q_tables, call.k_tables
+        return q_tables[2:] if k_tables is q_tables else (*q_tables[2:], *k_tables[2:])
 
     def replace(
         self, call: LinearCall, inputs: Operands, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
