@@ -53,7 +53,7 @@ def launcher(monkeypatch, device):
     if device == "cuda":
         return None
     stub = Launcher(seen=[])
-    monkeypatch.setattr(ATTEND, "_launcher", stub)
+    monkeypatch.setitem(ATTEND.launchers, "head", stub)
     return stub
 
 

@@ -33,7 +33,8 @@ from lrpe_md.engine.core.call import GivenTables
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.core.operator import remembered
-from lrpe_md.engine.encode import heads, launch
+from lrpe_md.engine.encode import heads as launch_heads
+from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.validate import rotary_slice, validate
 
@@ -190,7 +191,7 @@ class Recorder:
 def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
     """Return the kernels that the launcher runs for a case."""
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
-    places = {**dict.fromkeys(names, launch), "reduce_partial_kernel": reduction, "heads_kernel": heads}
+    places = {**dict.fromkeys(names, launch), "reduce_partial_kernel": reduction, "heads_kernel": launch_heads}
     saved = {name: getattr(module, name) for name, module in places.items()}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
@@ -241,18 +242,19 @@ def call(case: SimpleNamespace) -> None:
     given = case.tables not in ("none", "stored")
     if given:
         positions = make_tables(case, (channels, omega.shape[0], num_tokens - 1))
+    launcher = launch_heads if "of heads" in case.norm else launch
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
     if case.tables == "stored":
         table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
         checked = checked._replace(cos_sin=calls.CosSin(table, table))
     if case.run == "forward":
-        launch.forward(checked, xs, *make_outputs(case, checked, xs))
+        launcher.forward(checked, xs, *make_outputs(case, checked, xs))
         return
     grads = [torch.randn(*x.shape[:3], checked.spec.out_dim(case.head_dim), dtype=case.dtype) for x in xs]
     stats = [torch.zeros(2, *x.shape[:2], case.head_dim, dtype=accumulator(case.dtype)) for x in xs]
     need = case.run == "backward omega"
     learned = need and case.norm != "none"
-    launch.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
+    launcher.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
 
 
 def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:
@@ -460,7 +462,7 @@ def main() -> None:
         return
     target = TARGETS[args.target]
     torch.set_default_device("meta")
-    launch.INTERPRETING = heads.INTERPRETING = False
+    launch.INTERPRETING = launch_heads.INTERPRETING = False
     unique: dict[str, tuple[str, ASTSource, dict[str, Any], SimpleNamespace]] = {}
     for case in cases():
         case.cuda, case.early = target.backend == "cuda", target.arch == 90

@@ -220,7 +220,7 @@ class Operator(ABC):
         """
         *given, kept = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
-        self._launcher: Any = None
+        self.launchers: dict[str, Any] = {}  # by what a norm is over
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -239,7 +239,7 @@ class Operator(ABC):
     # --- what an operator says of itself
 
     @abstractmethod
-    def import_launcher(self) -> Any:
+    def import_launcher(self, call: Any) -> Any:
         """Import the module of the kernels, where triton is, and needed."""
 
     @abstractmethod
@@ -365,16 +365,17 @@ class Operator(ABC):
         out = self.forward(call, inputs, options, direct)
         return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # less the statistics of a softmax
 
-    def launcher(self) -> Any:
+    def launcher(self, call: Any) -> Any:
         """Return the module of the kernels."""
-        if self._launcher is None:
-            self._launcher = self.import_launcher()
-        return self._launcher
+        found = self.launchers.get(call.spec.norm_over)
+        if found is None:
+            found = self.launchers[call.spec.norm_over] = self.import_launcher(call)
+        return found
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
         """Return the outputs, and what the backward needs beside them."""
         if direct:
-            return self.launcher().forward(call, inputs, *options)
+            return self.launcher(call).forward(call, inputs, *options)
         return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
 
     def backward(
@@ -389,7 +390,7 @@ class Operator(ABC):
     ) -> list[Tensor]:
         """Return the gradients. outs: where to write those of the rows, for the launcher."""
         if direct:
-            return self.launcher().backward(call, grads, inputs, kept, needs, outs)
+            return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
         given, call = self.write_inputs(inputs), self.flatten(call)
         return self.backward_op(list(grads), *given, list(kept), *call, *needs, SOURCE)
 
@@ -449,12 +450,12 @@ class Operator(ABC):
     def run_forward(self, *args: Any) -> list[Tensor]:
         """Run the launcher on the arguments of the forward operator."""
         call, inputs, options = self._read_forward(args)
-        return self.launcher().forward(call, inputs, *options)
+        return self.launcher(call).forward(call, inputs, *options)
 
     def run_backward(self, grads: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Run the launcher on the arguments of the backward operator."""
         call, inputs, kept, needs = self._read_backward(args)
-        return self.launcher().backward(call, grads, inputs, kept, needs, outs)
+        return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
 
     def _refer_forward(self, *args: Any) -> list[Tensor]:
         with torch.no_grad():

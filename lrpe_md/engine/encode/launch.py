@@ -62,10 +62,6 @@ def forward(
 
     outs, start: where outputs are to be: see :class:`lrpe_md.engine.encode.output.Target`.
     """
-    if call.spec.norm_over == "heads":
-        from . import heads
-
-        return heads.forward(call, xs)
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
     stats = []
@@ -87,10 +83,6 @@ def backward(
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""
-    if call.spec.norm_over == "heads":
-        from . import heads
-
-        return heads.backward(call, grads, xs, stats, needs, outs)
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     ready = make_readable(call)
     over_sequence = call.spec.dim == -2
@@ -221,7 +213,7 @@ def recall_launches(call: Call, rows: Rows) -> dict:
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = make_key(None, tensors)
     key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
-    known = remembered.get(key) or remember(key, Call(call.spec, call.layout, NO_TABLES, {}))
+    known: Any = remembered.get(key) or remember(key, Call(call.spec, call.layout, NO_TABLES, {}))
     return known.launches
 
 

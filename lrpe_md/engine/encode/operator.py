@@ -20,7 +20,7 @@ Xs = tuple[Tensor, ...]  # x, or q and k
 
 def run_into(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
     """Run the kernels on plain tensors, past autograd. outs, start: where to write."""
-    ys = ENCODE.launcher().forward(call, xs, outs, start)
+    ys = ENCODE.launcher(call).forward(call, xs, outs, start)
     # Autograd would not see that what another node saved is another value now.
     changed = [t for t in outs if t is not None and not t.is_inference()]
     torch.autograd.graph.increment_version(changed)
@@ -31,10 +31,10 @@ class Encode(Operator):
     """The learned tensors are omega, phase and the weights of a norm. Softmax over the sequence keeps statistics
     (2, B, H, D) for the backward: the maximum and the sum."""
 
-    def import_launcher(self) -> Any:
-        from . import launch
+    def import_launcher(self, call: Call) -> Any:
+        from . import heads, launch
 
-        return launch
+        return heads if call.spec.norm_over == "heads" else launch
 
     def split(self, call: Call) -> tuple[Any, ...]:
         return call.tables, call.layout, call.spec, call.weights, call.cos_sin
@@ -116,7 +116,7 @@ class Encode(Operator):
         spec, layout, launches, inverse, num_xs = rest
         tables, weights = Tables(*tensors[:7]), Weights(*tensors[7:11])
         call = Call(spec, layout, tables, launches, weights, CosSin(tensors[11], tensors[12], inverse))
-        return call, tensors[13 : 13 + num_xs], tensors[13 + num_xs :]
+        return call, tuple(tensors[13 : 13 + num_xs]), tensors[13 + num_xs :]
 
     def run_shards(self, run: Callable[..., Any], call: Call, inputs: Xs, options: Any) -> tuple[Tensor, ...]:
         from .sharding import run_shards

@@ -33,7 +33,7 @@ class Attend(Operator):
 
     num_rows = 3
 
-    def import_launcher(self) -> Any:
+    def import_launcher(self, call: LinearCall) -> Any:
         from . import launch
 
         return launch
@@ -92,11 +92,13 @@ class Attend(Operator):
     def gather(
         self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]
     ) -> Operands:  # fmt: skip
+        q, k, v = rows
         state: Any = learned[8:]
-        return Operands(*rows, learned[0], state)
+        return Operands(q, k, v, learned[0], state)
 
     def read_needs(self, wanted: Sequence[bool]) -> LinearNeeds:
-        return LinearNeeds(*wanted[:4], any(wanted[4:8]), any(wanted[8:]))
+        gate, omega, phase_q, phase_k = wanted[:4]
+        return LinearNeeds(gate, omega, phase_q, phase_k, any(wanted[4:8]), any(wanted[8:]))
 
     def list_needs(self, needs: LinearNeeds, call: LinearCall, inputs: Operands) -> tuple[bool, ...]:
         return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state)
@@ -131,7 +133,7 @@ class Attend(Operator):
         if return_state:
             out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in call.state_sizes(k, v)]
         if keep:
-            saved = self.launcher().saved_shapes(call, inputs, return_state)
+            saved = self.launcher(call).saved_shapes(call, inputs, return_state)
             out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
         return out
 
@@ -158,7 +160,8 @@ class Attend(Operator):
         if not one_side:
             k_tables = Tables(*tensors[16:23])
         call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, tensors[4], launches, weights)
-        inputs = Operands(*tensors[:4], tuple(tensors[end : end + num_states]))
+        q, k, v, gate = tensors[:4]
+        inputs = Operands(q, k, v, gate, tuple(tensors[end : end + num_states]))
         return call, inputs, tensors[end + num_states :]
 
     def keep_for_backward(
