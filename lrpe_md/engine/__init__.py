@@ -11,8 +11,8 @@ This folder uses each of these words for one thing:
 - tile: (tokens, channels) that a program holds in registers. A row has several tiles if its channels are treated
   differently.
 - part: the rows of a group that one program handles; walk: the order in which it visits blocks and rows.
-- plan: how work is divided among programs (``plan.py`` of each operator); launch: a plan with its numbers and its compiled kernel
-  (``encode.launch.Launch``).
+- plan: how work is divided among programs (``plan.py`` of each operator); launch: a plan with its numbers and its
+  compiled kernel (``encode.launch.Launch``).
 - theta: frequencies from which ω is built; angles: Θ.
 
 docs/architecture.md follows a call from top to bottom. docs/tuning.md explains how the tiles were found.

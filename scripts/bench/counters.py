@@ -22,11 +22,10 @@ import torch
 import torch._functorch.config as functorch_config
 import typer
 
-from lrpe_md.testing import WORKLOADS
-
 from ..common.provenance import measured_on
 from .measure import floor_bytes, make_pass
 from .peers import OURS, PEERS, large_inputs
+from .workloads import WORKLOADS
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"

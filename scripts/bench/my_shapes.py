@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from lrpe_md.testing import Case, LinearCase, Workload
+from lrpe_md.testing import Case, LinearCase
 
 from ..common.devices import choose_device
 from ..common.folder import save_whole
@@ -39,6 +39,7 @@ from .linear_measure import Run
 from .measure import COPY, TURNS, OutOfTime, Session, describe_error, release_memory
 from .operators import environment, load_peers, run_passes
 from .peers import OURS, Peer
+from .workloads import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PACKAGES = {"liger": "liger_kernel", "flash-attn": "flash_attn", "xopes": "xopes"}

@@ -14,8 +14,6 @@ import numpy as np
 import pandas as pd
 import typer
 
-from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
-
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
@@ -25,6 +23,7 @@ from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS
 from .training_report import adapted, backbones, training, where
+from .workloads import TEXT_WORKLOADS, WORKLOADS
 
 RESULTS = ROOT / "scripts" / "results"
 COMMAND = "python -m scripts.bench report"

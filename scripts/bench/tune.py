@@ -45,7 +45,7 @@ from rich.table import Table
 from lrpe_md.engine.core.operator import remembered
 from lrpe_md.engine.encode.plan import TILES, Pass, Tile
 from lrpe_md.engine.linear.plan import LinearTile
-from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
+from lrpe_md.testing import Case, Inputs, bind
 
 from ..common.devices import gpu_name
 from ..common.options import LIMIT
@@ -54,6 +54,7 @@ from . import linear_tune
 from .linear_tune import LinearPlace
 from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs
+from .workloads import WORKLOADS, Workload
 
 WIDTHS = ("up to 16", "up to 64", "more")  # channels; one tile in each row of TILES
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}

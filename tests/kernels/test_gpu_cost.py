@@ -14,12 +14,13 @@ from gpu_memory import skip_without
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
+from lrpe_md.scripts.bench.workloads import WORKLOADS
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
-from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
+from lrpe_md.testing import Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
 
 pytestmark = pytest.mark.gpu
 MAPS = {"cosine": cosine, "rotate": rotate}

@@ -1,1 +1,1 @@
-"""What the encoding and linear attention have in common, from a call to its launches."""
+"""Parts that the encoding and linear attention share, from a call to its launches."""

@@ -1,4 +1,4 @@
-"""What all launchers share: tables as the kernels read them, the numbers of grids, and what a GPU can do."""
+"""Parts that all launchers share: tables as the kernels read them, numbers of grids, and features of a GPU."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Packing(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a forward returns beside o."""
+    """Results of a forward beside o."""
 
     return_state: bool = False
     keep: bool = False  # what the backward would else form again

@@ -1,4 +1,4 @@
-"""What is taken in front of linear attention, in launches of its own."""
+"""Norms over all heads and softmax over the sequence, in front of linear attention."""
 
 from __future__ import annotations
 
