@@ -23,9 +23,9 @@ import torch._functorch.config as functorch_config
 import typer
 
 from ..common.provenance import measured_on
+from .layers import WORKLOADS
 from .measure import floor_bytes, make_pass
 from .peers import OURS, PEERS, large_inputs
-from .workloads import WORKLOADS
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"

@@ -22,9 +22,9 @@ from lrpe_md.engine.core.call import Needs
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.testing import Inputs, as_tuple
 
+from .layers import Workload
 from .measure import Session, describe, device_events, quantiles, scratch, time_peer
 from .peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, make_call
-from .workloads import Workload
 
 SMALL = Workload(1, 12, (14, 14), 1, 64)  # a size at which the host is slower than the GPU
 HOST_PEERS = ("torch, eager", "flash-attn")

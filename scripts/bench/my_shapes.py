@@ -35,11 +35,11 @@ from ..common.options import LIMIT, choose
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
+from .layers import Workload
 from .linear_measure import Run
 from .measure import COPY, TURNS, OutOfTime, Session, describe_error, release_memory
 from .operators import environment, load_peers, run_passes
 from .peers import OURS, Peer
-from .workloads import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PACKAGES = {"liger": "liger_kernel", "flash-attn": "flash_attn", "xopes": "xopes"}

@@ -33,9 +33,9 @@ from ..common.devices import gpu_name
 from ..common.options import LIMIT, choose
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
+from .layers import TEXT_WORKLOADS, WORKLOADS, Workload
 from .measure import PASSES, Judge, OutOfTime, Session, describe_error, time_copy, time_peer
 from .peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
-from .workloads import TEXT_WORKLOADS, WORKLOADS, Workload
 
 OPS = ("cosine", "rotate")
 OMEGAS = ("shared", "per-head")

@@ -19,11 +19,11 @@ from ..common.folder import ROOT
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
 from . import front, linear_report
+from .layers import TEXT_WORKLOADS, WORKLOADS
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS
 from .training_report import adapted, backbones, training, where
-from .workloads import TEXT_WORKLOADS, WORKLOADS
 
 RESULTS = ROOT / "scripts" / "results"
 COMMAND = "python -m scripts.bench report"

@@ -24,11 +24,11 @@ from rich.console import Console
 from lrpe_md.testing import Case, bind, check
 
 from ..common.provenance import measured_on
+from .layers import WORKLOADS as LAYERS
 from .linear_measure import Run, time_calls
 from .measure import describe_error, floor_bytes, make_pass, release_memory
 from .operators import choose_in_order
 from .peers import large_inputs
-from .workloads import WORKLOADS as LAYERS
 
 COLUMNS: tuple[str, ...] = (
     "workload", "form", "pass", "ms", "share", "speed", "gpu", "versions", "commit", "note",

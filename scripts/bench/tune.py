@@ -51,10 +51,10 @@ from ..common.devices import gpu_name
 from ..common.options import LIMIT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
+from .layers import WORKLOADS, Workload
 from .linear_tune import LinearPlace
 from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs
-from .workloads import WORKLOADS, Workload
 
 WIDTHS = ("up to 16", "up to 64", "more")  # channels; one tile in each row of TILES
 BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d in (72, 80)}

@@ -1,47 +1,269 @@
-"""Sizes of layers that the benchmarks time."""
+"""Models of ``scripts.bench training``: ViTs, a layer of a video transformer, the train scripts' models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
+import timm
 import torch
+from timm.layers.attention import Attention
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lrpe_md.testing import Case
+from lrpe_md import CosineMd, Grid, RotateMd
+from lrpe_md.integrations.attention import Context
+from lrpe_md.integrations.timm import LrpeAttention, adapt
 
-__all__ = ["TEXT_WORKLOADS", "WORKLOADS", "Workload"]
+from ...models.joint import JointBlock
+from ..common.devices import sent
+from ..train.config import Training
+from ..train.data.captions import Captioned
+from ..train.data.images import Images, Labelled
+from ..train.data.videos import Footage, Segment
+from ..train.order import shuffle
+from ..train.tasks import diffusion as train_diffusion
+from ..train.tasks import image as train_image
+from ..train.tasks import video as train_video
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The sizes of a layer that is worth timing."""
+class ViT:
+    """A timm ViT under three names: plain, with axial and with mixed rope."""
 
-    batch: int
-    heads: int
-    shape: tuple[int, ...]
-    prefix: int
-    head_dim: int
-    key_heads: int | None = None  # where they are fewer (GQA): q and k are then projections of their own
+    plain: str
+    rope: str
+    mixed: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    batch: int = 128
+    baselines: ClassVar = {
+        "none": "none", "learned": "none", "timm-none": "none", "timm-axial": "timm-none", "timm-mixed": "timm-none",
+        "axial": "none", "mixed": "none", "cosine": "none", "linear-axial": "none", "linear-cosine": "none",
+        "axial-again": "none", "mixed-again": "none", "cosine-again": "none",
+    }  # fmt: skip
+    default: tuple[str, ...] = ("none", "timm-none", "timm-axial", "timm-mixed", "axial", "mixed")
+
+    def build(self, encoding: str) -> nn.Module:
+        if encoding.startswith("timm-"):
+            name = self.mixed if encoding == "timm-mixed" else self.rope
+            return timm.create_model(name, use_rot_pos_emb=encoding != "timm-none", **self.kwargs)
+        if encoding == "learned":
+            return timm.create_model(self.plain, **self.kwargs)
+        model = timm.create_model(self.plain, pos_embed="none", **self.kwargs)
+        if encoding == "none":
+            return model
+        keep_encoded, name = not encoding.endswith("-again"), encoding.removesuffix("-again")
+        if name == "mixed":
+            return adapt(model, "mixed", keep_encoded=keep_encoded)
+        attention = "linear" if name.startswith("linear-") else "softmax"
+        kind = "cosine" if name.endswith("cosine") else "rotate"
+        options = {"encoding_kwargs": {"base": 100.0}, "attention": attention, "keep_encoded": keep_encoded}
+        return adapt(model, kind, **options)
+
+    def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        generator = torch.Generator(device).manual_seed(0)
+        size = model.patch_embed.img_size
+        images = torch.randn(batch, 3, *size, generator=generator, device=device)
+        return images, torch.randint(model.num_classes, (batch,), generator=generator, device=device)
+
+    def loss(self, model: Any, *inputs: Tensor) -> Tensor:
+        images, labels = inputs
+        return F.cross_entropy(model(images), labels)
+
+    def tokens(self, model: Any, batch: int) -> int:
+        """Return the patches of a step, without class and text tokens."""
+        return batch * model.patch_embed.num_patches
+
+
+class TimmRotary(nn.Module):
+    """Rotary positions as timm applies them: sine and cosine tables; prefix tokens by slice and cat."""
+
+    table: Tensor
+
+    def __init__(self, omega: Tensor, grid: Grid) -> None:
+        super().__init__()
+        theta = Grid(grid.shape).coordinates() @ omega[0].double().T
+        theta = theta.float().repeat_interleave(2, -1)
+        self.register_buffer("table", torch.cat([theta.sin(), theta.cos()], -1), persistent=False)
+
+    def forward(self, *xs: Tensor, positions: Grid) -> tuple[Tensor, ...]:
+        n = positions.prefix
+        return tuple(
+            torch.cat([x[:, :, :n], apply_rot_embed_cat(x[:, :, n:], self.table)], dim=2).type_as(x) for x in xs
+        )
+
+
+class VideoLayer(nn.Module):
+    """Apply timm's block to the tokens of a video: x (B, N, C) → (B, N, C)."""
+
+    def __init__(self, grid: Grid, num_heads: int, head_dim: int, encoding: nn.Module | None) -> None:
+        super().__init__()
+        self.grid = grid
+        attention = Attention if encoding is None else LrpeAttention
+        self.block = Block(num_heads * head_dim, num_heads, qkv_bias=True, attn_layer=attention)
+        self.encoding = encoding
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.encoding is None:
+            return self.block(x)
+        context: Any = Context(self.encoding, self.grid, None)
+        return self.block(x, context)
+
+
+@dataclass(frozen=True)
+class Video:
+    """One layer of a video transformer; its input requires a gradient, as inside a model."""
+
+    shape: tuple[int, int, int] = (21, 30, 52)
+    prefix: int = 512
+    num_heads: int = 24
+    head_dim: int = 128
+    batch: int = 2
+    baselines: ClassVar = {"none": "none", "timm-axial": "none", "axial": "none", "mixed": "none", "cosine": "none"}
+    default = ("none", "timm-axial", "axial", "mixed")
+
+    def build(self, encoding: str) -> nn.Module:
+        grid, head_dim = Grid(self.shape, prefix=self.prefix), self.head_dim
+        module: nn.Module | None = None
+        if encoding == "timm-axial":
+            module = TimmRotary(RotateMd(head_dim, 3).get_omega(), grid)
+        elif encoding == "axial":
+            module = RotateMd(head_dim, 3)
+        elif encoding == "mixed":
+            module = RotateMd(head_dim, 3, frequencies="mixed", num_heads=self.num_heads, learnable=True)
+        elif encoding == "cosine":
+            module = CosineMd(head_dim, 3)
+        return VideoLayer(grid, self.num_heads, head_dim, module)
+
+    def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        generator = torch.Generator(device).manual_seed(0)
+        size = batch, model.grid.num_tokens, self.num_heads * self.head_dim
+        return (torch.randn(size, generator=generator, device=device).requires_grad_(),)
+
+    def loss(self, model: Any, *inputs: Tensor) -> Tensor:
+        return model(*inputs).float().square().mean()
+
+    def tokens(self, model: Any, batch: int) -> int:
+        return batch * math.prod(self.shape)
+
+
+def random_bytes(*size: int) -> Tensor:
+    return torch.randint(256, size, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Model and loss of a train script, at its default sizes."""
+
+    script: Any
+    training: type[Training]
+    default: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)  # overrides of the script's defaults
+
+    @cached_property
+    def config(self) -> Any:
+        return self.training(**{"out": Path(), "data": Path(), **self.options})
 
     @property
-    def num_tokens(self) -> int:
-        return self.prefix + torch.Size(self.shape).numel()
+    def baselines(self) -> dict[str, str]:
+        return dict.fromkeys(self.training.backbone.names, "none")
 
-    def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
-        """One tensor for cosine; for rotate q and k, slices of one projection."""
-        two = map == "rotate"
-        heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
-        case = Case(
-            map, self.shape, self.prefix, batch=self.batch, heads=heads, omega_heads=heads[-1] if per_head else 1,
-            head_dim=self.head_dim, dtype=torch.bfloat16,
-            layout=("bnhd" if self.key_heads else "packed") if two else "bhnd", grad_layout="bnhd" if two else "bhnd",
-        )  # fmt: skip
-        return replace(case, **changes)
+    @property
+    def batch(self) -> int:
+        """Return eight times the script's batch, since at its default the host limits such small models."""
+        return 8 * self.config.batch
+
+    def build(self, encoding: str) -> nn.Module:
+        return self.script.build(replace(self.config, encoding=encoding))
+
+    def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        return self.script.batch(self.config, *self.data(batch, device), *next(shuffle(batch, batch, seed=0)))
+
+    def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
+        """Return ``num`` random samples in the format of the script's batches."""
+        raise NotImplementedError  # subclasses define it
+
+    def loss(self, model: Any, *inputs: Tensor) -> Tensor:
+        return self.script.loss(model, inputs)
+
+    def tokens(self, model: Any, batch: int) -> int:
+        return self.script.patches(replace(self.config, batch=batch))
 
 
-WORKLOADS = {
-    "vit224": Workload(256, 12, (14, 14), 1, 64),
-    "img64": Workload(16, 16, (64, 64), 0, 64),
-    "video": Workload(2, 24, (21, 30, 52), 512, 128),
-}
-TEXT_WORKLOADS = {"text": Workload(8, 32, (8192,), 0, 128, key_heads=8)}
+class ImageBackbone(Backbone):
+    """The `train image` model for images and classes like Fashion-MNIST's."""
+
+    def build(self, encoding: str) -> nn.Module:
+        config, images = replace(self.config, encoding=encoding), self.images(1)
+        return self.script.build(config, self.script.model_arguments(config, Labelled(images, images, 10)))
+
+    def images(self, num: int) -> Images:
+        return Images(random_bytes(num, 1, self.config.size, self.config.size), torch.arange(num) % 10)
+
+    def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
+        return (self.images(num).to(device),)
+
+    def loss(self, model: Any, *inputs: Tensor) -> Tensor:
+        return self.script.loss(self.config, model, inputs)
+
+
+class VideoBackbone(Backbone):
+    def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
+        config = self.config
+        span = config.frames * config.every
+        frames = random_bytes(num + span - 1, 3, config.size, config.size).to(device)
+        footage = Footage(frames, (Segment(0, len(frames), False),))
+        return footage, sent(footage.starts(span, held_out=False), device)
+
+
+NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before they are encoded
+
+
+class DiffusionBackbone(Backbone):
+    """The `train diffusion` model; captions have half to all of the script's maximal length."""
+
+    @property
+    def baselines(self) -> dict[str, str]:
+        return {**super().baselines, f"rotate{NORMS_FIRST}": "none"}
+
+    def build(self, encoding: str) -> nn.Module:
+        model = super().build(encoding.removesuffix(NORMS_FIRST))
+        for block in model.modules() if encoding.endswith(NORMS_FIRST) else ():
+            if isinstance(block, JointBlock):
+                block.norm = lambda context, length, dtype: None
+        return model
+
+    def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
+        size, length = self.config.size, self.config.text_length
+        captions = ["x" * (length - i % (1 + length // 2)) for i in range(num)]
+        data = Captioned(random_bytes(num, 3, size, size), captions, np.zeros(num, bool))
+        return (train_diffusion.Pairs(self.config, data, device),)
+
+
+Workload = ViT | Video | Backbone
+MODELS: dict[str, Workload] = {
+    "vit_b": ViT("vit_base_patch16_224", "vit_base_patch16_rope_224", "vit_base_patch16_rope_mixed_224"),
+    "vit_b_1024": ViT(
+        "vit_base_patch16_224", "vit_base_patch16_rope_224", "vit_base_patch16_rope_mixed_224", {"img_size": 1024}, 8,
+        ("none", "axial", "linear-axial", "linear-cosine"),
+    ),
+    "vit_s": ViT("vit_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"),
+    "video": Video(),
+    "image": ImageBackbone(
+        train_image, train_image.ImageTraining,
+        ("none", "learned", "rotate", "rotate-mixed", "cosine", "cosine-softplus"),
+    ),
+    "video_model": VideoBackbone(
+        train_video, train_video.VideoTraining, ("none", "learned", "rotate", "rotate-mixed", "cosine-softplus")
+    ),
+    "dit": DiffusionBackbone(
+        train_diffusion, train_diffusion.DiffusionTraining,
+        ("none", "sincos", "rotate", "rotate-mixed", "cosine-softplus"),
+    ),
+}  # fmt: skip

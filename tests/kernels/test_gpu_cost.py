@@ -11,10 +11,10 @@ import pytest
 import timm
 import torch
 from gpu_memory import skip_without
+from lrpe_md.scripts.bench.layers import WORKLOADS
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
-from lrpe_md.scripts.bench.workloads import WORKLOADS
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate

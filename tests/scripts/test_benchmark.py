@@ -12,6 +12,7 @@ from lrpe_md.scripts.bench import modes as benchmark_modes
 from lrpe_md.scripts.bench import operators as benchmark
 from lrpe_md.scripts.bench import report as benchmark_report
 from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.layers import Workload
 from lrpe_md.scripts.bench.measure import (
     COLUMNS,
     COPY,
@@ -26,7 +27,6 @@ from lrpe_md.scripts.bench.measure import (
 )
 from lrpe_md.scripts.bench.modes import custom_op, raw_launch
 from lrpe_md.scripts.bench.peers import CACHED, OURS, PEERS, Peer, cached, kernels, large_inputs, load_file, tables
-from lrpe_md.scripts.bench.workloads import Workload
 from lrpe_md.scripts.common.markdown import PAGES
 from rich.console import Console
 from typer.testing import CliRunner
