@@ -4,8 +4,8 @@ An operator in Python costs a compiled program more of the host's time than the 
 to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
-packed sequences and of causal masks. Likewise sizes that are symbols, and tensors that are not on a GPU. Where
-Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from
+packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums of rows
+that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from
 Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of ``torch.compile`` see the operator
 alone.
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops
+from ..core.call import Variant
 from ..core.memory import split_projection
 from ..core.recording import Start, UnrecordableError, record
 from .private import storage_of
@@ -148,15 +149,23 @@ _LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of l
 
 
 def _check(start: Start, device: torch.device | None) -> None:
-    """Check that Inductor, which tries no other tile, may compile the kernel."""
+    """Check that Inductor, which tries no other tile, may compile the kernel and gets the same bits."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(start):
         raise FallBackToOperator
+    if _sums_rows(start.variant) and not start.variant.aligned:
+        raise FallBackToOperator  # the strides, known here, would change how threads share a row, and so its sums
     if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
             raise FallBackToOperator
+
+
+def _sums_rows(variant: Variant) -> bool:
+    """Return whether a kernel sums over the channels or the tokens of rows that it reads."""
+    sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
+    return sums and variant.head_dim > 0
 
 
 def _needs_launcher(start: Start) -> bool:
