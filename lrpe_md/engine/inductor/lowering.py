@@ -5,9 +5,9 @@ to lower ours: their launchers run on tensors without memory, while what they al
 each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
 leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
 packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums of rows
-that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is launched by Triton from
-Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of ``torch.compile`` see the operator
-alone.
+that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is
+launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of
+``torch.compile`` see the operator alone.
 
 Gradients that an operator makes for one projection (core/joined.py) are written where they are joined: the buffer that
 they are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of
