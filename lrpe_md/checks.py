@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
+
 __all__ = [
     "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting", "is_finite_number",
     "is_real", "split_pair", "suggest",
@@ -39,9 +41,7 @@ def as_integer(value: Any) -> Any:
 
 def fleeting() -> bool:
     """Tensors made now must not outlive this call: a dispatch mode, a function transform or a trace is active."""
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
-    )
+    return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:

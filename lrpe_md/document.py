@@ -14,12 +14,14 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .engine import boundary
-from .engine.call import Act, Call, Impl, Needs, Options, Pairs, Positions
-from .engine.dispatch import run, use_triton
-from .engine.tables import replace_angles, store_angles
-from .engine.validate import check_input, rotary_slice, validate
-from .engine.views import encode_packed
+from .engine.core.call import Act, Call, Impl, Needs, Options, Pairs, Positions
+from .engine.core.operator import is_direct, use_triton
+from .engine.encode.dispatch import run
+from .engine.encode.operator import ENCODE
+from .engine.encode.tables import replace_angles, store_angles
+from .engine.encode.validate import check_input, rotary_slice, validate
+from .engine.encode.views import encode_packed
+from .engine.inductor.private import transforming
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -86,9 +88,9 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     It is here for the document's sake: it gains nothing (docs/tuning.md), and with a θ for each head has more to read.
     """
     call = _cosine_call(x, theta, **kwargs)
-    use_triton("triton", (x,), call.tables)
+    use_triton("triton", x, (), transforming())
     call = replace_angles(call, store_angles(call), x.dtype)
-    return boundary.run_kernels(call, (x,), boundary.is_direct((x, *call.tables)))[0]
+    return ENCODE.run_kernels(call, (x,), ENCODE.learned(call, ()), is_direct((x, *call.tables)))[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
@@ -252,8 +254,8 @@ def _rotate_call(
 
 
 def _forward(x: Tensor, call: Call) -> list[Tensor]:
-    use_triton("triton", (x,), call.tables)
-    return boundary.forward(call, (x,), boundary.is_direct((x, *call.tables)))
+    use_triton("triton", x, (), transforming())
+    return ENCODE.forward(call, (x,), (), is_direct((x, *call.tables)))
 
 
 def _backward(
@@ -263,7 +265,7 @@ def _backward(
     with torch.enable_grad():
         call = make_call(x, theta)
     spec, omega = call.spec, call.tables.omega
-    use_triton("triton", (x,), call.tables)
+    use_triton("triton", x, (), transforming())
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
         raise ValueError(
@@ -279,8 +281,8 @@ def _backward(
         )
     if theta_cache is not None:
         call = replace_angles(call, theta_cache, x.dtype)
-    direct = boundary.is_direct((do, x, *call.tables, theta_cache))
-    _, *stats = boundary.forward(call, (x,), direct) if spec.dim == -2 else (None,)
-    dx, domega = boundary.backward(call, [do], [x], stats, Needs(omega=True), direct)
+    direct = is_direct((do, x, *call.tables, theta_cache))
+    _, *stats = ENCODE.forward(call, (x,), (), direct) if spec.dim == -2 else (None,)
+    dx, domega = ENCODE.backward(call, [do], [x], stats, Needs(omega=True), direct)
     (dtheta,) = torch.autograd.grad(omega, theta, domega)
     return dx, dtheta

@@ -8,11 +8,11 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from .engine.call import Act, Impl, Options, Order, Pairs, Positions
-from .engine.dispatch import run, run_part
-from .engine.output import take_target
-from .engine.tables import take_tables
-from .engine.views import Packed, encode_qkv
+from .engine.core.call import Act, Impl, Options, Order, Pairs, Positions
+from .engine.encode.dispatch import run, run_part
+from .engine.encode.output import take_target
+from .engine.encode.tables import take_tables
+from .engine.encode.views import Packed, encode_qkv
 from .norm import Norm
 
 __all__ = ["cosine", "rotate"]

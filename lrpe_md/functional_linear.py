@@ -6,10 +6,10 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from .engine.call import Act, Impl, Order, Pairs, Positions
-from .engine.linear_call import LinearOptions, MapOrNone, NormalizerName, Sides, State
-from .engine.linear_dispatch import run_linear
-from .engine.linear_validate import Given, as_state
+from .engine.core.call import Act, Impl, Order, Pairs, Positions
+from .engine.linear.call import LinearOptions, MapOrNone, NormalizerName, Sides, State
+from .engine.linear.dispatch import as_state, run_linear
+from .engine.linear.validate import Given
 from .norm import Norm
 
 __all__ = ["linear_attention"]

@@ -7,11 +7,11 @@ from .frequencies.series import geometric_theta as geometric_theta
 from .functional import cosine as cosine
 from .functional import rotate as rotate
 from .functional_linear import linear_attention as linear_attention
-from .modules import CosineMd as CosineMd
-from .modules import PresetMd as PresetMd
-from .modules import Rotate1d as Rotate1d
-from .modules import RotateMd as RotateMd
-from .modules_linear import LinearAttention as LinearAttention
+from .modules.encodings import CosineMd as CosineMd
+from .modules.encodings import PresetMd as PresetMd
+from .modules.encodings import Rotate1d as Rotate1d
+from .modules.encodings import RotateMd as RotateMd
+from .modules.linear import LinearAttention as LinearAttention
 from .norm import Norm as Norm
 from .optim import parameter_groups as parameter_groups
 from .pairs import convert_pairs as convert_pairs

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .checks import is_finite_number
-from .module_base import FrequencyModule
+from .modules.base import FrequencyModule
 
 __all__ = ["parameter_groups"]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ from torch.nn import functional as F
 
 __all__ = [
     "ACTIVATIONS", "MAPS", "NORMS", "Act", "Activation", "Map", "MapName", "Scales", "Spec", "activate",
-    "activate_and_map", "activate_backward", "angles", "cos_sin", "cosine", "encode", "encode_backward",
-    "encode_tables", "encode_tables_backward", "fold", "join_pairs", "no_autocast", "normalise", "normalise_backward",
-    "rotate", "split_pairs",
+    "activate_and_map", "angles", "cos_sin", "cosine", "encode", "encode_tables", "fold", "join_pairs", "no_autocast",
+    "normalise", "rotate", "split_pairs",
 ]  # fmt: skip
 
 
@@ -106,37 +105,21 @@ class Activation(NamedTuple):
     """x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``."""
 
     forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
-    backward: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # dx from dx̄, x, x̄ and dim
     never_negative: bool = False
     dims: tuple[int, ...] = ()  # what it can be taken over; none: element by element
 
 
-def _silu_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, dim: int | None) -> Tensor:
-    s = torch.sigmoid(x)
-    return dx_bar * (s * (1 + x * (1 - s)))
-
-
 ACTIVATIONS: dict[str, Activation] = {
-    "none": Activation(lambda x, dim: x, lambda dx_bar, x, x_bar, dim: dx_bar),
-    "relu": Activation(
-        lambda x, dim: torch.relu(x), lambda dx_bar, x, x_bar, dim: dx_bar * (x > 0), never_negative=True
-    ),
-    "sigmoid": Activation(
-        lambda x, dim: torch.sigmoid(x),
-        lambda dx_bar, x, x_bar, dim: dx_bar * (torch.sigmoid(x) * (1 - torch.sigmoid(x))),
-        never_negative=True,
-    ),
-    "silu": Activation(lambda x, dim: F.silu(x), _silu_backward),
+    "none": Activation(lambda x, dim: x),
+    "relu": Activation(lambda x, dim: torch.relu(x), never_negative=True),
+    "sigmoid": Activation(lambda x, dim: torch.sigmoid(x), never_negative=True),
+    "silu": Activation(lambda x, dim: F.silu(x)),
     "softplus": Activation(
         lambda x, dim: F.softplus(x, threshold=40.0),  # the default threshold, 20, is off by 2e-9 in float64
-        lambda dx_bar, x, x_bar, dim: dx_bar * torch.sigmoid(x),
         never_negative=True,
     ),
     "softmax": Activation(
-        lambda x, dim: torch.softmax(x, -1 if dim is None else dim),
-        lambda dx_bar, x, x_bar, dim: x_bar * (dx_bar - (x_bar * dx_bar).sum(dim, keepdim=True)),
-        never_negative=True,
-        dims=(-1, -2),
+        lambda x, dim: torch.softmax(x, -1 if dim is None else dim), never_negative=True, dims=(-1, -2)
     ),
 }
 
@@ -144,11 +127,6 @@ ACTIVATIONS: dict[str, Activation] = {
 def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
     """x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
     return ACTIVATIONS[act].forward(x, dim)
-
-
-def activate_backward(dx_bar: Tensor, x: Tensor, x_bar: Tensor, act: str, dim: int | None = None) -> Tensor:
-    """dx from dx̄."""
-    return ACTIVATIONS[act].backward(dx_bar, x, x_bar, dim)
 
 
 NORMS = ("rms", "layer")
@@ -169,65 +147,23 @@ class Scales(NamedTuple):
             return t[self.token_groups].movedim(0, 1)
         return t[:, None, :] if t.ndim == 2 else t
 
-    def sum_like(self, dt: Tensor, t: Tensor | None) -> Tensor | None:
-        """Sum a gradient by token, (B, H, N, D), to the shape of γ or β."""
-        if t is None:
-            return None
-        dt = dt.double()
-        if t.ndim == 3:
-            assert self.token_groups is not None
-            rows = [(dt * (self.token_groups == i)[:, None]).sum((0, 2)) for i in range(t.shape[0])]
-            total = torch.stack(rows)
-        else:
-            total = dt.sum((0, 2))
-        if t.ndim == 1:
-            total = total.sum(0)
-        elif t.shape[-2] == 1:
-            total = total.sum(-2, keepdim=True)
-        return total.to(t.dtype)
-
 
 NO_SCALES = Scales()
 
 
 def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
     """norm(x), in the dtype of the arithmetic, which x has."""
-    normed, _ = _divide_by_deviation(spec, x)
+    over = (-1,) if spec.norm_over == "head" else (1, -1)
+    if spec.norm == "layer":
+        mean = x.mean(over, keepdim=True)
+        # The second mean is what rounding took from the first: else equal channels would not become 0.
+        x = x - (mean + (x - mean).mean(over, keepdim=True))
+    normed = x * (x.square().mean(over, keepdim=True) + spec.norm_eps).rsqrt()
     if scales.weight is not None:
         normed = normed * (scales.by_token(scales.weight, x.dtype) + spec.norm_offset)
     if scales.bias is not None:
         normed = normed + scales.by_token(scales.bias, x.dtype)
     return normed
-
-
-def _over(spec: Spec) -> tuple[int, ...]:
-    return (-1,) if spec.norm_over == "head" else (1, -1)
-
-
-def _divide_by_deviation(spec: Spec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x over its root mean square, or standard deviation, and what it was multiplied by."""
-    if spec.norm == "layer":
-        mean = x.mean(_over(spec), keepdim=True)
-        # The second mean is what rounding took from the first: else equal channels would not become 0.
-        x = x - (mean + (x - mean).mean(_over(spec), keepdim=True))
-    scale = (x.square().mean(_over(spec), keepdim=True) + spec.norm_eps).rsqrt()
-    return x * scale, scale
-
-
-def normalise_backward(
-    spec: Spec, dy: Tensor, x: Tensor, scales: Scales = NO_SCALES
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dγ and dβ of norm(x), of which dy is the gradient.
-
-    With x̂ = norm(x) without γ and β, r what x is multiplied by, and g = γ dy:
-        rms    dx = r (g - x̂ mean(g x̂))        layer  dx = r (g - mean(g) - x̂ mean(g x̂))
-    """
-    normed, scale = _divide_by_deviation(spec, x)
-    g = dy if scales.weight is None else dy * (scales.by_token(scales.weight, x.dtype) + spec.norm_offset)
-    dx = g - normed * (g * normed).mean(_over(spec), keepdim=True)
-    if spec.norm == "layer":
-        dx = dx - g.mean(_over(spec), keepdim=True)
-    return dx * scale, scales.sum_like(dy * normed, scales.weight), scales.sum_like(dy, scales.bias)
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: int = 0) -> Tensor:
@@ -280,30 +216,6 @@ class Map(NamedTuple):
     out_dim: Callable[[int, int], int]  # of a head of y, from head_dim and C
     head_dim: Callable[[int, int], int]  # of a head of x, from the width of y and C
     apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Spec], tuple[Tensor, Tensor]]  # dx̄ and dΘ from dy and these
-
-
-def _cosine_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    start, width = spec.rotary_start, cos.shape[-1]
-    before, first, second, after = dy.split([start, width, width, dy.shape[-1] - start - 2 * width], dim=-1)
-    dy_cos, dy_sin = (first, second) if spec.order == "cos_sin" else (second, first)
-    mapped = x_bar[..., start : start + width]
-    dx_bar = torch.cat([before, dy_cos * cos + dy_sin * sin, after], dim=-1)
-    return dx_bar, mapped * (dy_sin * cos - dy_cos * sin)
-
-
-def _rotate_backward(dy: Tensor, x_bar: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    def turned(t: Tensor) -> tuple[Tensor, Tensor]:
-        width = 2 * spec.num_channels
-        _, middle, _ = t.split([spec.rotary_start, width, t.shape[-1] - spec.rotary_start - width], dim=-1)
-        return split_pairs(middle, spec.pairs, spec.sections)
-
-    if sin.shape[-1] > spec.num_channels:  # each channel is turned back with the sine of the other one of its pair
-        sin_a, sin_b = _split_entries(sin, spec)
-        sin = join_pairs(sin_b, sin_a, spec.pairs, spec.sections)
-    dx_bar = rotate(dy, cos, -sin, spec)
-    (a, b), (da, db) = turned(x_bar), turned(dx_bar)
-    return dx_bar, a * db - b * da
 
 
 MAPS: dict[str, Map] = {
@@ -312,21 +224,18 @@ MAPS: dict[str, Map] = {
         out_dim=lambda head_dim, channels: head_dim + channels,
         head_dim=lambda out_dim, channels: out_dim - channels,
         apply=lambda x_bar, cos, sin, spec: cosine(x_bar, cos, sin, spec.order, spec.rotary_start),
-        backward=_cosine_backward,
     ),
     "rotate": Map(
         channels=lambda width: width // 2,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
-        backward=_rotate_backward,
     ),
     "none": Map(  # of linear attention alone: there are no angles
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,
         apply=lambda x_bar, cos, sin, spec: x_bar,
-        backward=lambda dy, x_bar, cos, sin, spec: (dy, torch.zeros_like(cos)),
     ),
 }
 
@@ -406,76 +315,3 @@ def place_tables(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tenso
             t = t.repeat_interleave(x.shape[1] // t.shape[1], dim=1)
         placed.append(t)
     return placed[0], placed[1]
-
-
-def encode_backward(
-    spec: Spec,
-    dy: Tensor,
-    x: Tensor | None,
-    coords: Tensor,
-    rotated: Tensor | None,
-    omega: Tensor,
-    phase: Tensor | None = None,
-    amplitude: Tensor | None = None,
-    *,
-    scales: Scales | None = None,
-) -> tuple[Any, ...]:
-    """dx, dω (H or fewer, C, K) and Σ_n dΘ = dφ, both in float64, in closed form, for where autograd can't record.
-    With scales dγ and dβ behind them, in their dtypes, None where there is none.
-
-        cosine   dx̄ = dy_cos ⊙ cos Θ + dy_sin ⊙ sin Θ        dΘ = x̄ ⊙ (dy_sin ⊙ cos Θ - dy_cos ⊙ sin Θ)
-        rotate   dx̄ = dy rotated by -Θ                        dΘ = ā db̄ - b̄ dā
-        dω[h, c, j] = Σ s_j dΘ                                 dx = act'(dx̄)
-
-    x may be None for act "none": dx needs none, and dω and dφ are then zero.
-    """
-    with no_autocast(dy):
-        dtype = torch.promote_types(dy.dtype, torch.float32)
-        theta = angles(coords, omega, phase, rotated)
-        groups = theta.shape[-3]
-        theta = fold(theta, dtype).repeat_interleave(dy.shape[1] // groups, dim=-3)
-        cos, sin = cos_sin(theta, amplitude, rotated)
-        dx, dtheta, *dscales = _map_backward(spec, dy, x, cos, sin, scales or NO_SCALES)
-        if rotated is not None:
-            dtheta = torch.where(rotated[..., None, :, None], dtheta, 0)
-        # Sum over the heads that share a frequency: (B, G, N, C).
-        batch, heads, *tail = dtheta.shape
-        dtheta = dtheta.reshape(batch, groups, heads // groups, *tail).sum(2, dtype=torch.float64)
-        columns = [(dtheta * coords[..., None, :, None, j]).sum((0, 2)) for j in range(coords.shape[-1])]
-        domega, dphase = torch.stack(columns, dim=-1), dtheta.sum((0, 2))
-        domega = domega.sum(0, keepdim=True) if omega.shape[0] < groups else domega
-        if phase is not None and phase.shape[0] < groups:
-            dphase = dphase.sum(0, keepdim=True)
-        return (dx, domega, dphase) if scales is None else (dx, domega, dphase, *dscales)
-
-
-def _map_backward(
-    spec: Spec, dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, scales: Scales
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return dx, dΘ in the dtype of the arithmetic, dγ and dβ."""
-    g = dy.to(cos.dtype)
-    x = g.new_zeros((*g.shape[:3], spec.head_dim(g.shape[-1]))) if x is None else x.to(cos.dtype)
-    given = x
-    if spec.norm != "none":
-        x = normalise(spec, x, scales)
-    x_bar = activate(x, spec.act, spec.dim or None)
-    dx_bar, dtheta = MAPS[spec.map].backward(g, x_bar, cos, sin, spec)
-    dx, dscales = activate_backward(dx_bar, x, x_bar, spec.act, spec.dim or None), (None, None)
-    if spec.norm != "none":
-        dx, *dscales = normalise_backward(spec, dx, given, scales)
-    return dx.to(dy.dtype), dtheta, *dscales
-
-
-def encode_tables_backward(
-    spec: Spec,
-    dy: Tensor,
-    x: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    first: int,
-    scales: Scales = NO_SCALES,
-) -> tuple[Any, ...]:
-    """Return dx, dγ and dβ of :func:`encode_tables` in closed form, as :func:`encode_backward` does."""
-    with no_autocast(dy):
-        dx, _, *dscales = _map_backward(spec, dy, x, *place_tables(dy, cos, sin, first), scales)
-        return dx, *dscales

@@ -18,23 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .engine.inductor.private import are_transforms_active, has_static_value
 from .reference import NO_SCALES, Scales, Spec, activate, activate_and_map, no_autocast, normalise
 
 __all__ = [
-    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "is_static",
-    "product", "zero_gated_tokens",
+    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "product",
+    "zero_gated_tokens",
 ]  # fmt: skip
 
 CHUNK = 64
 MASKS = ("full", "causal", "block")
-
-
-def is_static(size: Any) -> bool:
-    """Tell whether compiled code knows the value of a size."""
-    # Not above: it brings sympy, which takes longer to import than all of this library.
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    return has_static_value(size)
 
 
 class Attention(NamedTuple):
@@ -159,8 +152,7 @@ def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor
     if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
         with no_autocast(a):
             return _rounded(a, operands) @ _rounded(b, operands)
-    transformed = torch._C._are_functorch_transforms_active()
-    return (_TransformedProduct if transformed else _Product).apply(a, b, operands)
+    return (_TransformedProduct if are_transforms_active() else _Product).apply(a, b, operands)
 
 
 # --- features -----------------------------------------------------------------------------------------------------
@@ -343,7 +335,7 @@ def _attend_causal(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
 ) -> Rows:
     num_tokens = terms.q.shape[2]
-    if is_static(num_tokens):
+    if has_static_value(num_tokens):
         if num_tokens == 1:
             return _attend_full(attention, terms, before, ends, operands)
         size = max(1, min(CHUNK, num_tokens))

@@ -1,4 +1,4 @@
-"""Inputs, runs and the error budget, for tests and benchmarks.
+"""Inputs, runs and the error budget, to test kernels with.
 
 An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
 times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .engine import linear_boundary
-from .engine.call import Layout, Tables
-from .engine.linear_call import LinearOptions, Operands, Sides
-from .engine.linear_validate import Given, validate_linear
-from .engine.norms import take_norm
-from .engine.validate import Positions
+from .engine.core.call import Layout, Tables
+from .engine.core.norms import take_norm
+from .engine.encode.validate import Positions
+from .engine.linear.call import LinearOptions, Operands, Sides
+from .engine.linear.operator import ATTEND
+from .engine.linear.validate import Given, validate_linear
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
 from .norm import Norm
 from .positions.grid import Coordinates, Grid
 
 __all__ = [
-    "TEXT_WORKLOADS", "WORKLOADS", "Case", "Inputs", "LinearCase", "LinearInputs", "Violation", "Workload", "as_tuple",
+    "Case", "Inputs", "LinearCase", "LinearInputs", "Violation", "as_tuple",
     "bind", "bind_linear", "budget_violation", "check", "check_linear", "make_inputs", "make_linear_inputs",
     "make_tables", "rounded_angles", "run", "run_linear",
 ]  # fmt: skip
@@ -103,41 +103,6 @@ class Case:
         default = Case()
         changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
         return ", ".join(f"{k}={v}" for k, v in changed.items()) or "default"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The sizes of a layer that is worth timing."""
-
-    batch: int
-    heads: int
-    shape: tuple[int, ...]
-    prefix: int
-    head_dim: int
-    key_heads: int | None = None  # where they are fewer (GQA): q and k are then projections of their own
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + torch.Size(self.shape).numel()
-
-    def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
-        """One tensor for cosine; for rotate q and k, slices of one projection."""
-        two = map == "rotate"
-        heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
-        case = Case(
-            map, self.shape, self.prefix, batch=self.batch, heads=heads, omega_heads=heads[-1] if per_head else 1,
-            head_dim=self.head_dim, dtype=torch.bfloat16,
-            layout=("bnhd" if self.key_heads else "packed") if two else "bhnd", grad_layout="bnhd" if two else "bhnd",
-        )  # fmt: skip
-        return replace(case, **changes)
-
-
-WORKLOADS = {
-    "vit224": Workload(256, 12, (14, 14), 1, 64),
-    "img64": Workload(16, 16, (64, 64), 0, 64),
-    "video": Workload(2, 24, (21, 30, 52), 512, 128),
-}
-TEXT_WORKLOADS = {"text": Workload(8, 32, (8192,), 0, 128, key_heads=8)}
 
 
 @dataclass
@@ -686,7 +651,8 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
                 own, own_weights = take_norm(own, norm, 2)
                 given = given._replace(weights=own_weights)
             call = validate_linear(own, given, sides)
-            return linear_boundary.run_reference(call, Operands(q, k, v, gate, tuple(state)), operands)
+            o, *after = ATTEND.refer(call, Operands(q, k, v, gate, tuple(state)), operands)
+            return o, tuple(after)
         before: Any = tuple(state) or None
         found: Any = linear_attention(
             *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,

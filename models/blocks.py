@@ -19,8 +19,8 @@ from timm.layers.norm import RmsNorm
 from torch import Tensor, nn
 
 from lrpe_md import Norm, geometric_theta
-from lrpe_md.engine.linear_call import NormalizerName
-from lrpe_md.engine.views import split_qkv
+from lrpe_md.engine.encode.views import split_qkv
+from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
 from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.checks import check_at_least
-from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
 from lrpe_md.presets.scheme import Preset, Scheme

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from lrpe_md import Grid, list_presets
 from lrpe_md.checks import can_read, check_at_least
-from lrpe_md.engine.views import split_qkv
+from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding
 from lrpe_md.integrations.run_time import set_scaling
-from lrpe_md.modules_linear import attend_with
+from lrpe_md.modules.linear import attend_with
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
 

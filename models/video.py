@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.engine.linear_call import NormalizerName
+from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import Carried, Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies

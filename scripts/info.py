@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from lrpe_md import __version__
-from lrpe_md.engine.dispatch import HAS_TRITON, INTERPRETING
+from lrpe_md.engine.core.operator import HAS_TRITON, INTERPRETING
 
 __all__ = ["describe"]
 

@@ -75,7 +75,7 @@ def nan_filled():
 @pytest.fixture
 def count_launches():
     """Return a function that counts the launches prepared since the test began."""
-    from lrpe_md.engine import call
+    from lrpe_md.engine.core import operator
 
-    call.remembered.clear()
-    return lambda: [launch for known in call.remembered.values() for launch in known.launches.values()]
+    operator.remembered.clear()
+    return lambda: [launch for known in operator.remembered.values() for launch in known.launches.values()]

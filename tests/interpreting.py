@@ -14,7 +14,7 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
-from lrpe_md.engine import dispatch
+from lrpe_md.engine.core import operator
 
 
 class PatchOnce:
@@ -249,7 +249,7 @@ def fix_old_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     # the warning is about errors that are fixed here
-    monkeypatch.setattr(dispatch, "warn_of_interpreter", lambda: None)
+    monkeypatch.setattr(operator, "warn_of_interpreter", lambda: None)
     monkeypatch.setattr(type(interpreter.interpreter_builder), "create_fma", fma)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 

@@ -12,8 +12,8 @@ in Triton's interpreter. test_structure.py compares the measurements with limits
   exempt.
 - constexprs by position: arguments in calls between GPU functions that bind by position to a ``tl.constexpr``.
 - import cycles: groups of modules that import each other; imports inside functions count.
-- file changes: how often a warm call of ``cosine`` enters a Python function of ``lrpe_md`` in another file than the
-  previous one. Functions of the kernels, which run on a GPU, do not count.
+- file changes: how often a warm call of ``cosine``, ``rotate`` or ``linear_attention`` enters a Python function of
+  ``lrpe_md`` in another file than the previous one. Functions of the kernels, which run on a GPU, do not count.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def decorator_name(node: ast.expr) -> str:
 @dataclass
 class Module:
     path: Path
-    name: str  # such as lrpe_md.engine.plan or models.vit
+    name: str  # such as lrpe_md.engine.encode.plan or models.vit
     package: tuple[str, ...]  # base of relative imports
     source: str = field(init=False)
 
@@ -274,7 +274,7 @@ def trace(root: Path) -> dict[str, list[str]]:
     import torch
 
     import lrpe_md
-    from lrpe_md import CosineMd, Grid, cosine
+    from lrpe_md import CosineMd, Grid, cosine, linear_attention, rotate
 
     package = root / "lrpe_md"
     assert Path(lrpe_md.__file__).parent == package, f"{lrpe_md.__file__} is not of {root}"
@@ -314,6 +314,13 @@ def trace(root: Path) -> dict[str, list[str]]:
     module(x, positions=grid)
     found["warm"] = files(lambda: forward(omega))
     found["warm, with gradient"] = files(lambda: forward(learned))
+    pairs = omega[:, ::2].clone()
+    rotate(x, x, omega=pairs, positions=grid, impl="triton")
+    linear_attention(x, x, x, omega=omega, positions=grid, impl="triton")
+    found["warm rotate"] = files(lambda: rotate(x, x, omega=pairs, positions=grid, impl="triton"))
+    found["warm linear_attention"] = files(
+        lambda: linear_attention(x, x, x, omega=omega, positions=grid, impl="triton")
+    )
     found["warm, of a module"] = files(lambda: module(x, positions=grid))
     return found
 
@@ -328,6 +335,8 @@ def measure(checkout: Checkout) -> dict[str, int]:
         "constexprs by position": sum(checkout.constexprs_by_position().values()),
         "import cycles": len(checkout.import_cycles()),
         "file changes in a warm forward": len(checkout.files_of_calls["warm"]) - 1,
+        "file changes in a warm rotate": len(checkout.files_of_calls["warm rotate"]) - 1,
+        "file changes in a warm linear_attention": len(checkout.files_of_calls["warm linear_attention"]) - 1,
     }
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..engine.boundary import exporting, transforming
-from ..engine.linear_call import NormalizerName
-from ..modules_linear import attend_with
+from ..engine.inductor.private import exporting, transforming
+from ..engine.linear.call import NormalizerName
+from ..modules.linear import attend_with
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.call import Impl
+from ..engine.core.call import Impl
 from .norms import is_plain
 from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, run
 from .probing import find_plan, quietly

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import suggest
-from ..engine.linear_call import Description, NormalizerName
-from ..engine.linear_validate import check_normalizer
-from ..engine.validate import check_act
-from ..module_base import FrequencyModule
-from ..modules import CosineMd, PresetMd, RotateMd
+from ..engine.encode.validate import check_act
+from ..engine.linear.call import Description, NormalizerName
+from ..engine.linear.validate import check_normalizer
+from ..modules.base import FrequencyModule
+from ..modules.encodings import CosineMd, PresetMd, RotateMd
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid

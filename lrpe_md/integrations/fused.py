@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.call import Impl
+from ..engine.core.call import Impl
 from ..functional import rotate
 from ..norm import Norm
 from .copies import Copier, Exchange

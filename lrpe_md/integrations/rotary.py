@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..engine.validate import IMPLS, Impl
+from ..engine.core.call import Impl
+from ..engine.core.operator import IMPLS
 from . import copies
 from .drop_ins import drop_in
 from .fused import fuse

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..frequencies.series import apply_scaling
-from ..module_base import FrequencyModule, copy_together
+from ..modules.base import FrequencyModule, copy_together
 from ..presets.scheme import Scaling
 from .rotary import is_pipeline, parts
 from .table_modules import makes_tables, stand_in

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..modules import RotateMd
+from ..modules.encodings import RotateMd
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .copies import derive_class, find_method

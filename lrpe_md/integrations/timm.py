@@ -35,8 +35,8 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..engine.linear_call import NormalizerName
-from ..engine.views import split_qkv
+from ..engine.encode.views import split_qkv
+from ..engine.linear.call import NormalizerName
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid

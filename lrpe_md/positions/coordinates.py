@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import as_integer, check_dense, is_real
+from ..engine.inductor.private import are_transforms_active, assert_async, num_dispatch_modes
 
 __all__ = [
     "Bound", "Coordinates", "PerAxis", "Rules", "check_axes", "check_index", "check_reach", "larger", "per_axis",
@@ -270,7 +271,7 @@ def check_index(index: Tensor, num: int) -> None:
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"
-    if torch.compiler.is_compiling() or index.is_cuda or torch._C._len_torch_dispatch_stack():
-        torch._assert_async(~outside.any(), text)  # pyright: ignore[reportPrivateImportUsage]
-    elif not (index.is_meta or torch._C._are_functorch_transforms_active()) and outside.any():
+    if torch.compiler.is_compiling() or index.is_cuda or num_dispatch_modes():
+        assert_async(~outside.any(), text)
+    elif not (index.is_meta or are_transforms_active()) and outside.any():
         raise IndexError(f"{text}, got {int(index[outside][0])}")

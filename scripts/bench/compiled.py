@@ -48,9 +48,10 @@ def operator_only() -> Iterator[None]:
     from torch._inductor import lowering
 
     table: dict[Any, Any] = lowering.lowerings
-    from lrpe_md.engine import compiled
+    from lrpe_md.engine.encode.operator import ENCODE
+    from lrpe_md.engine.inductor.lowering import register
 
-    compiled.register()
+    register(ENCODE)
     ops = torch.ops.lrpe_md.forward.default, torch.ops.lrpe_md.backward.default
     saved = {op: table.pop(op) for op in ops}
     try:

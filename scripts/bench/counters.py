@@ -22,9 +22,8 @@ import torch
 import torch._functorch.config as functorch_config
 import typer
 
-from lrpe_md.testing import WORKLOADS
-
 from ..common.provenance import measured_on
+from .layers import WORKLOADS
 from .measure import floor_bytes, make_pass
 from .peers import OURS, PEERS, large_inputs
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lrpe_md import linear_attention
-from lrpe_md.engine import linear_launch
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.linear_plan import TILES, LinearPass, LinearTile
+from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear.plan import TILES, LinearPass, LinearTile
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass

@@ -18,10 +18,11 @@ from torch import Tensor
 
 import lrpe_md
 from lrpe_md import CosineMd, RotateMd, reference, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs
-from lrpe_md.testing import Inputs, Workload, as_tuple
+from lrpe_md.engine.core.call import Needs
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.testing import Inputs, as_tuple
 
+from .layers import Workload
 from .measure import Session, describe, device_events, quantiles, scratch, time_peer
 from .peers import CACHED, OURS, PEERS, Peer, kernels, large_inputs, make_call
 
@@ -113,13 +114,13 @@ class Listener:
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
     """Launch the forward kernel directly: only output allocation and Triton's launch remain."""
-    from lrpe_md.engine import launch
+    from lrpe_md.engine.encode import launch
 
     kernel = launch.lrpe_kernel
     listener = launch.lrpe_kernel = Listener(kernel)
     try:
         xs = tuple(inputs.xs)
-        ys = boundary.forward(make_call(inputs, xs, inputs.omega), xs, direct=True)
+        ys = ENCODE.forward(make_call(inputs, xs, inputs.omega), xs, (), direct=True)
     finally:
         launch.lrpe_kernel = kernel
     if len(listener.calls) != 1:
@@ -152,12 +153,12 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
     def forward(*args: Tensor) -> Any:
         xs, omega = args[:number], args[number]
         call = checked._replace(tables=checked.tables._replace(omega=omega))
-        return single(boundary.forward(call, xs, direct=True))
+        return single(ENCODE.forward(call, xs, (), direct=True))
 
     def backward(*args: Tensor) -> Any:
         grads, omega = args[:number], args[number]
         call = checked._replace(tables=checked.tables._replace(omega=omega))
-        return single(boundary.backward(call, grads, [], [], Needs(), direct=True))
+        return single(ENCODE.backward(call, grads, [], [], Needs(), direct=True))
 
     def define(name: str, function: Any) -> Any:
         schema = f"({', '.join(names)}, Tensor omega) -> {result}"

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from lrpe_md.testing import Case, LinearCase, Workload
+from lrpe_md.testing import Case, LinearCase
 
 from ..common.devices import choose_device
 from ..common.folder import save_whole
@@ -35,6 +35,7 @@ from ..common.options import LIMIT, choose
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
+from .layers import Workload
 from .linear_measure import Run
 from .measure import COPY, TURNS, OutOfTime, Session, describe_error, release_memory
 from .operators import environment, load_peers, run_passes

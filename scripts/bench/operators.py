@@ -29,12 +29,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS, Workload
-
 from ..common.devices import gpu_name
 from ..common.options import LIMIT, choose
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
+from .layers import TEXT_WORKLOADS, WORKLOADS, Workload
 from .measure import PASSES, Judge, OutOfTime, Session, describe_error, time_copy, time_peer
 from .peers import LIBRARIES, OURS, PEERS, Peer, large_inputs
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Coordinates, Grid, axial_omega, geometric_theta, reference
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Call, Options
-from lrpe_md.engine.tables import replace_angles, store_angles
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import Call, Options
+from lrpe_md.engine.core.operator import is_direct
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.tables import replace_angles, store_angles
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.testing import Case, Inputs, bind, make_tables
 
 Forward = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]  # (xs, omega) -> ys
@@ -110,7 +111,7 @@ def cached(inputs: Inputs) -> Forward:
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         call = make_call(inputs, xs, omega)
         call = replace_angles(call, store_angles(call), xs[0].dtype)
-        return boundary.run_kernels(call, xs, boundary.is_direct((*xs, omega)))
+        return ENCODE.run_kernels(call, xs, ENCODE.learned(call, ()), is_direct((*xs, omega)))
 
     return forward
 

@@ -14,13 +14,12 @@ import numpy as np
 import pandas as pd
 import typer
 
-from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
-
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
 from . import front, linear_report
+from .layers import TEXT_WORKLOADS, WORKLOADS
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
 from .peers import OURS, PEERS

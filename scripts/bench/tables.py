@@ -21,10 +21,10 @@ import torch
 import typer
 from rich.console import Console
 
-from lrpe_md.testing import WORKLOADS as LAYERS
 from lrpe_md.testing import Case, bind, check
 
 from ..common.provenance import measured_on
+from .layers import WORKLOADS as LAYERS
 from .linear_measure import Run, time_calls
 from .measure import describe_error, floor_bytes, make_pass, release_memory
 from .operators import choose_in_order

@@ -1,4 +1,4 @@
-"""Find the fastest tiles for this GPU, and print the tables ``TILES`` of lrpe_md/engine/plan.py and linear_plan.py.
+"""Find the fastest tiles for this GPU, and print ``TILES`` of engine/encode/plan.py and engine/linear/plan.py.
 
     python -m scripts.bench tune                                    every row, as plan.py writes it
     python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
@@ -42,15 +42,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.linear_plan import LinearTile
-from lrpe_md.engine.plan import TILES, Pass, Tile
-from lrpe_md.testing import WORKLOADS, Case, Inputs, Workload, bind
+from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.encode.plan import TILES, Pass, Tile
+from lrpe_md.engine.linear.plan import LinearTile
+from lrpe_md.testing import Case, Inputs, bind
 
 from ..common.devices import gpu_name
 from ..common.options import LIMIT
 from ..common.provenance import git_commit, versions
 from . import linear_tune
+from .layers import WORKLOADS, Workload
 from .linear_tune import LinearPlace
 from .measure import TURNS, OutOfTime, cold_times, describe_error, make_pass, quantiles
 from .peers import large_inputs

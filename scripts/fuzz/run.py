@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Norm, cosine, linear_attention, pack, rotate
-from lrpe_md.engine import linear_launch, linear_plan
-from lrpe_md.engine.call import remembered
+from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import plan as linear_plan
 
 from .configs import Config, Draws, LinearConfig, MapConfig, Where, arrange, join, pad
 from .formula import EXACT, Rounding, attend, encode_all

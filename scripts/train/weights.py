@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
-from lrpe_md.module_base import FrequencyModule
+from lrpe_md.modules.base import FrequencyModule
 
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint

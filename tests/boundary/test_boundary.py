@@ -12,11 +12,10 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, reference, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs, Options, flatten
-from lrpe_md.engine.validate import validate
-from lrpe_md.reference import ACTIVATIONS
+from lrpe_md import Coordinates, CosineMd, Grid, RotateMd, cosine, rotate
+from lrpe_md.engine.core.call import Needs, Options
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.testing import Case, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -295,7 +294,7 @@ def test_opcheck(map, act, dim, device):
     *xs, omega, phase = (a.detach() for a in args)
     grid = Grid((2, 3), prefix=1, scale=0.5)
     amplitude = torch.rand(omega.shape[:2], device=device)
-    call = flatten(validate(Options(map, act, dim), tuple(xs), omega, grid, phase, amplitude))
+    call = ENCODE.flatten(validate(Options(map, act, dim), tuple(xs), omega, grid, phase, amplitude))
     outs = torch.ops.lrpe_md.forward(xs, *call)
     torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, *call))
     grads = [torch.randn_like(y) for y in outs[:2]]
@@ -309,8 +308,8 @@ def test_operator_agrees_with_launcher(map, device):
     _, args = example(map, device, dtype=torch.float32, act="softmax", dim=-2)
     *xs, omega, phase = (a.detach() for a in args)
     call = validate(Options(map, "softmax", -2), tuple(xs), omega, Grid((2, 3), 1), phase)
-    expected = torch.ops.lrpe_md.forward(xs, *flatten(call))
-    found = boundary.forward(call, xs, direct=True)
+    expected = torch.ops.lrpe_md.forward(xs, *ENCODE.flatten(call))
+    found = ENCODE.forward(call, xs, (), direct=True)
     assert len(found) == len(expected) == 4
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()
@@ -374,29 +373,6 @@ def test_functional_call_of_a_module(device):
     (expected,) = torch.autograd.grad(loss({"log_theta": module.log_theta}), module.log_theta)
     torch.testing.assert_close(found, expected)
     assert found.abs().sum() > 0
-
-
-@pytest.mark.parametrize("pairs", ["half", "interleaved"])
-@pytest.mark.parametrize(
-    ("act", "dim"), [(act, None) for act in ACTIVATIONS if act != "softmax"] + [("softmax", -1), ("softmax", -2)]
-)
-def test_closed_form_backward_equals_autograd(map, act, dim, pairs, device):
-    case = Case(map, (3, 4), heads=(4,), omega_heads=2, head_dim=12, act=act, dim=dim, dtype=torch.float64, phase=True,
-                pairs=pairs, rotary_dim=None if map == "cosine" else slice(2, 10))  # fmt: skip
-    inputs = make_inputs(case, device).to(torch.float64)
-    (x,), (dy,), grid = inputs.xs, inputs.grads, inputs.positions
-    assert isinstance(grid, Grid)
-    coords = grid.coordinates(device)
-    rotated = torch.arange(13, device=device) > 0
-    start, channels = (0, 12) if map == "cosine" else (2, 4)
-    spec = reference.Spec(map, act, dim or 0, pairs, start, channels)
-    leaves = [t.requires_grad_() for t in (x, inputs.omega, inputs.phase)]
-    y = reference.encode(spec, x, coords, rotated, *leaves[1:])
-    expected = torch.autograd.grad(y, leaves, dy)
-    with torch.no_grad():
-        found = reference.encode_backward(spec, dy, x, coords, rotated, *leaves[1:])
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # --- what a user's graph does around the call ------------------------------------------------------------

@@ -15,11 +15,11 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, Grid, linear_attention
-from lrpe_md.engine import call as calls
-from lrpe_md.engine import linear_boundary
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Sides, flatten_linear, unflatten_linear
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import like_in_memory
+from lrpe_md.engine.core import operator as calls
+from lrpe_md.engine.core.memory import like_in_memory
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Sides
+from lrpe_md.engine.linear.operator import ATTEND
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import LinearCase, bind_linear, make_linear_inputs, run_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +33,7 @@ class Launcher(SimpleNamespace):
     def forward(self, call, operands, return_state, keep):
         self.seen.append("forward")
         with torch.no_grad():
-            o, after = linear_boundary.run_reference(call, operands)
+            o, *after = ATTEND.refer(call, operands)
         o = like_in_memory(operands.q, operands.v.shape[3]).copy_(o)
         return [o, *(after if return_state else ()), *([after[0].clone()] if keep else [])]
 
@@ -43,7 +43,7 @@ class Launcher(SimpleNamespace):
         sequences = k.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         size = (sequences, k.shape[1], call.spec.out_dim(k.shape[3]), v.shape[3])
         assert [t.shape for t in saved] == [torch.Size(size)]
-        return linear_boundary._differentiate_reference(call, operands, grads, needs)
+        return ATTEND.differentiate(call, operands, grads, needs)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def launcher(monkeypatch, device):
     if device == "cuda":
         return None
     stub = Launcher(seen=[])
-    monkeypatch.setattr(linear_boundary, "_launcher", lambda: stub)
+    monkeypatch.setitem(ATTEND.launchers, "head", stub)
     return stub
 
 
@@ -368,7 +368,7 @@ OPERATOR_CASES = [
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_opcheck(case, device):
     inputs, call = operator_call(case, device)
-    args = (*inputs.qkv, inputs.gate, list(inputs.state), *flatten_linear(call))
+    args = (*inputs.qkv, inputs.gate, list(inputs.state), *ATTEND.flatten(call))
     out = torch.ops.lrpe_md.linear_forward(*args, case.return_state, False)
     assert len(out) == 1 + len(inputs.grad_state)
     torch.library.opcheck(torch.ops.lrpe_md.linear_forward.default, (*args, case.return_state, False))
@@ -389,7 +389,7 @@ def test_opcheck(case, device):
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_arguments_of_the_operators(case, device):
     _, call = operator_call(case, device)
-    again, rest = unflatten_linear((*flatten_linear(call), 1, 2))
+    again, rest = ATTEND.unflatten((*ATTEND.flatten(call), 1, 2))
     assert rest == (1, 2)
     assert again.attention == call.attention
     assert again.spec == call.spec
@@ -506,7 +506,7 @@ def test_transforms_that_begin_after_the_forward(map, device):
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_cached_call_is_not_validated_again(case, monkeypatch, device):
     """A cache hit computes with the new tensors, and reads the values of an origin again."""
-    from lrpe_md.engine import linear_dispatch
+    from lrpe_md.engine.linear import dispatch as linear_dispatch
 
     case = LinearCase(**{**vars(case), "phase": "none" if case.phase == "k" else case.phase, "origin": "by_sample"})
     case = LinearCase(**{**vars(case), "k_shape": None})

@@ -7,10 +7,10 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Grid, Norm, RotateMd, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import Needs, Options, flatten
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import Needs, Options
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.testing import Case, bind, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -102,9 +102,9 @@ def calls(device, form):
 @forms
 def test_opcheck(form, device):
     inputs, call = calls(device, form)
-    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (inputs.xs, *flatten(call)))
+    torch.library.opcheck(torch.ops.lrpe_md.forward.default, (inputs.xs, *ENCODE.flatten(call)))
     for needs in (Needs(), Needs(norm=True), Needs(omega=True, norm=True)):
-        args = (inputs.grads, inputs.xs, [], *flatten(call), *needs)
+        args = (inputs.grads, inputs.xs, [], *ENCODE.flatten(call), *needs)
         torch.library.opcheck(torch.ops.lrpe_md.backward.default, args)
 
 
@@ -114,11 +114,11 @@ def test_operator_agrees_with_launcher(form, device):
     args = (inputs.grads, inputs.xs, [])
     needs = Needs(omega=True, norm=True)
     expected = [
-        *torch.ops.lrpe_md.forward(inputs.xs, *flatten(call)),
-        *torch.ops.lrpe_md.backward(*args, *flatten(call), *needs),
+        *torch.ops.lrpe_md.forward(inputs.xs, *ENCODE.flatten(call)),
+        *torch.ops.lrpe_md.backward(*args, *ENCODE.flatten(call), *needs),
     ]
-    found = boundary.forward(call, inputs.xs, direct=True)
-    found += boundary.backward(call, *args, needs, direct=True)
+    found = ENCODE.forward(call, inputs.xs, (), direct=True)
+    found += ENCODE.backward(call, *args, needs, direct=True)
     assert len(found) == len(expected) == 5 + len(inputs.weights)
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from processes import run_two
 
-from lrpe_md.engine import sharding
+from lrpe_md.engine.core import sharding
 
 GLOO = dist.is_available() and dist.is_gloo_available()
 NCCL = dist.is_available() and dist.is_nccl_available()

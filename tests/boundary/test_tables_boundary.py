@@ -13,11 +13,10 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Norm, cosine, rotate
-from lrpe_md.engine import boundary
-from lrpe_md.engine.call import CosSin, Needs, Options, flatten
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import CosSin, GivenTables, Needs, Options
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.validate import validate
 
 MAPS, IMPLS = {"cosine": cosine, "rotate": rotate}, ("auto", "triton")
 KINDS = ("pairs", "full", "complex", "by sample and head")
@@ -176,14 +175,14 @@ def test_operators(act, dim, kind, device):
     if dim is None:
         options, weights = take_norm(options, Norm("rms", torch.rand(8, device=device)), 2)
     call = validate(options, tuple(xs), None, GivenTables(cos_sin, 1), None, None, *([weights] if weights else []))
-    flat = flatten(call)
+    flat = ENCODE.flatten(call)
     torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, *flat))
     outs = torch.ops.lrpe_md.forward(xs, *flat)
     grads, stats, needs = [torch.randn_like(y) for y in outs[:2]], outs[2:], Needs(norm=dim is None)
     torch.library.opcheck(torch.ops.lrpe_md.backward.default, (grads, xs, stats, *flat, *needs))
     expected = [*outs, *torch.ops.lrpe_md.backward(grads, xs, stats, *flat, *needs)]
-    found = boundary.forward(call, xs, direct=True)
-    found += boundary.backward(call, grads, xs, stats, needs, direct=True)
+    found = ENCODE.forward(call, xs, (), direct=True)
+    found += ENCODE.backward(call, grads, xs, stats, needs, direct=True)
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

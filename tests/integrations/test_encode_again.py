@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lrpe_md import Grid, adapt, cosine, linear_attention, rotate
-from lrpe_md.engine.views import split_qkv
+from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.integrations.attention import attend_encoded, softmax_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -143,13 +143,13 @@ def test_the_card_is_true(kernels, folder, monkeypatch):
 
 def test_imports_that_leave_a_kernel_are_refused():
     good = "from ..positions.grid import Grid\nfrom . import call\nimport torch\nfrom .._ops import ops\n"
-    kernel_hub.check_imports("engine/plan.py", good)
+    kernel_hub.check_imports("engine/encode/plan.py", good)
     for bad in (
         "from lrpe_md import Grid", "import lrpe_md.engine", "def f():\n    from lrpe_md.engine import call",
         "from ..integrations import adapt", "from .. import testing", "from ..testing import Case", "from ... import x",
     ):  # fmt: skip
         with pytest.raises(kernel_hub.KernelError, match=r"engine/plan\.py: expected"):
-            kernel_hub.check_imports("engine/plan.py", bad)
+            kernel_hub.check_imports("engine/encode/plan.py", bad)
     with pytest.raises(kernel_hub.KernelError, match="_INTEGRATIONS"):
         kernel_hub.close_package("from .norm import Norm as Norm\n")
 

@@ -39,7 +39,7 @@ def gradients(model, *args):
 def norms_taken(monkeypatch):
     """The norms that functions of ours were given."""
     taken = []
-    from lrpe_md.engine import dispatch
+    from lrpe_md.engine.encode import dispatch
 
     take = dispatch.take_norm
     monkeypatch.setattr(dispatch, "take_norm", lambda *args: (taken.append(args[1]), take(*args))[1])

@@ -27,13 +27,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine import call as calls
-from lrpe_md.engine import launch, launch_heads
-from lrpe_md.engine import plan as plans
-from lrpe_md.engine.memory import accumulator
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import rotary_slice, validate
+from lrpe_md.engine.core import call as calls
+from lrpe_md.engine.core import launching, reduction
+from lrpe_md.engine.core.call import GivenTables
+from lrpe_md.engine.core.memory import accumulator
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.encode import heads as launch_heads
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import plan as plans
+from lrpe_md.engine.encode.validate import rotary_slice, validate
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -188,20 +191,20 @@ class Recorder:
 def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]:
     """Return the kernels that the launcher runs for a case."""
     names = ("lrpe_kernel", "reduce_partial_kernel", "softmax_sequence_kernel")
-    places = {**dict.fromkeys(names, launch), "heads_kernel": launch_heads}
+    places = {**dict.fromkeys(names, launch), "reduce_partial_kernel": reduction, "heads_kernel": launch_heads}
     saved = {name: getattr(module, name) for name, module in places.items()}
     recorders = {name: Recorder(fn) for name, fn in saved.items()}
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
-    early, launch._can_launch_early = launch._can_launch_early, lambda: case.early
-    calls.remembered.clear()
+    early, launching._can_launch_early = launching._can_launch_early, lambda: case.early
+    remembered.clear()
     try:
         for name, recorder in recorders.items():
             setattr(places[name], name, recorder)
         call(case)
     finally:
-        launch.has_ptx, launch.limit_registers, launch._can_launch_early = has_ptx, registers, early
-        calls.remembered.clear()
+        launch.has_ptx, launch.limit_registers, launching._can_launch_early = has_ptx, registers, early
+        remembered.clear()
         for name, fn in saved.items():
             setattr(places[name], name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
@@ -239,11 +242,11 @@ def call(case: SimpleNamespace) -> None:
     given = case.tables not in ("none", "stored")
     if given:
         positions = make_tables(case, (channels, omega.shape[0], num_tokens - 1))
+    launcher = launch_heads if "of heads" in case.norm else launch
     checked = validate(options, tuple(xs), omega, positions, phase, amplitude, weights)
     if case.tables == "stored":
         table = torch.randn(1, omega.shape[0], num_tokens - 1, channels)
         checked = checked._replace(cos_sin=calls.CosSin(table, table))
-    launcher = launch_heads if checked.spec.norm_over == "heads" else launch
     if case.run == "forward":
         launcher.forward(checked, xs, *make_outputs(case, checked, xs))
         return

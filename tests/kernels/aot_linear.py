@@ -16,11 +16,12 @@ import aot
 import torch
 import triton
 
-from lrpe_md.engine import kernels, linear_launch
-from lrpe_md.engine import linear_plan as plans
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.norms import take_norm
+from lrpe_md.engine import kernels
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import plan as plans
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16

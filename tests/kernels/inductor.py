@@ -38,14 +38,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine import boundary, compiled, launch, linear_boundary, linear_launch
-from lrpe_md.engine.call import CosSin, Needs, Options, Weights
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import accumulator
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.tables import GivenTables
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.core.call import CosSin, GivenTables, Needs, Options, Weights
+from lrpe_md.engine.core.memory import accumulator
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.validate import validate
+from lrpe_md.engine.inductor import lowering as compiled
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear.operator import ATTEND
+from lrpe_md.engine.linear.validate import Given, validate_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}
@@ -311,17 +314,17 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
         if case.phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
         if case.run == "forward":
-            return [y * 2 for y in boundary.forward(call, xs, False)[: len(xs)]]
+            return [y * 2 for y in ENCODE.forward(call, xs, (), False)[: len(xs)]]
         if case.run == "again":
             late = grad.transpose(1, 2)
             late = late @ late.mT
-            return [late @ y for y in boundary.forward(call, xs, False)[: len(xs)]]
+            return [late @ y for y in ENCODE.forward(call, xs, (), False)[: len(xs)]]
         grads = [grad.transpose(1, 2)[:, : x.shape[1]] for x in xs]
         need = "omega" in case.run
         load = xs if need or case.act != "none" or case.norm != "none" else []
         stats = [x.new_zeros(2, *x.shape[:2], d, dtype=accumulator(x.dtype)) for x in xs if case.dim == -2]
         needs = Needs(need, need and case.phase, "weights" in case.run)
-        found = boundary.backward(call, grads, load, stats, needs, False)
+        found = ENCODE.backward(call, grads, load, stats, needs, False)
         other = grads[1] if "given" in case.run else grads[1].sin()
         return join(case, [*found[:2], other], found) if "joined" in case.run else found
 
@@ -366,11 +369,11 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
     options, given = make_norm(LinearOptions(**case.linear), case, weights)
     call = validate_linear(options, Given(q, k, v, None, None, (), given), sides)
     operands = Operands(q, k, v, None, ())
-    o, *saved = linear_boundary.forward(call, operands, False, True, False)
+    o, *saved = ATTEND.forward(call, operands, (False, True), False)
     if case.run == "forward":
         return [o * 2]
     needs = LinearNeeds(omega="omega" in case.run, norm="weights" in case.run)
-    found = linear_boundary.backward(call, [grad.transpose(1, 2)], operands, saved, needs, False)
+    found = ATTEND.backward(call, [grad.transpose(1, 2)], operands, saved, needs, False)
     return join(case, found[:3], found[1:]) if "joined" in case.run else found
 
 

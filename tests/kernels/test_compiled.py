@@ -19,8 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lrpe_md import Grid, cosine, linear_attention, rotate, testing
-from lrpe_md.engine.memory import split_projection
-from lrpe_md.engine.views import split_qkv
+from lrpe_md.engine.core.memory import split_projection
+from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.testing import Case, LinearCase
 
 kernels = pytest.importorskip("lrpe_md.engine.kernels")

@@ -8,8 +8,8 @@ from parametrizing import parametrize_each
 from test_kernels import ACTS, CUTS, DTYPES, violations
 
 from lrpe_md import Norm, rotate
-from lrpe_md.engine import launch
-from lrpe_md.engine import plan as plans
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import plan as plans
 from lrpe_md.testing import Case, bind, make_inputs
 
 FULL = Case("rotate", (5, 7), tables="full", suffix=2)

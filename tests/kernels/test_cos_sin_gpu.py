@@ -8,7 +8,7 @@ import torch
 from test_gpu_cost import REPEATS, Call, host_us, no_synchronisation, num_variants, on_gpu, profiled
 
 from lrpe_md import Norm, rotate
-from lrpe_md.engine import launch
+from lrpe_md.engine.encode import launch
 from lrpe_md.testing import Case, check
 
 pytestmark = pytest.mark.gpu

@@ -11,14 +11,16 @@ import pytest
 import timm
 import torch
 from gpu_memory import skip_without
+from lrpe_md.scripts.bench.layers import WORKLOADS
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
-from lrpe_md.engine import launch
-from lrpe_md.testing import WORKLOADS, Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
+from lrpe_md.engine.core import reduction
+from lrpe_md.engine.encode import launch
+from lrpe_md.testing import Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
 
 pytestmark = pytest.mark.gpu
 MAPS = {"cosine": cosine, "rotate": rotate}
@@ -76,7 +78,7 @@ SIZES = [
 def test_one_variant_for_all_sizes(map, act):
     cases = [Case(map, head_dim=48, dtype=torch.bfloat16, act=act, **size) for size in SIZES]
     inputs = [on_gpu(case) for case in cases]
-    counts, reduced = [num_variants(launch.lrpe_kernel)], num_variants(launch.reduce_partial_kernel)
+    counts, reduced = [num_variants(launch.lrpe_kernel)], num_variants(reduction.reduce_partial_kernel)
     for x in inputs:
         Call(x, requires_grad=False).forward()
     counts.append(num_variants(launch.lrpe_kernel))
@@ -87,7 +89,7 @@ def test_one_variant_for_all_sizes(map, act):
         counts.append(num_variants(launch.lrpe_kernel))
     new = [after - before for before, after in pairwise(counts)]
     assert new == [1, 1, 1], f"new variants in the forward, the backward, the backward with dω: {new}"
-    assert num_variants(launch.reduce_partial_kernel) - reduced <= 1
+    assert num_variants(reduction.reduce_partial_kernel) - reduced <= 1
 
 
 @pytest.mark.parametrize("map", MAPS)

@@ -11,12 +11,12 @@ from interpreting import OWN, PatchOnce, quicken
 from triton.runtime import interpreter
 
 from lrpe_md import Grid, linear_attention, rotate
-from lrpe_md.engine import dispatch
-from lrpe_md.engine.dispatch import warn_of_interpreter
+from lrpe_md.engine.core import operator
+from lrpe_md.engine.core.operator import warn_of_interpreter
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs, run, run_linear
 
 WARN = warn_of_interpreter
-pytestmark = pytest.mark.skipif(not dispatch.INTERPRETING, reason="needs the interpreter")
+pytestmark = pytest.mark.skipif(not operator.INTERPRETING, reason="needs the interpreter")
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
 def test_users_of_an_old_interpreter_are_warned_once(version, warned, monkeypatch):
     """Warn at the first call that uses it, but not for the reference or under a compiler."""
     monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(dispatch, "warn_of_interpreter", WARN)
+    monkeypatch.setattr(operator, "warn_of_interpreter", WARN)
     WARN.cache_clear()
     q, omega = torch.randn(1, 1, 4, 8), torch.rand(1, 4, 1)
 

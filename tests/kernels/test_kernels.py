@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from parametrizing import parametrize_each
 
 from lrpe_md import Grid, cosine
-from lrpe_md.engine import boundary, launch
-from lrpe_md.engine import plan as plans
+from lrpe_md.engine.core import launching
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import plan as plans
+from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
@@ -272,13 +274,13 @@ def test_early_launch_depends_on_driver_and_gpu(monkeypatch, driver, capabilitie
         def cuDriverGetVersion(self, found):
             found._obj.value = driver
 
-    monkeypatch.setattr(launch, "INTERPRETING", False)
-    monkeypatch.setattr(launch.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(launching, "INTERPRETING", False)
+    monkeypatch.setattr(launching.ctypes, "CDLL", Driver)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert launch._can_launch_early.__wrapped__() is early
+    assert launching._can_launch_early.__wrapped__() is early
 
 
 @pytest.mark.parametrize("stage", plans.Pass)
@@ -351,7 +353,7 @@ def test_inputs_are_not_modified():
 def test_budget_can_fail(monkeypatch):
     """A missing phase, a wrong sign and an unwritten row each exceed the budget."""
 
-    real = boundary.forward
+    real = ENCODE.forward
 
     def no_phase(call, *rest):
         return real(call._replace(tables=call.tables._replace(phase=None), launches={}), *rest)
@@ -367,5 +369,5 @@ def test_budget_can_fail(monkeypatch):
         return out
 
     for broken in (no_phase, unwritten, one_part_in_a_million):
-        monkeypatch.setattr(boundary, "forward", broken)
+        monkeypatch.setattr(ENCODE, "forward", broken)
         assert violations(Case(phase=True)), broken

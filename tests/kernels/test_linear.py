@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Grid, checks, linear_attention
-from lrpe_md.engine import linear_launch, linear_plan
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.dispatch import INTERPRETING
+from lrpe_md.engine.core.operator import INTERPRETING, remembered
 from lrpe_md.engine.kernels.signature import pack
-from lrpe_md.engine.linear_call import LinearOptions, Operands, Sides
-from lrpe_md.engine.linear_validate import Given, validate_linear
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import plan as linear_plan
+from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")

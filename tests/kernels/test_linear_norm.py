@@ -7,9 +7,8 @@ from parametrizing import parametrize_each
 pytest.importorskip("triton")
 
 from lrpe_md import Grid, Norm, linear_attention
-from lrpe_md.engine import linear_plan
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.dispatch import INTERPRETING
+from lrpe_md.engine.core.operator import INTERPRETING, remembered
+from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")

@@ -81,9 +81,9 @@ def test_kernels_of_a_call(over):
 @both
 def test_sizes_do_not_add_variants(over):
     """Tokens and samples are run-time arguments."""
-    from lrpe_md.engine import launch, launch_heads
+    from lrpe_md.engine.encode import heads, launch
 
-    kernel = launch_heads.heads_kernel if over == "heads" else launch.lrpe_kernel
+    kernel = heads.heads_kernel if over == "heads" else launch.lrpe_kernel
     omega, weight = torch.randn(1, 20, 2, device="cuda"), torch.ones(3, 40, device="cuda", requires_grad=True)
     weight = weight if over == "heads" else weight[0]
 

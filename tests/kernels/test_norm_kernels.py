@@ -7,8 +7,8 @@ import torch
 from parametrizing import parametrize_each
 
 from lrpe_md import Grid, Norm, rotate
-from lrpe_md.engine import launch
-from lrpe_md.engine import plan as plans
+from lrpe_md.engine.encode import launch
+from lrpe_md.engine.encode import plan as plans
 from lrpe_md.testing import Case, check, make_inputs, run
 
 ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None), ("softmax", -1)]

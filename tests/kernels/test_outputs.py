@@ -8,7 +8,7 @@ from outputs import COPIED, FORMS, LENGTH, Job
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lrpe_md import Coordinates, Grid, Rotate1d, cosine, lrpe_rotate_1d, pack, rotate
-from lrpe_md.engine import boundary, output
+from lrpe_md.engine.encode import dispatch, output
 
 
 @pytest.fixture(autouse=True)
@@ -256,9 +256,9 @@ def over_coordinates():
 def test_errors(name, impl, monkeypatch):
     """Nothing runs before the error."""
     make, message = ERRORS[name]
-    for function in ("run_into", "run_kernels", "run_reference"):
-        monkeypatch.setattr(boundary, function, lambda *_: pytest.fail("ran"))
-    monkeypatch.setattr("lrpe_md.engine.dispatch.use_triton", lambda *_: impl == "triton")
+    monkeypatch.setattr(dispatch, "run_into", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(dispatch.ENCODE, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(dispatch, "use_triton", lambda *_: impl == "triton")
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 

@@ -6,7 +6,7 @@ from gpu_memory import skip_without
 from outputs import COPIED, FORMS, LENGTH, Job
 
 from lrpe_md import Grid, rotate
-from lrpe_md.engine import output
+from lrpe_md.engine.encode import output
 
 pytestmark = pytest.mark.gpu
 BOUNDS = {

@@ -5,15 +5,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from lrpe_md.engine import launch, launch_heads, linear_launch
-from lrpe_md.engine.call import Needs, Options, flatten, unflatten
+from lrpe_md.engine.core.call import Needs, Options
+from lrpe_md.engine.core.memory import split_projection
+from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.core.recording import UnrecordableError, is_recording, record, storage_of
+from lrpe_md.engine.encode import heads, launch
+from lrpe_md.engine.encode.operator import ENCODE
+from lrpe_md.engine.encode.validate import validate
 from lrpe_md.engine.kernels.fixed import Copy, fix
-from lrpe_md.engine.linear_call import LinearNeeds, LinearOptions, Operands, Sides, flatten_linear, unflatten_linear
-from lrpe_md.engine.linear_validate import Given, validate_linear
-from lrpe_md.engine.memory import split_projection
-from lrpe_md.engine.norms import take_norm
-from lrpe_md.engine.recording import UnrecordableError, is_recording, record, storage_of
-from lrpe_md.engine.validate import validate
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
+from lrpe_md.engine.linear.operator import ATTEND
+from lrpe_md.engine.linear.validate import Given, validate_linear
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 
@@ -66,7 +69,7 @@ def prepare(case):
     inputs = make_inputs(case)
     options, weights = take_norm(Options(case.map, case.act, case.dim), inputs.norm(), len(inputs.xs))
     call = validate(options, tuple(inputs.xs), inputs.omega, inputs.positions, inputs.phase, None, weights)
-    return inputs, call, launch_heads if case.norm_over == "heads" else launch
+    return inputs, call, heads if case.norm_over == "heads" else launch
 
 
 CASES = {
@@ -86,14 +89,14 @@ def test_maps(kernels):
     needs = Needs(True, call.tables.phase is not None, True)
 
     def forward(xs, *args):
-        return launcher.forward(unflatten(args)[0], xs)
+        return launcher.forward(ENCODE.unflatten(args)[0], xs)
 
     def backward(grads, xs, *args):
-        return launcher.backward(unflatten(args)[0], grads, xs, [], needs)
+        return launcher.backward(ENCODE.unflatten(args)[0], grads, xs, [], needs)
 
     for run, args in (
-        (forward, [inputs.xs, *flatten(call)]),
-        (backward, [inputs.grads, inputs.xs, *flatten(call)]),
+        (forward, [inputs.xs, *ENCODE.flatten(call)]),
+        (backward, [inputs.grads, inputs.xs, *ENCODE.flatten(call)]),
     ):
         starts, outs = replay(run, args)
         for a, b in zip(outs, run(*args), strict=True):
@@ -121,13 +124,13 @@ def test_linear(case):
     needs = LinearNeeds(gate=inputs.gate is not None, omega=True, norm=bool(inputs.weights))
 
     def forward(q, k, v, gate, *args):
-        return linear_launch.forward(unflatten_linear(args)[0], Operands(q, k, v, gate, ()), False, True)
+        return linear_launch.forward(ATTEND.unflatten(args)[0], Operands(q, k, v, gate, ()), False, True)
 
     def backward(grad, saved, q, k, v, gate, *args):
         operands = Operands(q, k, v, gate, ())
-        return linear_launch.backward(unflatten_linear(args)[0], [grad], operands, saved, needs)
+        return linear_launch.backward(ATTEND.unflatten(args)[0], [grad], operands, saved, needs)
 
-    given = [*inputs.qkv, inputs.gate, *flatten_linear(call)]
+    given = [*inputs.qkv, inputs.gate, *ATTEND.flatten(call)]
     starts, found = replay(forward, given)
     expected = forward(*given)
     assert len(starts) == (3 if len(expected) > 1 else 1)  # one pass saves nothing
@@ -141,10 +144,10 @@ def test_unsupported_operations_are_refused():
     inputs, call, _ = prepare(Case("rotate", norm="rms", norm_weight="by_head", norm_groups=2))
 
     def forward(xs, *args):
-        return launch.forward(unflatten(args)[0], xs)
+        return launch.forward(ENCODE.unflatten(args)[0], xs)
 
     with pytest.raises(UnrecordableError, match="aten::clone"):
-        replay(forward, [inputs.xs, *flatten(call)])
+        replay(forward, [inputs.xs, *ENCODE.flatten(call)])
     assert not is_recording()
 
 
@@ -158,11 +161,11 @@ def test_further_programs_copy(num_key_heads, num_tokens):
     dv = torch.randn(2, num_tokens, heads[1], 24).transpose(1, 2)
     grads = [torch.randn_like(x) for x in inputs.xs]
     tensors = StandIns()
-    given, xs, passing, args = tensors.to_fakes((grads, inputs.xs, dv, flatten(call)))
+    given, xs, passing, args = tensors.to_fakes((grads, inputs.xs, dv, ENCODE.flatten(call)))
     with record() as recorded:
         joined = torch.empty(size, device="meta")
         places = split_projection(joined, num_key_heads)
-        launcher.backward(unflatten(args)[0], given, xs, [], Needs(), places[:2])
+        launcher.backward(ENCODE.unflatten(args)[0], given, xs, [], Needs(), places[:2])
     (start,) = recorded.starts
     real = tensors.real[storage_of(joined)] = torch.full(size, float("nan"))
     copy = Copy(passing, places[2], start.programs, num_warps=4)

@@ -83,7 +83,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lrpe_md.engine import launch
-from lrpe_md.engine.call import Options, Variant
+from lrpe_md.engine.core.call import Options, Variant
 from lrpe_md.engine.kernels.activations import activate, activate_backward
 import triton.language as tl
 

@@ -12,6 +12,7 @@ from lrpe_md.scripts.bench import modes as benchmark_modes
 from lrpe_md.scripts.bench import operators as benchmark
 from lrpe_md.scripts.bench import report as benchmark_report
 from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.layers import Workload
 from lrpe_md.scripts.bench.measure import (
     COLUMNS,
     COPY,
@@ -30,7 +31,7 @@ from lrpe_md.scripts.common.markdown import PAGES
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lrpe_md.testing import Workload, bind
+from lrpe_md.testing import bind
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -14,9 +14,8 @@ from lrpe_md.scripts.fuzz.configs import LinearConfig, MapConfig, NormConfig, Pl
 from lrpe_md.scripts.fuzz.draw import Limits, draw
 from typer.testing import CliRunner
 
-from lrpe_md.engine import linear_launch
-from lrpe_md.engine.call import remembered
-from lrpe_md.engine.dispatch import INTERPRETING
+from lrpe_md.engine.core.operator import INTERPRETING, remembered
+from lrpe_md.engine.linear import launch as linear_launch
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
 

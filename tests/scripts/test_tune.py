@@ -11,8 +11,9 @@ from lrpe_md.scripts.bench.linear_tune import LinearPlace
 from lrpe_md.scripts.bench.tune import Place, choose_places, large_inputs, search
 from typer.testing import CliRunner
 
-from lrpe_md.engine import linear_launch, linear_plan
-from lrpe_md.engine.plan import TILES, Pass, Tile
+from lrpe_md.engine.encode.plan import TILES, Pass, Tile
+from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import plan as linear_plan
 
 ALL = choose_places([])
 PLACES = [place for place in ALL if isinstance(place, Place)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lrpe_md import Coordinates, Grid, Rotate1d, cosine, rotate
-from lrpe_md.reference import Spec, encode, encode_backward
+from lrpe_md.reference import Spec, encode
 from lrpe_md.testing import rounded_angles
 
 
@@ -76,8 +76,8 @@ def test_decoding_equals_the_whole_pass(learnable):
 
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
-def test_the_closed_form_is_exact_far_away(map):
-    """dω and dφ of far tokens are exact; a float32 sum would round each product to 7 digits."""
+def test_gradients_of_far_tokens_are_exact(map):
+    """The reference forms dω and dφ in float64; a float32 sum would round each product to 7 digits."""
     grid = Grid((2**20,), start=2**20 - 64)
     s, x = grid.coordinates(), torch.randn(1, 1, 64, 8)
     omega, phase = torch.rand(1, 8 if map == "cosine" else 4, 1), torch.rand(1, 8 if map == "cosine" else 4)
@@ -87,10 +87,6 @@ def test_the_closed_form_is_exact_far_away(map):
     y = encode(spec, x.double(), s, None, *leaves)
     exact = torch.autograd.grad(y, leaves, dy.double())
     for positions in (s, s.float()):
-        _, *found = encode_backward(spec, dy, x, positions, None, omega, phase)
-        for a, b in zip(found, exact, strict=True):
-            assert a.dtype == torch.float64
-            torch.testing.assert_close(a, b, rtol=0, atol=3e-7 * b.abs().max().item() + 3e-6 * b.abs().mean().item())
         leaves32 = [t.clone().requires_grad_() for t in (omega, phase)]
         for a, b in zip(
             torch.autograd.grad(encode(spec, x, positions, None, *leaves32), leaves32, dy), exact, strict=True

@@ -5,7 +5,8 @@ import torch
 
 import lrpe_md
 from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, axial_omega, cosine, rotate
-from lrpe_md.engine import dispatch, launch
+from lrpe_md.engine.core import operator
+from lrpe_md.engine.encode import launch
 
 x = torch.randn(2, 4, 12, 8)
 omega = torch.rand(1, 8, 2)
@@ -249,7 +250,7 @@ def test_one_clear_error(name, monkeypatch):
 
 
 def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr(dispatch, "INTERPRETING", False)
+    monkeypatch.setattr(operator, "INTERPRETING", False)
     with pytest.raises(ValueError, match=r"impl: 'triton' needs tensors on a GPU.*cpu"):
         cosine(x, omega=omega, positions=grid, impl="triton")
     with pytest.raises(ValueError, match="'triton' needs tensors on a GPU"):
@@ -258,12 +259,12 @@ def test_triton_on_a_cpu_tensor_without_the_interpreter(monkeypatch):
 
 def test_auto_warns_once_without_triton(monkeypatch):
     """The reference runs on a GPU without triton, after one warning."""
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(operator, "HAS_TRITON", False)
 
     class OnGpu:
         is_cuda = True
 
     with pytest.warns(RuntimeWarning, match="triton is not installed"):
-        assert not dispatch.use_triton("auto", (OnGpu(),), None)
+        assert not operator.use_triton("auto", OnGpu(), (), False)
     with pytest.raises(ValueError, match="triton package"):
-        dispatch.use_triton("triton", (OnGpu(),), None)
+        operator.use_triton("triton", OnGpu(), (), False)

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Coordinates, Grid, linear_attention
-from lrpe_md.engine import linear_boundary
+from lrpe_md.engine.linear.operator import ATTEND
 
 Q = torch.randn(2, 4, 7, 8)
 K = torch.randn(2, 2, 7, 8)
@@ -176,7 +176,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "changes"), ERRORS.items(), ids=[m[:60] for m in ERRORS])
 def test_errors(message, changes, monkeypatch):
-    monkeypatch.setattr(linear_boundary, "run_reference", None)  # nothing runs
+    monkeypatch.setattr(ATTEND, "refer", None)  # nothing runs
     with pytest.raises((ValueError, TypeError), match="^" + message):
         call(**changes)
 
@@ -225,8 +225,8 @@ def test_values_are_checked_at_every_call(dtype):
 
 
 def test_triton_without_a_gpu(monkeypatch):
-    from lrpe_md.engine import dispatch
+    from lrpe_md.engine.core import operator
 
-    monkeypatch.setattr(dispatch, "INTERPRETING", False)
+    monkeypatch.setattr(operator, "INTERPRETING", False)
     with pytest.raises(ValueError, match="impl: 'triton' needs tensors on a GPU"):
         call(impl="triton")

@@ -1,6 +1,7 @@
 """Imports: public names, optional dependencies, layers."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import lrpe_md
+from lrpe_md.engine.inductor.private import READ_FROM
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lrpe_md"
 
+PRIVATE = "engine.inductor.private"  # which imports torch alone, and which every layer may import
 LAYERS = {  # file or folder: modules that it may import
     "names": {
         "frequencies",
@@ -39,27 +43,19 @@ LAYERS = {  # file or folder: modules that it may import
     "functional_linear": {"engine", "norm"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
-    "optim": {"checks", "module_base"},
+    "optim": {"checks", "modules"},
     "presets": {"checks", "frequencies", "positions", "reference"},
-    "module_base": {"checks", "engine", "frequencies", "functional", "norm", "positions"},
-    "modules_linear": {"engine", "functional_linear", "norm"},
-    "modules": {"checks", "engine", "frequencies", "module_base", "norm", "positions", "presets", "xpos"},
-    "xpos": {"checks", "engine", "positions", "reference"},
-    "integrations": {
-        "checks",
-        "engine",
-        "frequencies",
-        "functional",
-        "module_base",
-        "modules",
-        "modules_linear",
-        "norm",
-        "positions",
-        "presets",
+    "modules": {
+        "checks", "engine", "frequencies", "functional", "functional_linear", "norm", "positions", "presets",
         "reference",
     },
+    "modules_linear": {"modules"},
+    "xpos": {"modules"},
+    "integrations": {
+        "checks", "engine", "frequencies", "functional", "modules", "norm", "positions", "presets", "reference",
+    },
     "testing": {"engine", "functional", "functional_linear", "norm", "positions", "reference"},
-}
+}  # fmt: skip
 
 
 def imported(path: Path, source: str | None = None) -> set[str]:
@@ -88,64 +84,63 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_layers(path):
     layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert {name.split(".")[0] for name in imported(path)} - {layer} <= LAYERS[layer]
+    assert {name.split(".")[0] for name in imported(path) - {PRIVATE}} - {layer} <= LAYERS[layer]
 
 
 def test_the_layer_test_can_fail():
-    path = PACKAGE / "engine" / "launch.py"
-    assert imported(path, "from .kernels import encode") == {"engine.kernels.encode"}
-    assert imported(path, "from . import plan") == {"engine.plan"}
-    assert imported(path, "def f():\n    from ..functional import cosine") == {"functional"}
+    path = PACKAGE / "engine" / "encode" / "launch.py"
+    assert imported(path, "from ..kernels import encode") == {"engine.kernels.encode"}
+    assert imported(path, "from . import plan") == {"engine.encode.plan"}
+    assert imported(path, "def f():\n    from ...functional import cosine") == {"functional"}
     assert imported(path, "import lrpe_md.modules") == {"modules"}
 
 
-ENGINE = {  # within the engine, from top to bottom
-    "dispatch": {"boundary", "call", "memory", "norms", "output", "sharding", "tables", "validate", "views"},
-    "output": {"boundary", "call"},
-    "linear_dispatch": {
-        "linear_plan",
-        "boundary",
-        "call",
-        "dispatch",
-        "linear_boundary",
-        "linear_call",
-        "linear_sharding",
-        "linear_validate",
-        "norms",
-        "sharding",
-        "validate",
-    },
-    "linear_sharding": {"call", "linear_boundary", "linear_call", "linear_validate", "memory", "norms", "sharding"},
-    "linear_boundary": {"boundary", "call", "compiled", "joined", "linear_call", "linear_launch", "memory"},
-    "linear_validate": {"call", "linear_call", "norms", "validate"},
-    "linear_launch": {"call", "kernels", "launch", "linear_call", "linear_plan", "memory", "recording"},
-    "linear_plan": set(),
-    "linear_call": {"call"},
-    "boundary": {"call", "compiled", "joined", "launch", "launch_heads", "memory"},
-    "joined": {"compiled", "memory"},
-    "compiled": {"call", "kernels", "launch", "launch_heads", "linear_call", "linear_launch", "memory", "recording"},
-    "sharding": {"call", "memory", "norms"},
-    "validate": {"call", "norms", "tables"},
-    "norms": {"call", "linear_call", "memory", "tables"},
-    "tables": {"call", "memory"},
-    "views": {"boundary", "joined", "memory"},
-    "launch_heads": {"call", "kernels", "launch", "memory", "plan", "recording"},
-    "launch": {"call", "kernels", "memory", "plan", "recording"},
-    "recording": {"call"},
-    "plan": set(),
-    "call": set(),
-    "memory": set(),
+ENGINE = {  # folders of the engine: those that each may import
+    "linear": {"core", "encode", "inductor", "kernels"},
+    "encode": {"core", "inductor", "kernels"},
+    "core": {"inductor", "kernels"},
+    "inductor": {"core", "kernels"},
     "kernels": set(),
 }
 
 
-@pytest.mark.parametrize("name", ENGINE)
-def test_layers_of_the_engine(name):
-    paths = [PACKAGE / "engine" / f"{name}.py"] if name != "kernels" else sorted((PACKAGE / "engine/kernels").glob("*"))
-    names = [n for path in paths if path.suffix == ".py" for n in imported(path)]
+@pytest.mark.parametrize("folder", ENGINE)
+def test_layers_of_the_engine(folder):
+    names = {n for path in (PACKAGE / "engine" / folder).glob("*.py") for n in imported(path)}
     found = {n.split(".")[1] for n in names if n.startswith("engine.")}
-    assert found - {name} <= ENGINE[name]
-    assert name != "kernels" or all(n.startswith("engine.kernels") for n in names)
+    assert found - {folder} <= ENGINE[folder]
+    assert folder != "kernels" or all(n.startswith("engine.kernels") for n in names)
+
+
+INDUCTOR = PACKAGE / "engine" / "inductor"
+PRIVATE_NAME = re.compile(
+    r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|\bfrom torch(?:\.\w+)*\._\w+|\._cdata\b|_backward_cls|_current_level"
+)
+
+
+def test_private_names_of_torch_are_in_one_folder():
+    """The integrations have their own."""
+    places = {INDUCTOR, PACKAGE / "integrations"}
+    found = {str(p.relative_to(PACKAGE)): PRIVATE_NAME.findall(p.read_text()) for p in FILES if p.parent not in places}
+    allowed = {"engine/core/recording.py": ["from torch.utils._python_dispatch"]}  # TorchDispatchMode, in READ_FROM
+    assert {file: names for file, names in found.items() if names} == allowed
+    assert PRIVATE_NAME.findall((INDUCTOR / "private.py").read_text())
+
+
+@pytest.mark.parametrize("name", READ_FROM)
+def test_torch_has_the_private_name(name):
+    module, _, attribute = name.rpartition(".")
+    parts = [attribute]
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, part = module.rpartition(".")
+            parts.insert(0, part)
+    for part in parts:
+        assert hasattr(found, part), f"{name}, read from torch {READ_FROM[name]}, is gone from {torch.__version__}"
+        found = getattr(found, part)
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:

@@ -18,9 +18,9 @@ from lrpe_md import (
     pack,
     rotate,
 )
+from lrpe_md.modules.xpos import scale_xpos
 from lrpe_md.positions import Coordinates, Packed, packed_positions, zigzag
 from lrpe_md.reference import activate
-from lrpe_md.xpos import scale_xpos
 
 GRID = Grid((2, 3), prefix=1)
 THETA = geometric_theta(4, 100.0)

@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lrpe_md import After, Coordinates, Grid, Tokens, compose, cosine, pack, pad, rotate, window_order
-from lrpe_md.engine import launch
+from lrpe_md.engine.encode import launch
 
 
 def rows(layout):

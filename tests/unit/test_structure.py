@@ -14,6 +14,8 @@ LIMITS = {
     "constexprs by position": 150,
     "import cycles": 0,
     "file changes in a warm forward": 8,
+    "file changes in a warm rotate": 8,
+    "file changes in a warm linear_attention": 14,
 }
 PACKAGE = {
     "kernels.py": '''

@@ -3,7 +3,7 @@ rows: products and their sums. tiles: loads and stores. encode: both maps, forwa
 of dω. softmax: over features, and over the sequence. signature: which arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
-position, w frequency; V all that is compiled in (:class:`lrpe_md.engine.call.Variant`), with V.block_r rows (a row is a
+position, w frequency; V all that is compiled in (:class:`engine.core.call.Variant`), with V.block_r rows (a row is a
 head of a sample), V.block_n tokens and V.block_c channels (cosine) or pairs (rotate) a tile. Sizes are run-time
 arguments throughout.
 

@@ -471,7 +471,7 @@ def lrpe_kernel(
     those of k, and partial sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then
     have weights in common. With V.has_start that and where outputs begin, see :func:`move_output`.
 
-    V: what is compiled in, :class:`lrpe_md.engine.call.Variant`.
+    V: what is compiled in, :class:`lrpe_md.engine.core.call.Variant`.
     """
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)

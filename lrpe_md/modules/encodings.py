@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_at_least, check_dense
-from .engine.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
-from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
-from .frequencies.axial import AxisOrder, sequence_omega
-from .module_base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_unwritten
-from .norm import Norm
-from .positions.coordinates import Coordinates
-from .positions.grid import Grid
-from .positions.sequences import text_positions
-from .presets.registry import preset as make_preset
-from .presets.scheme import Axial, Preset, Scheme
+from ..checks import check_at_least, check_dense
+from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
+from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
+from ..frequencies.axial import AxisOrder, sequence_omega
+from ..norm import Norm
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..positions.sequences import text_positions
+from ..presets.registry import preset as make_preset
+from ..presets.scheme import Axial, Preset, Scheme
+from .base import Frequencies, FrequencyModule, Learnable, Phase, SeriesModule, check_unwritten
 from .xpos import check_scale, scale_xpos
 
 __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]

@@ -4,20 +4,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid, grid_coordinates
-from ..reference import Act, MapName, Scales, Spec
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid, grid_coordinates
+from ...reference import Act, MapName, Scales, Spec
 
 __all__ = [
-    "NO_COS_SIN", "NO_WEIGHTS", "Act", "Call", "CosSin", "Impl", "Known", "Layout", "MapName", "Needs", "NormOptions",
-    "Options", "Order", "Pairs", "Positions", "Scales", "Spec", "Tables", "Variant", "Weights", "declare", "flatten",
-    "remember", "remembered", "take_fields", "unflatten",
+    "NO_COS_SIN",
+    "NO_TABLES",
+    "NO_WEIGHTS",
+    "Act",
+    "Call",
+    "CosSin",
+    "GivenTables",
+    "Impl",
+    "Layout",
+    "MapName",
+    "Needs",
+    "NormOptions",
+    "Options",
+    "Order",
+    "Pairs",
+    "Positions",
+    "Scales",
+    "Spec",
+    "Tables",
+    "Variant",
+    "Weights",
 ]  # fmt: skip
 
 Impl = Literal["auto", "triton", "reference"]
@@ -58,6 +76,9 @@ class Tables(NamedTuple):
     affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
+
+
+NO_TABLES = Tables(None)
 
 
 class CosSin(NamedTuple):
@@ -147,6 +168,14 @@ class Layout(NamedTuple):
         alike = len(self.sizes) == len(other.sizes)
         return self is other or (counts and alike and all(a == b for a, b in zip(self.sizes, other.sizes, strict=True)))
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Count the prefix and suffix tokens."""
+        num_tokens, prefix, num_grid, start, _ = self
+        before = max(0, min(prefix - start, num_tokens))
+        after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
+        return before, after
+
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
         """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
         if self.sizes:
@@ -173,6 +202,17 @@ class Layout(NamedTuple):
             groups = (index >= 0).long() + (index >= self.num_grid_tokens).long()
             groups = groups.clamp_max(weights.token_groups - 1)
         return Scales(weights.weight, weights.bias, groups), Scales(weights.weight_k, weights.bias_k, groups)
+
+
+class GivenTables(NamedTuple):
+    """Tables as they were given. They stand where a call otherwise has its positions."""
+
+    cos_sin: CosSin
+    prefix: int
+
+    def lay_out(self, num_tokens: int) -> Layout:
+        """Return where the tables' rows are among so many tokens."""
+        return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
 class Needs(NamedTuple):
@@ -292,68 +332,3 @@ class Variant(NamedTuple):
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))
         return f"__import__({__name__!r}, fromlist=['_']).Variant({fields})"
-
-
-# --- across the registered operators -------------------------------------------------------------------------
-
-_TYPES: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", Any: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]",
-    float: "float", bool: "bool",
-}  # fmt: skip
-
-
-def declare(kind: type, integer: str = "int", prefix: str = "") -> str:
-    """The arguments of an operator's schema for the fields of a value, their names with a prefix."""
-    hints = get_type_hints(kind)
-    fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
-    types = {name: "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]] for name in fields}
-    return ", ".join(f"{types[name].replace('int', integer)} {prefix}{name}" for name in fields)
-
-
-def flatten(call: Call) -> tuple[Any, ...]:
-    """A call as arguments of an operator, in the order of the fields."""
-    return tuple(
-        list(value) if isinstance(value, tuple) else value
-        for part in (call.tables, call.layout, call.spec, call.weights, call.cos_sin)
-        for value in part
-    )
-
-
-def unflatten(args: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
-    """The inverse of :func:`flatten`, and the arguments behind."""
-    values = iter(args)
-    tables, layout, spec = take_fields(Tables, values), take_fields(Layout, values), take_fields(Spec, values)
-    weights, cos_sin = take_fields(Weights, values), take_fields(CosSin, values)
-    return Call(spec, layout, tables, None, weights, cos_sin), tuple(values)
-
-
-def take_fields(kind: Callable[..., Any], values: Iterator[Any]) -> Any:
-    """A value of the next arguments."""
-    fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportFunctionMemberAccess]
-    found = (next(values) for _ in fields)
-    return kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
-
-
-# --- the memo ------------------------------------------------------------------------------------------------
-
-_LARGEST = 4096
-
-
-class Known(NamedTuple):
-    """Cached result of validating sizes, dtypes and devices, with the launches prepared for them."""
-
-    spec: Spec
-    layout: Layout
-    launches: dict[Hashable, Any]
-
-
-remembered: dict[Hashable, Any] = {}
-AnyKnown = TypeVar("AnyKnown")
-
-
-def remember(key: Hashable, known: AnyKnown) -> AnyKnown:
-    """Cache a validated call for the next one with the same key."""
-    if len(remembered) >= _LARGEST:
-        remembered.clear()
-    remembered[key] = known
-    return known

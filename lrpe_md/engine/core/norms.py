@@ -8,15 +8,13 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, split_pair
-from ..norm import Norm, NormName, Over
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from ..reference import no_autocast, normalise
-from .call import Layout, NormOptions, Options, Spec, Weights
-from .linear_call import LinearOptions
+from ...checks import check_dense, split_pair
+from ...norm import Norm, NormName, Over
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
+from ...reference import no_autocast, normalise
+from .call import GivenTables, Layout, NormOptions, Spec, Weights
 from .memory import accumulator
-from .tables import GivenTables
 
 __all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
 
@@ -25,7 +23,7 @@ _FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-AnyOptions = TypeVar("AnyOptions", Options, LinearOptions)
+AnyOptions = TypeVar("AnyOptions", bound=Any)  # of the encoding, or of linear attention
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
@@ -68,7 +66,7 @@ def of_tensor(weights: Weights, i: int) -> Weights:
     return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
 
 
-def check_weights(options: Options | LinearOptions, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
+def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
     """Shapes, dtypes and devices, against tensors that have been checked."""
     assert options.norm is not None
     over = options.norm.over
@@ -117,7 +115,7 @@ def check_weights(options: Options | LinearOptions, weights: Weights, xs: tuple[
 
 
 def apply_norm(
-    options: Options | LinearOptions, weights: Weights, xs: tuple[Tensor, ...], positions: Any
+    options: Any, weights: Weights, xs: tuple[Tensor, ...], positions: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """norm(x) of each, in the dtype of the arithmetic, in plain torch operators."""
     assert options.norm is not None

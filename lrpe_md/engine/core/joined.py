@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
-from . import compiled
+from ..._ops import add_op_namespace_prefix, ops
+from ..inductor.lowering import register_join
+from ..inductor.private import find_backward
 from .memory import split_projection
 
 __all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]
@@ -54,7 +55,7 @@ class Split(torch.autograd.Function):
 
 
 class TracedSplit(torch.autograd.Function):
-    """The same while a compiler traces, which sees one operator: Inductor's code for it is in compiled.py."""
+    """The same while a compiler traces, which sees one operator: Inductor's code for it is in inductor/lowering.py."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -73,7 +74,7 @@ def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
 
 
 def _join_fake(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    compiled.register_join()
+    register_join()
     return join(grads, num_key_heads)
 
 
@@ -86,6 +87,6 @@ torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_li
 def find_split(xs: Sequence[Tensor]) -> Joined | None:
     """Find the joint tensor of q and k, or q, k and v, if :func:`split_qkv` gave exactly these."""
     node: Any = xs[0].grad_fn
-    if len(xs) == 1 or type(node) is not Split._backward_cls:  # pyright: ignore[reportAttributeAccessIssue]
+    if len(xs) == 1 or type(node) is not find_backward(Split):
         return None
     return node.joined if all(x.grad_fn is node and x.output_nr == i for i, x in enumerate(xs)) else None

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense
-from ..positions.coordinates import Coordinates
-from ..positions.sequences import Packed
-from .boundary import exporting, is_direct, transforming
-from .joined import Split, TracedSplit
-from .memory import split_projection
+from ...checks import as_integer, check_dense
+from ...positions.coordinates import Coordinates
+from ...positions.sequences import Packed
+from ..core.joined import Split, TracedSplit
+from ..core.memory import split_projection
+from ..core.operator import is_direct
+from ..inductor.private import exporting, transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 

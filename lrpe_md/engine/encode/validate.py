@@ -10,20 +10,34 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_dense, fleeting
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from ..reference import ACTIVATIONS, MAPS
-from .call import NO_WEIGHTS, Act, Call, Impl, Layout, Options, Order, Pairs, Positions, Spec, Tables, Weights
-from .norms import check_weights
-from .tables import TRANSPOSE, GivenTables, check_tables
+from ...checks import as_integer, check_dense, fleeting
+from ...positions.coordinates import Coordinates
+from ...positions.grid import Grid
+from ...reference import ACTIVATIONS, MAPS
+from ..core.call import (
+    NO_WEIGHTS,
+    Act,
+    Call,
+    GivenTables,
+    Impl,
+    Layout,
+    Options,
+    Order,
+    Pairs,
+    Positions,
+    Spec,
+    Tables,
+    Weights,
+)
+from ..core.norms import check_weights
+from .tables import TRANSPOSE, check_tables
 
 __all__ = [
-    "IMPLS", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_impl", "check_input",
+    "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
     "check_pairs", "check_unused", "locate", "remedy", "rotary_slice", "validate",
 ]  # fmt: skip
 
-IMPLS, ORDERS = get_args(Impl), get_args(Order)
+ORDERS = get_args(Order)
 PAIRS = ("half", "interleaved")
 
 
@@ -297,8 +311,3 @@ def _locate_grid(grid: Grid, x: Tensor) -> Place:
             raise ValueError(f"positions: expected the origin on x's device {x.device}, got {origin.device}")
     layout = Layout(num_tokens, grid.prefix, grid.num_grid_tokens, grid.start, tuple(grid.shape))
     return Place(layout, origin=origin, affine=grid.affine(x.device))
-
-
-def check_impl(impl: Any) -> None:
-    if impl not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import can_read, check_dense
-from .boundary import transforming
-from .call import Call
+from ...checks import can_read, check_dense
+from ..core.call import Call
+from ..inductor.private import transforming
 
 __all__ = ["Target", "check_places", "check_target", "take_target", "write"]
 

@@ -10,17 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checks import as_integer, can_read, is_real
-from .engine.linear_call import Description
-from .engine.tables import NO_POSITIONS
-from .engine.validate import Act, Impl, Order, Pairs, Positions, check_act, check_impl, remedy
-from .engine.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
-from .frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
-from .frequencies.dense import mixed_omega
-from .frequencies.series import geometric_theta
-from .functional import cosine, rotate
-from .norm import Norm
-from .positions.grid import Grid
+from ..checks import as_integer, can_read, is_real
+from ..engine.core.operator import check_impl
+from ..engine.encode.tables import NO_POSITIONS
+from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
+from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
+from ..engine.inductor.private import copy_each
+from ..engine.linear.call import Description
+from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
+from ..frequencies.dense import mixed_omega
+from ..frequencies.series import geometric_theta
+from ..functional import cosine, rotate
+from ..norm import Norm
+from ..positions.grid import Grid
 
 __all__ = ["Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
 
@@ -33,8 +35,7 @@ def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Values into tensors, in one launch for those of a dtype and device."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
-        together: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        together(list(targets), list(values), non_blocking=True)
+        copy_each(list(targets), list(values), non_blocking=True)
 
 
 def _log_magnitude(theta: Tensor) -> Tensor:

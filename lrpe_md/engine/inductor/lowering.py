@@ -9,9 +9,9 @@ that are not at 16 bytes. Where Inductor hands on no limit of registers (before 
 launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of
 ``torch.compile`` see the operator alone.
 
-Gradients that an operator makes for one projection (joined.py) are written where they are joined: the buffer that they
-are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of the
-same launch where it is in memory by then, and by the lowering of the join where it is not.
+Gradients that an operator makes for one projection (core/joined.py) are written where they are joined: the buffer that
+they are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of
+the same launch where it is in memory by then, and by the lowering of the join where it is not.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._ops import ops
-from .call import Needs, Variant, unflatten
-from .linear_call import LinearNeeds, Operands, unflatten_linear
-from .memory import split_projection
-from .recording import Start, UnrecordableError, record, storage_of
+from ..._ops import ops
+from ..core.call import Variant
+from ..core.memory import split_projection
+from ..core.recording import Start, UnrecordableError, record
+from .private import storage_of
 
-__all__ = ["SOURCE", "register", "register_join", "register_linear"]
+__all__ = ["SOURCE", "register", "register_join"]
 
 
 def _hash_source() -> str:
     """Hash the source that decides how an operator is launched, because compilers cache code by its arguments alone."""
-    here, found = Path(__file__).parent, hashlib.sha256()
-    for path in sorted((*here.glob("*.py"), *here.glob("kernels/*.py"))):
+    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -49,16 +49,10 @@ def _hash_source() -> str:
 SOURCE = _hash_source()
 
 
-def register() -> None:
-    """Tell Inductor of the maps, once it is there; it is not loaded for this."""
+def register(operator: Any) -> None:
+    """Tell Inductor, once it is there, how to lower an :class:`Operator`. It is not loaded for this."""
     if "torch._inductor.lowering" in sys.modules:
-        _register(((ops.forward.default, _forward), (ops.backward.default, _backward)))
-
-
-def register_linear() -> None:
-    """Register linear attention's operators with Inductor."""
-    if "torch._inductor.lowering" in sys.modules:
-        _register(((ops.linear_forward.default, _linear_forward), (ops.linear_backward.default, _linear_backward)))
+        _register(operator)
 
 
 def register_join() -> None:
@@ -68,11 +62,19 @@ def register_join() -> None:
 
 
 @cache
-def _register(operators: tuple[tuple[Any, Callable[..., list[Tensor]]], ...]) -> None:
+def _register(operator: Any) -> None:
     from torch._inductor.lowering import fallback_handler, register_lowering
 
-    for op, run in operators:
-        register_lowering(op, type_promotion_kind=None)(_or_operator(run, fallback_handler(op)))
+    def lower_forward(*args: Any) -> Any:
+        return _lower_or_call(operator.run_forward, args, None, call_forward)
+
+    def lower_backward(*args: Any) -> Any:
+        return _lower_or_call(operator.run_backward, args, _find_join(operator.num_rows or len(args[0])), call_backward)
+
+    forward, backward = operator.forward_op.default, operator.backward_op.default
+    call_forward, call_backward = fallback_handler(forward), fallback_handler(backward)
+    register_lowering(forward, type_promotion_kind=None)(lower_forward)
+    register_lowering(backward, type_promotion_kind=None)(lower_backward)
 
 
 @cache
@@ -82,59 +84,17 @@ def _register_join() -> None:
     register_lowering(ops.join.default, type_promotion_kind=None)(_lower_join)
 
 
-def _or_operator(run: Callable[..., list[Tensor]], call: Callable[..., Any]) -> Callable[..., Any]:
-    def lower_or_call(*args: Any) -> Any:
-        join = _find_join() if run in (_backward, _linear_backward) else None
-        try:
-            return _lower(run, args, join)
-        except (FallBackToOperator, UnrecordableError):
-            return call(*args)
-
-    return lower_or_call
+def _lower_or_call(
+    run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | None, call: Callable[..., Any]
+) -> Any:
+    try:
+        return _lower(run, args, join)
+    except (FallBackToOperator, UnrecordableError):
+        return call(*args)
 
 
 class FallBackToOperator(Exception):
     """Raised to make Inductor call the registered operator."""
-
-
-# --- the operators, on tensors without memory ------------------------------------------------------------------------
-
-
-def _forward(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    from . import launch, launch_heads
-
-    call, _ = unflatten(args)
-    launcher = launch_heads if call.spec.norm_over == "heads" else launch
-    return launcher.forward(call, xs)
-
-
-def _backward(
-    grads: list[Tensor], xs: list[Tensor], stats: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()
-) -> list[Tensor]:
-    from . import launch, launch_heads
-
-    call, needs = unflatten(args)
-    launcher = launch_heads if call.spec.norm_over == "heads" else launch
-    return launcher.backward(call, grads, xs, stats, Needs(*needs[: len(Needs._fields)]), outs)
-
-
-def _linear_forward(q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], *args: Any) -> list[Tensor]:
-    from . import linear_launch
-
-    call, (return_state, keep, *_) = unflatten_linear(args)
-    return linear_launch.forward(call, Operands(q, k, v, gate, tuple(state)), return_state, keep)
-
-
-def _linear_backward(
-    grads: list[Tensor], q: Tensor, k: Tensor, v: Tensor, gate: Any, state: list[Tensor], saved: list[Tensor],
-    *args: Any, outs: Sequence[Tensor] = (),
-) -> list[Tensor]:  # fmt: skip
-    from . import linear_launch
-
-    call, needs = unflatten_linear(args)
-    operands = Operands(q, k, v, gate, tuple(state))
-    needed = LinearNeeds(*needs[: len(LinearNeeds._fields)])
-    return linear_launch.backward(call, grads, operands, saved, needed, outs)
 
 
 # --- from a launcher to nodes ----------------------------------------------------------------------------------------
@@ -144,10 +104,10 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     """The outputs of an operator, as its launcher would leave them; the first of them where they are joined."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from . import launch
-    from .kernels.fixed import fix
+    from ..core.launching import INTERPRETING
+    from ..kernels.fixed import fix
 
-    if launch.INTERPRETING:
+    if INTERPRETING:
         raise FallBackToOperator
     inputs = _Inputs()
     with unset_fake_temporarily():
@@ -175,8 +135,8 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
     """Plan the copy of v's gradient if its rows and their places are at multiples of 16 bytes."""
-    from .kernels.fixed import Copy
-    from .launch import in_eights
+    from ..core.launching import in_eights
+    from ..kernels.fixed import Copy
 
     if passing is None or passing.storage_offset() or places[-1].storage_offset() % 8:
         return None
@@ -203,7 +163,7 @@ def _check(start: Start, device: torch.device | None) -> None:
 
 
 def _sums_rows(variant: Variant) -> bool:
-    """Over the channels or the tokens of rows that it reads."""
+    """Return whether a kernel sums over the channels or the tokens of rows that it reads."""
     sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
     return sums and variant.head_dim > 0
 
@@ -319,8 +279,8 @@ class _Join(NamedTuple):
         return split_projection(whole, self.node.args[1])
 
 
-def _find_join() -> _Join | None:
-    """Find the join that the node being lowered belongs to."""
+def _find_join(count: int) -> _Join | None:
+    """Find the join that the node being lowered belongs to. count: gradients that the node forms for it."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -332,7 +292,6 @@ def _find_join() -> _Join | None:
     found: Any = users[0]
     found.meta.pop(_JOINED, None)
     grads, num_key_heads = found.args
-    count = 3 if node.target is ops.linear_backward.default else len(node.args[0])
     alone = all(i in outs and grads[i] is outs[i] and list(outs[i].users) == [found] for i in range(count))
     value = found.meta["val"]
     static = all(isinstance(size, int) for size in value.shape) and isinstance(num_key_heads, int | None)
@@ -441,7 +400,7 @@ def _node_type() -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    from .kernels.fixed import Launcher
+    from ..kernels.fixed import Launcher
 
     class Launch(ir.UserDefinedTritonKernel):
         """A launch of one of our kernels.

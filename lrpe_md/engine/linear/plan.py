@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = [
     "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_walk", "cut_parts", "cut_pieces",
-    "fits_kernels", "fits_one_pass", "shrink",
+    "fits_kernels", "shrink",
 ]  # fmt: skip
 
 
@@ -88,10 +88,6 @@ def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
 def shrink(tile: LinearTile) -> list[LinearTile]:
     """List smaller tiles, for a GPU with less shared memory than a tile takes."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
-
-
-def fits_one_pass(num_queries: int, num_keys: int) -> bool:
-    return max(num_queries, num_keys) <= ONE_PASS
 
 
 class Walk(Enum):

@@ -8,33 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
-from .call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
-from .kernels.signature import pack
-from .launch import (
+from .. import kernels
+from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
+from ..core.launching import (
     INTERPRETING,
-    Partials,
-    Rows,
-    Sums,
-    allocate_partials,
-    count_entries,
-    count_far,
     count_grid,
     count_tables,
     current_device,
-    describe,
     in_eights,
     launches_early,
     make_readable,
     materialise,
     num_groups,
-    recall_launches,
-    reduce_partials,
-    run,
-)
-from .memory import accumulator, strides_in_memory
+)  # fmt: skip
+from ..core.memory import accumulator, strides_in_memory
+from ..core.recording import start
+from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
+from ..kernels.signature import pack
+from .launch import Rows, count_entries, count_far, describe, recall_launches, run
 from .plan import Pass, plan_heads
-from .recording import start
 
 __all__ = ["backward", "forward"]
 
@@ -114,7 +106,7 @@ _NOTHING = Needs()
 def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.launch.run`."""
+    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.run`."""
     xs, dys, given = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device

@@ -8,19 +8,18 @@ for operators that take and return lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import Call, CosSin, Layout, Spec, Tables, Weights
+from .call import Layout, Spec, Tables, Weights
 from .memory import strides_in_memory
-from .norms import of_tensor
+from .operator import is_sharded
 
 __all__ = [
-    "BATCH", "HEADS", "TOKENS", "check_cut", "check_mesh", "check_placements", "count_ranks", "is_sharded",
-    "local_part", "local_positions", "local_weights", "run_shards", "take_local",
+    "BATCH", "HEADS", "TOKENS", "check_cut", "check_heads", "check_mesh", "check_placements", "count_ranks",
+    "local_part", "local_positions", "local_weights", "take_local", "wrap_shard",
 ]  # fmt: skip
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
@@ -32,59 +31,13 @@ _CUT = (  # what a message says of each, and what to do where it is cut otherwis
 )
 
 
-def is_sharded(*tensors: Tensor | None) -> bool:
-    """Tell whether any tensor is a DTensor, without importing ``torch.distributed``."""
-    return any(hasattr(t, "placements") for t in tensors)
-
-
-def run_shards(
-    run: Callable[[Call, tuple[Tensor, ...]], tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
-    """``run`` on the local shards; DTensors with the placements of xs.
-
-    Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
-    their rows of given tables. The other tensors are cut with xs where they have a batch, heads or tokens, and
-    replicated elsewhere; plain ones count as replicated. Their gradients are those of the whole computation: summed
-    over the ranks where xs were sharded and they were not, in the placements that they came with.
-
-    Raises:
-        TypeError: plain tensors among DTensors.
-        ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
-            that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
-    """
-    spec, layout, tables = call.spec, call.layout, call.tables
-    check_placements(spec, xs, tables.omega, tables.phase)
-    first_name = "x" if len(xs) == 1 else "q"
-    check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
-    check_mesh("tables", call.cos_sin.given, first_name, xs[0])
-    if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
-        # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
-        q, k = xs
-        weight, bias, weight_k, bias_k = call.weights
-        q_call, k_call = (call._replace(weights=Weights(*own)) for own in ((weight, bias), (weight_k, bias_k)))
-        return run_shards(run, q_call, (q,)) + run_shards(run, k_call, (k,))
+def wrap_shard(y: Tensor, x: Any, width: int) -> Any:
+    """Return a local result (B, H, N, width) as a DTensor with the placements of x."""
     from torch.distributed.tensor import DTensor
 
-    x, cos_sin = xs[0], call.cos_sin
-    if cos_sin.cos is None:
-        for each in xs:
-            check_cut(tables, each)
-        layout, tables = local_positions(layout, tables, x)
-    else:
-        for each in xs:
-            local_part(each, TOKENS)
-        layout, cos_sin = _local_tables(layout, cos_sin, x)
-    of_q, of_k = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
-    in_rows = cos_sin.cos is None
-    weights = [local_weights(own, call.layout, t, in_rows)[:2] for own, t in ((of_q, xs[0]), (of_k, xs[-1]))]
-    local = Call(spec, layout, tables, None, Weights(*weights[0], *weights[1]), cos_sin)
-    ys = run(local, tuple(x.to_local() for x in xs))
-    out = []
-    for x, y in zip(xs, ys, strict=True):
-        shape = torch.Size((*x.shape[:3], spec.out_dim(x.shape[3])))
-        stride = strides_in_memory(x, shape[3])
-        out.append(DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride))
-    return tuple(out)
+    shape = torch.Size((*x.shape[:3], width))
+    stride = strides_in_memory(x, width)
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
 
 
 def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
@@ -175,49 +128,17 @@ def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
     """Return this rank's heads of a tensor (H or 1, ..)."""
     if t.shape[0] == 1:
         return take_local(t, x, {})
-    _check_heads(name, t, 0, x)
+    check_heads(name, t, 0, x)
     return take_local(t, x, {HEADS: 0})
 
 
-def _check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
+def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     ranks = count_ranks(x, HEADS)
     if t.shape[dim] % ranks:
         raise ValueError(
             f"{name}: expected heads that {ranks} ranks divide, or 1 that all share, got {t.shape[dim]} "
             f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
         )
-
-
-def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
-    """Return the rows of given tables that belong to x's shard.
-
-    Rows of tokens are cut where the tables are DTensors whose rows are sharded, if they have a row for each token;
-    other tables stay whole along the tokens, and the layout says where the shard begins.
-    """
-    start, length = local_part(x, TOKENS)
-    outer = len(cos_sin.shape) - 2
-    dims = {dim: dim for dim in (BATCH, HEADS)[:outer] if cos_sin.shape[dim] > 1}
-    rows_sharded = any(is_sharded(t) and count_ranks(t, outer) > 1 for t in cos_sin.given)
-    if rows_sharded and layout.num_grid_tokens == layout.num_tokens:
-        dims[TOKENS] = outer
-        layout = Layout(length, 0, length, 0, ())
-    else:
-        layout = layout._replace(num_tokens=length, start=layout.start + start)
-    if HEADS in dims:
-        _check_heads("tables", cos_sin.given[0], HEADS, x)
-    cos, sin = (None if t is None else _local_table(t, x, dims) for t in cos_sin[:2])
-    return layout, cos_sin._replace(cos=cos, sin=sin)
-
-
-def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return the part of one table: a view of a plain tensor, unless its gradient has to be summed."""
-    if is_sharded(t) or t.requires_grad:
-        return take_local(t, x, dims)
-    for dim, own in dims.items():
-        start, length = local_part(x, dim)
-        share = x.shape[dim] // t.shape[own]  # heads of x that share rows
-        t = t.narrow(own, start // share, length // share)
-    return t
 
 
 def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tables]:

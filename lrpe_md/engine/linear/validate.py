@@ -7,17 +7,18 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, check_offsets, split_pair
-from ..positions.grid import Grid
-from ..reference import ACTIVATIONS
-from ..reference_linear import Attention
-from .call import NO_WEIGHTS, Layout, Spec, Tables, Weights
-from .linear_call import LinearCall, LinearOptions, NormalizerName, Sides
-from .norms import check_weights
-from .validate import check_act, check_impl, check_input, check_unused, locate, validate
+from ...checks import check_dense, check_offsets, split_pair
+from ...positions.grid import Grid
+from ...reference import ACTIVATIONS
+from ...reference_linear import Attention
+from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
+from ..core.norms import check_weights
+from ..core.operator import check_impl
+from ..encode.validate import check_act, check_input, check_unused, locate, validate
+from .call import LinearCall, LinearOptions, NormalizerName, Sides
 
 __all__ = [
-    "NEVER_NEGATIVE", "Given", "as_state", "check_edges", "check_eps", "check_gate", "check_normalizer",
+    "NEVER_NEGATIVE", "Given", "check_edges", "check_eps", "check_gate", "check_normalizer",
     "check_sequence_softmax", "no_frequencies", "validate_linear",
 ]  # fmt: skip
 
@@ -198,18 +199,6 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
                 f"block: expected a shard of whole blocks of {block} tokens, prefix and suffix being blocks of their "
                 f"own, got tokens {start} to {start + num_tokens} behind a prefix of {prefix}"
             )
-
-
-def as_state(state: Any) -> tuple[Tensor, ...]:
-    """The tensors of (S, Σ), (S, None) or None."""
-    if state is None:
-        return ()
-    if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
-        what = type(state).__name__
-        raise TypeError(
-            f"state: expected (S, Σ), or (S, None) with normalizer='none', as return_state gives, got {what}"
-        )
-    return tuple(t for t in state if t is not None)
 
 
 def _check_state(given: Given, spec: Spec, normalizer: str) -> None:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..checks import as_integer, check_dense
-from .call import Call, CosSin, Layout, Spec
-from .memory import accumulator
+from ... import reference
+from ...checks import as_integer, check_dense
+from ..core.call import Call, CosSin, GivenTables, Layout, Spec
+from ..core.memory import accumulator
 
-__all__ = ["TABLE_NAMES", "GivenTables", "check_tables", "replace_angles", "store_angles", "take_tables"]
+__all__ = ["TABLE_NAMES", "check_tables", "replace_angles", "store_angles", "take_tables"]
 
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class GivenTables(NamedTuple):
-    """Tables as they were given. They stand where a call otherwise has its positions."""
-
-    cos_sin: CosSin
-    prefix: int
-
-    def lay_out(self, num_tokens: int) -> Layout:
-        """Return where the tables' rows are among so many tokens."""
-        return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
 TRANSPOSE = "; x looks like (B, N, H, D), pass x.transpose(1, 2)"

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Layout, Tables, Weights
-from .linear_call import LinearCall, Operands
-from .linear_validate import check_edges
-from .memory import strides_in_memory
-from .norms import of_tensor
-from .sharding import (
+from ..core.call import Layout, Tables, Weights
+from ..core.norms import of_tensor
+from ..core.operator import is_sharded
+from ..core.sharding import (
     BATCH,
     HEADS,
     TOKENS,
@@ -28,12 +26,14 @@ from .sharding import (
     check_mesh,
     check_placements,
     count_ranks,
-    is_sharded,
     local_part,
     local_positions,
     local_weights,
     take_local,
-)  # fmt: skip
+    wrap_shard,
+)
+from .call import LinearCall, Operands, Results
+from .validate import check_edges
 
 __all__ = ["run_shards"]
 
@@ -41,18 +41,25 @@ State = tuple[Tensor, ...]
 Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the state where it is asked for
 
 
-def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
-    """``run`` on the local shards: o with q's placements, and a state that all ranks of the same tokens have whole.
+def run_shards(
+    run_local: Callable[..., Any], call: LinearCall, operands: Operands, return_state: bool
+) -> tuple[Tensor, ...]:
+    """Run a call on the local shards: o with q's placements, and a state that all ranks of the same tokens have whole.
 
-    Batch, heads and tokens may be sharded, as for the maps (:mod:`lrpe_md.engine.sharding`): what is plain counts as
+    Batch, heads and tokens may be sharded, as for the maps (:mod:`engine.core.sharding`): what is plain counts as
     replicated, and gradients are those of the whole computation. k and v are sharded as q is, or replicated: one key
     head where q's heads are sharded, and the keys of cross-attention where its tokens are.
 
     Raises:
         TypeError: plain tensors among DTensors.
-        ValueError: what :func:`lrpe_md.engine.sharding.run_shards` raises; tokens over several axes of a mesh, or with
+        ValueError: what the sharding of the maps raises; tokens over several axes of a mesh, or with
             cu_seqlens; key heads that the ranks don't divide; a shard that cuts a block.
     """
+
+    def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
+        o, *after = run_local(call, operands, Results(return_state))
+        return o, tuple(after)
+
     q, k, v, gate, state = operands
     placed: Any = (q, k, v)
     check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
@@ -70,7 +77,8 @@ def run_shards(run: Run, call: LinearCall, operands: Operands, return_state: boo
         o, after = _run_tokens(run, local, here, placed[0].device_mesh.get_group(over_tokens[0]))
     else:
         o, after = run(local, here, return_state)
-    return _whole(o, q, v), tuple(_whole_state(t, q, k) for t in after) if return_state else ()
+    states = [_whole_state(t, q, k) for t in after] if return_state else []
+    return wrap_shard(o, q, v.shape[3]), *states
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
@@ -139,31 +147,22 @@ class _SumBefore(torch.autograd.Function):
         return _SumBefore.apply(*grads, ctx.group, not ctx.behind), None, None
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks of a group."""
+class _ChangeGradient(torch.autograd.Function):
+    """Identity whose gradient is changed by a function of it and a group."""
 
     @staticmethod
-    def forward(ctx, t, group):
-        ctx.group = group
+    def forward(ctx, t, change, group):
+        ctx.change, ctx.group = change, group
         return t.view_as(t)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _SumRanks.apply(*grads, ctx.group), None
+        return ctx.change(*grads, ctx.group), None, None
 
 
-class _FirstGradient(torch.autograd.Function):
-    """Identity whose gradient only the first rank of a group passes on, because all ranks have the same one."""
-
-    @staticmethod
-    def forward(ctx, t, group):
-        ctx.group = group
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (grad,) = grads
-        return grad if dist.get_rank(ctx.group) == 0 else torch.zeros_like(grad), None
+def _keep_first(grad: Tensor, group: Any) -> Tensor:
+    """Pass a gradient on from the first rank alone, because all ranks have the same one."""
+    return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
 
 
 # --- what is where ------------------------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def _axes_apart(q: Any, k: Any) -> list[int]:
 
 def _share_gradient(t: Tensor, x: Any, axes: list[int]) -> Tensor:
     for axis in axes:
-        t = _SumGradient.apply(t, x.device_mesh.get_group(axis)) if t.is_floating_point() else t
+        t = _ChangeGradient.apply(t, _SumRanks.apply, x.device_mesh.get_group(axis)) if t.is_floating_point() else t
     return t
 
 
@@ -264,14 +263,6 @@ def _local_side(call: LinearCall, layout: Layout, tables: Tables, x: Any) -> tup
     return layout._replace(num_tokens=length, start=layout.start + start), tables
 
 
-def _whole(o: Tensor, q: Any, v: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    shape = torch.Size((*q.shape[:3], v.shape[3]))
-    stride = strides_in_memory(q, shape[3])
-    return DTensor.from_local(o, q.device_mesh, q.placements, run_check=False, shape=shape, stride=stride)
-
-
 def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -280,7 +271,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         cut = theirs.is_shard(BATCH) or theirs.is_shard(HEADS)
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
-            t = _FirstGradient.apply(t, q.device_mesh.get_group(axis))
+            t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
     batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # or sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()

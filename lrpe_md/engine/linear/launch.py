@@ -12,29 +12,30 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ..positions.grid import affine_on
-from ..reference import ACTIVATIONS, split_pairs
-from . import kernels, recording
-from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
-from .kernels.signature import pack
-from .launch import (
+from ...reference import ACTIVATIONS, split_pairs
+from .. import kernels
+from ..core import recording
+from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
+from ..core.launching import (
     INTERPRETING,
-    Partials,
-    Sums,
     count_grid,
     count_tables,
     current_device,
+    cut_channels,
+    describe_tables,
     has_ptx,
     lay_weight,
     limit_registers,
-    make_readable,
-    materialise,
-    reduce_partial,
-    reduce_weights,
+    materialise_each,
+    read_sides,
     strides_in_eights,
-)
-from .linear_call import LinearCall, LinearNeeds, Operands, ends_of
-from .linear_plan import (
+)  # fmt: skip
+from ..core.memory import accumulator, like_in_memory
+from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
+from ..kernels.signature import pack
+from . import plan as plans
+from .call import LinearCall, LinearNeeds, Operands
+from .plan import (
     SCAN_BLOCK,
     LinearPass,
     LinearTile,
@@ -42,10 +43,8 @@ from .linear_plan import (
     choose_walk,
     cut_parts,
     cut_pieces,
-    fits_one_pass,
     shrink,
 )
-from .memory import accumulator, like_in_memory
 
 __all__ = ["backward", "forward", "saved_shapes"]
 
@@ -68,6 +67,9 @@ class Sizes(NamedTuple):
     num_features: int
     num_sums: int  # channels that the normaliser sums up over tokens
     raw: bool  # features are rows as they lie in memory
+    one_side: bool  # q and k share positions and tables
+    acc: torch.dtype  # of sums
+    operand: torch.dtype  # of what matrix units multiply; an interpreter rounds float32 to bfloat16
 
     @property
     def rows(self) -> int:
@@ -88,7 +90,12 @@ def measure(call: LinearCall, operands: Operands) -> Sizes:
     spec = call.spec
     raw = spec.map == spec.act == spec.norm == call.attention.normalizer == "none"
     raw = raw and operands.q.dtype == torch.bfloat16 and operands.gate is None
-    return Sizes(batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums, raw)
+    dtype, one_side = operands.q.dtype, call.has_one_side
+    operand = dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
+    return Sizes(
+        batch, groups, heads // groups, num_queries, num_keys, head_dim, v_dim, features, sums, raw, one_side,
+        accumulator(dtype), operand,
+    )  # fmt: skip
 
 
 # --- pieces of the tokens --------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
         num_slots = count
         table = _cut_range(num_tokens, Cut(length, length), device) if tabled else None
     elif mask != "full":
-        blocks = num_tokens, ends_of(layout), call.attention.block, length
+        blocks = num_tokens, layout.ends, call.attention.block, length
         count, num_slots = _count_blocks(*blocks)
         table = _cut_blocks(*blocks, device) if tabled else None
     return Pieces(table, length, count, num_slots, num_tokens)
@@ -246,23 +253,26 @@ class Work:
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NONE
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
-        self.q, self.k, self.v = (materialise(t) for t in (operands.q, operands.k, operands.v))
-        self.do = None if do is None else materialise(do)
-        self.sizes = measure(call, operands)
+        self.q, self.k, self.v, self.do, self.gate = materialise_each(*operands[:3], do, gate)
+        launches = {} if call.launches is None else call.launches
+        sizes = launches.get("sizes")
+        if sizes is None:
+            sizes = launches["sizes"] = measure(call, operands)
+        self.sizes = sizes
         self.dtype, self.device = self.q.dtype, self.q.device
-        self.acc = accumulator(self.dtype)
-        self.narrow = self.dtype.itemsize == 2
-        self.operand = _operand_dtype(self.dtype)
-        self.gate = None if gate is None else materialise(gate)
+        self.acc, self.operand, self.narrow = sizes.acc, sizes.operand, self.dtype.itemsize == 2
         if self.gate is not None and self.gate.dtype == torch.bool:
             self.gate = self.gate.view(torch.uint8)
-        self.q_side = _make_side(call.spec, call.q_layout, call.q_tables, self.narrow)
-        same = call.k_layout.is_same(call.q_layout) and call.k_tables is call.q_tables
-        self.k_side = self.q_side if same else _make_side(call.spec, call.k_layout, call.k_tables, self.narrow)
+        sides = Call(call.spec, call.q_layout, call.q_tables), Call(call.spec, call.k_layout, call.k_tables)
+        if call.spec.map != "none":
+            sides = read_sides(*sides, sizes.one_side, self.narrow)
+        self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
             self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
-        self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
+        self.weights = call.weights
+        if call.spec.norm != "none":
+            self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -270,7 +280,6 @@ class Work:
             address |= t.data_ptr()
             strides.append(t.stride())
         self.tensors, self.on_16_bytes = tensors, address % 16 == 0
-        launches = {} if call.launches is None else call.launches
         # What calls like this one had.
         self.known: dict[Any, Any] = launches.setdefault((*strides, self.on_16_bytes, needs), {})
 
@@ -306,40 +315,34 @@ class Work:
     ) -> tuple[Variant, dict[str, Any]]:
         spec, sizes, tables = self.call.spec, self.sizes, side.tables
         spec = spec if sizes.raw else _pair_channels(spec, sizes.head_dim)
-        positions = tables.coords if tables.coords is not None else tables.origin
         tensors = [*self.tensors, *outs]
         aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
-        tiles = _cut_channels(spec, sizes.head_dim)
+        tiles = cut_channels(spec, sizes.head_dim, 16)  # matrix units take no less
         block_v = max(16, triton.next_power_of_2(sizes.v_dim))
         ptx = has_ptx(self.dtype)
-        affine, mapped = tables.affine is not None, spec.map != "none"
         regular = aligned and min(block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS
         tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
-        num_axes = tables.omega.shape[2] if mapped else 0
         causal = self.call.attention.mask == "causal"
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
-        has_phase = tables.phase is not None
+        fields = describe_tables(tables, self.weights)
+        if spec.map == "none":
+            fields["num_axes"] = 0
         variant = Variant(
-            *spec, head_dim=sizes.head_dim, num_axes=num_axes, backward=stage not in FORWARD,
-            need_dangles=self.need_dangles, explicit=mapped and not side.layout.sizes,
-            by_sample=positions is not None and positions.ndim == 3, affine=affine,
-            has_origin=tables.origin is not None, has_phase=has_phase,
+            *spec, head_dim=sizes.head_dim, **fields, **tiles._asdict(), backward=stage not in FORWARD,
+            need_dangles=self.need_dangles,
             wide=self.dtype == torch.float64, fast=self.narrow and ptx,
-            fixed=positions is None and not affine and self.dtype != torch.float64,
+            fixed=tables.coords is tables.origin is tables.affine is None and self.dtype != torch.float64,
             functions=2 if self.narrow and ptx else int(ptx),
             aligned=aligned, long=any(s // unit >= 2**31 for t in tensors for s in t.stride()),
-            num_turned=tiles.num_turned, begins=tiles.begins, widths=tiles.widths, blocks=tiles.blocks,
-            block_c=tiles.block_c, block_n=tile.block_n, stages=tile.stages,
+            block_n=tile.block_n, stages=tile.stages,
             tokens_as_n=_has_tokens_as_n(causal, single_layout, tile.block_n), single_layout=single_layout,
             output_transposed=output_transposed,
             has_no_gqa=causal and sizes.repeats == 1,
-            has_weight=self.weights.weight is not None, has_bias=self.weights.bias is not None,
-            weight_by_head=any(t is not None and t.shape[0] > 1 for t in self.weights),
-            token_groups=self.call.weights.token_groups, need_dweight=self.needs.norm,
+            need_dweight=self.needs.norm,
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) is not
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
@@ -428,33 +431,6 @@ def _has_tokens_as_n(causal: bool, single_layout: bool, block_n: int) -> bool:
     return block_n < WARPGROUP_ROWS or (causal and not single_layout)
 
 
-def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that matrix units multiply. An interpreter rounds float32 to it."""
-    return dtype if dtype.itemsize > 2 else torch.float32 if INTERPRETING else torch.bfloat16
-
-
-class Tiles(NamedTuple):
-    """Tiles of a row of q or k, first those that the map turns, then those that pass; and the tiles of q̂."""
-
-    block_c: int
-    num_turned: int
-    begins: tuple[int, ...]
-    widths: tuple[int, ...]
-    blocks: tuple[int, ...]
-
-    @property
-    def feature_widths(self) -> tuple[int, ...]:
-        return self._join(self.widths, 2 * self.widths[0])
-
-    @property
-    def feature_blocks(self) -> tuple[int, ...]:
-        return self._join(self.blocks, 2 * self.block_c)
-
-    def _join(self, widths: tuple[int, ...], turned: int) -> tuple[int, ...]:
-        """Join the widths of the map's two halves, which share a tile."""
-        return (turned, *widths[self.num_turned :]) if self.num_turned else widths
-
-
 def _pair_channels(spec: Spec, head_dim: int) -> Spec:
     """Without a map neighbouring channels are pairs: see kernels/features.py."""
     if spec.map != "none" or head_dim % 2:
@@ -462,38 +438,10 @@ def _pair_channels(spec: Spec, head_dim: int) -> Spec:
     return spec._replace(pairs="interleaved", num_channels=head_dim // 2, rotary_start=0)
 
 
-def _cut_channels(spec: Spec, head_dim: int) -> Tiles:
-    def block(width: int) -> int:  # matrix units take no less
-        return max(16, triton.next_power_of_2(width))
-
-    channels = spec.num_channels
-    if spec.map == "none" and not channels:
-        return Tiles(16, 0, (0,), (head_dim,), (block(head_dim),))
-    num_turned = 1 if spec.map == "cosine" else 2
-    head, tail = spec.rotary_start, spec.rotary_start + num_turned * channels
-    begins, widths = [head, head + channels][:num_turned], [channels] * num_turned
-    for begin, end in ((0, head), (tail, head_dim)):
-        if end > begin:
-            begins.append(begin)
-            widths.append(end - begin)
-    return Tiles(block(channels), num_turned, tuple(begins), tuple(widths), tuple(map(block, widths)))
-
-
 @cache
 def _keeps_zero(act: str) -> bool:
     entry = ACTIVATIONS[act]
     return not entry.forward(torch.zeros(1, device="cpu"), -1 if entry.dims else None).any()
-
-
-def _make_side(spec: Spec, layout: Layout, tables: Tables, narrow: bool) -> Call:
-    """Tables as the kernels read them; positions in float64 where 32 bits don't count turns exactly enough."""
-    call = Call(spec, layout, tables)
-    if spec.map == "none":
-        return call
-    if narrow and layout.sizes and max(layout.sizes) > 2**16 and tables.affine is None and tables.origin is None:
-        affine = affine_on((1.0,) * len(layout.sizes), (0.0,) * len(layout.sizes), tables.omega.device)
-        call = call._replace(tables=tables._replace(affine=affine))
-    return make_readable(call)
 
 
 def _with_phase(side: Call) -> Call:
@@ -597,7 +545,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
     """A program forms the state of a head and goes on."""
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
-    return plain and fits_one_pass(sizes.num_queries, sizes.num_keys)
+    return plain and max(sizes.num_queries, sizes.num_keys) <= plans.ONE_PASS
 
 
 Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the sums; none
@@ -686,17 +634,15 @@ def saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
     """Shapes and dtypes of what forward keeps, from shapes and dtypes alone."""
-    q, sizes = operands.q, measure(call, operands)
+    sizes = measure(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
         return []
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
-    acc = accumulator(q.dtype)
-    operand = _operand_dtype(q.dtype)
     shape = (pieces.num_slots, sizes.rows)
-    return [((*shape, sizes.v_dim * sizes.num_features), operand), ((*shape, sizes.num_sums), acc)]
+    return [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
 
 
 # --- states as users have them ---------------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""A call of linear attention as one value, as :mod:`lrpe_md.engine.call` has it for one of the maps."""
+"""A call of linear attention as one value, as :mod:`lrpe_md.engine.core.call` has it for one of the maps."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..norm import Norm
-from ..reference_linear import Attention
-from .call import (
+from ...norm import Norm
+from ...reference_linear import Attention
+from ..core.call import (
     NO_WEIGHTS,
     Act,
     Impl,
@@ -21,13 +21,11 @@ from .call import (
     Spec,
     Tables,
     Weights,
-    declare,
-    take_fields,
 )
 
 __all__ = [
-    "LINEAR_CALL", "Description", "LinearCall", "LinearKnown", "LinearNeeds", "LinearOptions", "MapOrNone",
-    "NormalizerName", "Operands", "Sides", "State", "ends_of", "flatten_linear", "unflatten_linear",
+    "Description", "LinearCall", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName", "Operands", "Packing",
+    "Results", "Sides", "State",
 ]  # fmt: skip
 
 MapOrNone = Literal["cosine", "rotate"] | None
@@ -98,6 +96,34 @@ class LinearCall(NamedTuple):
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS
 
+    @property
+    def has_one_side(self) -> bool:
+        """True if q and k share positions and tables."""
+        return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
+
+    def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
+        """Return the shapes of S and Σ, or of S alone."""
+        num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
+        sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
+        if normalizer != "none":
+            sizes.append((num_seqs, k.shape[1], k.shape[3] if normalizer == "unrotated" else width))
+        return sizes
+
+
+class Packing(NamedTuple):
+    """The part of a call that crosses the registered operators beside its specifications and tables."""
+
+    cu_seqlens: Tensor | None
+    one_side: bool
+
+
+class Results(NamedTuple):
+    """Results of a forward beside o."""
+
+    return_state: bool = False
+    keep: bool = False  # what the backward would else form again
+
 
 class Operands(NamedTuple):
     """Tensors that are not in the call. state: (S, Σ), (S,) or ()."""
@@ -118,55 +144,3 @@ class LinearNeeds(NamedTuple):
     phase_k: bool = False  # what k does, also where they share a phase
     norm: bool = False  # all of γ and β that there are
     state: bool = False  # S and Σ
-
-
-def ends_of(layout: Layout) -> tuple[int, int]:
-    """Count the prefix and suffix tokens."""
-    num_tokens, prefix, num_grid, start, _ = layout
-    before = max(0, min(prefix - start, num_tokens))
-    after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
-    return before, after
-
-
-# --- across the registered operators -------------------------------------------------------------------------
-
-LINEAR_CALL = ", ".join(
-    [
-        declare(Attention, "SymInt"), declare(Spec), declare(Layout, "SymInt", "q_"), declare(Layout, "SymInt", "k_"),
-        declare(Tables, prefix="q_"), declare(Tables, prefix="k_"), declare(Weights), "Tensor? cu_seqlens",
-        "bool one_side",
-    ]
-)  # fmt: skip
-
-
-def flatten_linear(call: LinearCall) -> tuple[Any, ...]:
-    """A call as arguments of an operator: those of ``LINEAR_CALL``."""
-    parts = (
-        call.attention, call.spec, call.q_layout, call.k_layout, call.q_tables, call.k_tables, call.weights
-    )  # fmt: skip
-    values = tuple(list(value) if isinstance(value, tuple) else value for part in parts for value in part)
-    return *values, call.cu_seqlens, call.k_tables is call.q_tables and call.k_layout.is_same(call.q_layout)
-
-
-def unflatten_linear(args: Sequence[Any]) -> tuple[LinearCall, tuple[Any, ...]]:
-    """The inverse of :func:`flatten_linear`, and the arguments behind."""
-    values = iter(args)
-    kinds: Any = (Attention, Spec, Layout, Layout, Tables, Tables, Weights)
-    attention, spec, q_layout, k_layout, q_tables, k_tables, weights = (take_fields(kind, values) for kind in kinds)
-    cu_seqlens, one_side = next(values), next(values)
-    if one_side:
-        k_layout, k_tables = q_layout, q_tables
-    call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, None, weights)
-    return call, tuple(values)
-
-
-# --- the memo ------------------------------------------------------------------------------------------------
-
-
-class LinearKnown(NamedTuple):
-    """Cached result of validating sizes, dtypes and devices, with the launches prepared for them."""
-
-    attention: Attention
-    spec: Spec
-    layout: Layout
-    launches: dict[Hashable, Any]

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..inductor.private import storage_of
 from .call import Variant
 
-__all__ = ["Record", "Start", "UnrecordableError", "is_recording", "record", "start", "storage_of"]
+__all__ = ["Record", "Start", "UnrecordableError", "is_recording", "record", "start"]
 
 
 class Start(NamedTuple):
@@ -62,11 +63,6 @@ def record() -> Iterator[Record]:
             yield found
     finally:
         _current.reset(token)
-
-
-def storage_of(t: Tensor) -> int:
-    """The same for all views of a tensor, as long as it lives."""
-    return t.untyped_storage()._cdata
 
 
 _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}

@@ -1,0 +1,250 @@
+"""Parts that all launchers share: tables as the kernels read them, numbers of grids, and features of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import nullcontext
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...positions.grid import affine_on, grid_coordinates
+from .. import kernels
+from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
+from .recording import is_recording
+
+__all__ = [
+    "FAR", "INTERPRETING", "Tiles", "count_grid", "count_tables", "current_device", "cut_channels", "describe_tables",
+    "divide_by", "has_ptx", "in_eights", "launches_early", "lay_weight", "limit_registers", "make_readable",
+    "materialise", "materialise_each", "num_groups", "place_far", "read_sides", "strides_in_eights",
+]  # fmt: skip
+
+INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
+
+MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
+FAR = 2**16  # tokens of an axis
+MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as coordinates
+
+
+def make_readable(call: Call) -> Call:
+    """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
+    omega, phase, coords, origin, affine, rotated, amplitude = call.tables
+    layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
+    cos, sin, _ = cos_sin
+    if (cos is not None and cos.is_neg()) or (sin is not None and sin.is_neg()):
+        cos, sin = (None if t is None else materialise(t) for t in (cos, sin))
+        call = call._replace(cos_sin=cos_sin._replace(cos=cos, sin=sin))
+    if call.spec.norm != "none":
+        weights = Weights(*(None if t is None else lay_weight(t) for t in weights))
+    if omega is None:
+        return call if weights is call.weights else call._replace(weights=weights)
+    if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
+        if call.weights.token_groups > 1:
+            raise ValueError("norm.weight: expected one for all tokens of a grid of 2^31 tokens or more")
+        coords, rotated = layout.positions(call.tables, omega.device)
+        rotated = rotated.expand(coords.shape[:-1])
+        affine, origin, layout = None, None, Layout(layout.num_tokens, 0, layout.num_tokens, 0, ())
+    elif len(layout.sizes) > MAX_AXES:
+        coords, _ = grid_coordinates(
+            layout.num_grid_tokens, layout.sizes, 0, 0, affine, origin, device=omega.device, dtype=torch.float64
+        )
+        affine, origin, layout = None, None, layout._replace(sizes=())
+    elif phase is coords is origin is rotated is amplitude is None and omega.is_contiguous() and not omega.is_neg():
+        return call if weights is call.weights else call._replace(weights=weights)
+    if rotated is not None:
+        rotated = rotated.contiguous().view(torch.uint8)
+    phase, coords, origin, amplitude = (
+        None if t is None else materialise(t).contiguous() for t in (phase, coords, origin, amplitude)
+    )
+    tables = Tables(materialise(omega).contiguous(), phase, coords, origin, affine, rotated, amplitude)
+    return call._replace(layout=layout, tables=tables, weights=weights)
+
+
+def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
+    """Return the sides of linear attention with tables as the kernels read them. narrow: inputs of 16 bits."""
+    if narrow:  # whose angles the hardware's functions form
+        q_side, k_side = place_far(q_side), k_side if one_side else place_far(k_side)
+    return make_readable(q_side), k_side if one_side else make_readable(k_side)
+
+
+def lay_weight(t: Tensor) -> Tensor:
+    """Return γ or β as the kernels read it: dense, (H or 1, P, D)."""
+    t = materialise(t.detach())
+    if t.ndim == 3:
+        return t.transpose(0, 1).contiguous()
+    return t.contiguous().view(-1, 1, t.shape[-1])
+
+
+def materialise_each(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors whose memory has their values."""
+    return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
+
+
+def materialise(t: Tensor) -> Tensor:
+    """A kernel reads memory, which a lazily negated view has not changed."""
+    return t.resolve_neg() if t.is_neg() else t
+
+
+def place_far(call: Call) -> Call:
+    """Return a call whose positions of a large grid are an affine map of indices.
+
+    Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
+    """
+    layout, tables = call.layout, call.tables
+    if max(layout.sizes, default=0) <= FAR or tables.affine is not None or tables.origin is not None:
+        return call
+    num_axes = len(layout.sizes)
+    affine = affine_on((1.0,) * num_axes, (0.0,) * num_axes, tables.omega.device)
+    return call._replace(tables=tables._replace(affine=affine))
+
+
+def num_groups(call: Call) -> int:
+    """Groups of heads that share frequencies, or rows of tables."""
+    tables = call.tables
+    heads = [t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None]
+    return max(*heads, 1 if call.cos_sin.cos is None else call.cos_sin.num_heads, 0)
+
+
+class Tiles(NamedTuple):
+    """Tiles of a row, first those that the map turns, then those that pass; and of linear attention those of q̂."""
+
+    block_c: int
+    num_turned: int
+    begins: tuple[int, ...]
+    widths: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def feature_widths(self) -> tuple[int, ...]:
+        return self._join(self.widths, 2 * self.widths[0])
+
+    @property
+    def feature_blocks(self) -> tuple[int, ...]:
+        return self._join(self.blocks, 2 * self.block_c)
+
+    def _join(self, widths: tuple[int, ...], turned: int) -> tuple[int, ...]:
+        """Join the widths of the map's two halves, which share a tile."""
+        return (turned, *widths[self.num_turned :]) if self.num_turned else widths
+
+
+def cut_channels(spec: Spec, head_dim: int, least: int = 1) -> Tiles:
+    """Cut a row into tiles. least: channels of a tile."""
+
+    def block(width: int) -> int:
+        return max(least, triton.next_power_of_2(width))
+
+    channels = spec.num_channels
+    if spec.map == "none" and not channels:
+        width = block(head_dim)
+        return Tiles(width if least == 1 else least, 0, (0,), (head_dim,), (width,))
+    num_turned = 1 if spec.map == "cosine" else 2
+    head, tail = spec.rotary_start, spec.rotary_start + num_turned * channels
+    begins, widths = [head, head + channels][:num_turned], [channels] * num_turned
+    for begin, end in ((0, head), (tail, head_dim)):
+        if end > begin:
+            begins.append(begin)
+            widths.append(end - begin)
+    return Tiles(block(channels), num_turned, tuple(begins), tuple(widths), tuple(map(block, widths)))
+
+
+def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
+    """Return the fields of a variant that say which tables and weights there are."""
+    positions = tables.coords if tables.coords is not None else tables.origin
+    scales = [t for t in weights if t is not None]
+    return {
+        "num_axes": 0 if tables.omega is None else tables.omega.shape[2],
+        "explicit": tables.coords is not None, "affine": tables.affine is not None,
+        "by_sample": positions is not None and positions.ndim == 3,
+        "has_origin": tables.origin is not None, "has_phase": tables.phase is not None,
+        "has_weight": weights.weight is not None, "has_bias": weights.bias is not None,
+        "weight_by_head": any(t.shape[0] > 1 for t in scales),
+        "token_groups": scales[0].shape[1] if scales else 1,
+    }  # fmt: skip
+
+
+def count_tables(call: Call, variant: Variant) -> dict[str, int]:
+    """Steps from one sample's, or one head's, part of a table to the next."""
+    omega, phase, coords, origin, _, rotated, amplitude = call.tables
+    positions = coords if coords is not None else origin
+    channels = variant.num_channels
+
+    def step(t: Tensor | None, size: int) -> int:
+        return size if t is not None and t.shape[0] > 1 else 0
+
+    return {
+        "positions_b": positions.stride(0) if positions is not None and positions.ndim == 3 else 0,
+        "rotated_b": rotated.stride(0) if rotated is not None and rotated.ndim == 2 else 0,
+        "omega_h": step(omega, channels * variant.num_axes),
+        "phase_h": step(phase, channels), "amplitude_h": step(amplitude, channels),
+    }  # fmt: skip
+
+
+def count_grid(layout: Layout) -> dict[str, int]:
+    n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest first
+    sizes = {"n1": n1, "n2": n2, "n3": n3, **divide_by("1", n1), **divide_by("2", n2), **divide_by("3", n3)}
+    return {"first_index": layout.start - layout.prefix, "num_grid": layout.num_grid_tokens, **sizes}
+
+
+def divide_by(name: str, divisor: int) -> dict[str, int]:
+    """Return the numbers by which a kernel divides, under their names with a suffix."""
+    magic, shift = _find_magic(divisor)
+    return {f"magic{name}": magic, f"shift{name}": shift}
+
+
+@lru_cache(maxsize=4096)
+def _find_magic(n: int) -> tuple[int, int]:
+    """32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
+    bits = max(n - 1, 0).bit_length()
+    return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
+
+
+def limit_registers(most: int | None) -> dict[str, int]:
+    """An option of Triton's CUDA compiler alone."""
+    return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
+
+
+def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
+    return head_dim % 8 == 0 and all(map(strides_in_eights, strides))
+
+
+def strides_in_eights(stride: tuple[int, ...]) -> bool:
+    """Tell whether (B, H, N, D) has its channels side by side and all other strides divisible by 8."""
+    b, h, n, d = stride
+    return d == 1 and (b | h | n) % 8 == 0
+
+
+@cache
+def _can_launch_early() -> bool:
+    """A kernel can be launched while the one before it runs, and wait for it.
+
+    CUDA's programmatic dependent launch: from compute capability 9 on; graphs capture it since CUDA 12.3.
+    """
+    if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    driver = ctypes.c_int()
+    try:
+        ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    except OSError:
+        return False
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return driver.value >= 12030 and min(capabilities) >= (9, 0)
+
+
+def launches_early(needs: Needs) -> bool:
+    """Tell whether the reduction of partial sums starts while they are formed."""
+    return any(needs) and not is_recording() and _can_launch_early()
+
+
+def has_ptx(dtype: torch.dtype) -> bool:
+    """CUDA's approximations of 2^x and 1/x can be used."""
+    return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
+
+
+def current_device(x: Tensor):
+    """Triton launches on the current device: make it x's."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device_of(x) if elsewhere else nullcontext()

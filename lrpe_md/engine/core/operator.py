@@ -1,0 +1,543 @@
+"""One operator, built twice: :mod:`lrpe_md.engine.encode.operator` and :mod:`lrpe_md.engine.linear.operator`.
+
+First-order reverse mode runs the kernels; a function transform, a dual number or a double backward runs the
+reference. Plain eager tensors call the launcher directly. Compilers, tensor subclasses and dispatch modes see the
+registered operators ``lrpe_md::forward`` and ``lrpe_md::backward``, or ``linear_forward`` and ``linear_backward``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..._ops import add_op_namespace_prefix, ops
+from ...positions.grid import Grid
+from ..inductor.lowering import SOURCE, register
+from ..inductor.private import is_legacy_batched, is_tracing, num_dispatch_modes, record_again, transforming
+from .call import Impl
+from .joined import find_split
+from .memory import like_in_memory
+
+__all__ = [
+    "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "check_impl",
+    "is_direct", "is_plain", "is_sharded", "make_key", "remember", "remembered", "use_triton", "warn_of_interpreter",
+]  # fmt: skip
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+IMPLS = get_args(Impl)
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether these are eager tensors of torch's own classes, with no mode that wants to see operators."""
+    if num_dispatch_modes():
+        return False
+    for t in tensors:
+        kind = type(t)
+        if t is not None and kind is not Tensor and kind is not torch.nn.Parameter:
+            return False
+    return True
+
+
+def is_direct(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether the launcher may be called without PyTorch's dispatcher."""
+    return not (torch.compiler.is_compiling() or is_tracing()) and is_plain(tensors)
+
+
+def is_sharded(*tensors: Tensor | None) -> bool:
+    """Return whether any tensor is a DTensor, without importing ``torch.distributed``."""
+    return any(hasattr(t, "placements") for t in tensors)
+
+
+# --- the cache of validated calls --------------------------------------------------------------------------------
+
+_MOST_CALLS = 4096
+remembered: dict[Hashable, Any] = {}
+AnyCall = TypeVar("AnyCall")
+
+
+def remember(key: Hashable, call: AnyCall) -> AnyCall:
+    """Cache a validated call, without its tensors, for the next one with the same key."""
+    if len(remembered) >= _MOST_CALLS:
+        remembered.clear()
+    remembered[key] = call
+    return call
+
+
+def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Make a cache key of positions, a Grid or other constants, and of shapes, dtypes and devices.
+
+    None if a value is no dense tensor, or if a call with this grid holds tensors that nobody passed.
+    """
+    found: list[Any] = [positions]
+    if type(positions) is Grid:
+        if positions.scale is not None or positions.shift is not None:
+            return None
+        found = [positions.shape, positions.prefix, positions.suffix, positions.start, positions.length]
+        origin = positions.origin
+        if origin is not None:
+            found += (origin.shape, origin.dtype, origin.device)
+    for t in tensors:
+        if t is None:
+            found.append(None)
+        elif not isinstance(t, Tensor) or t.is_nested or t.layout is not torch.strided:
+            return None
+        else:
+            found += (t.shape, t.dtype, t.device)
+    return tuple(found)
+
+
+# --- kernels or reference ----------------------------------------------------------------------------------------
+
+
+def check_impl(impl: Any) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
+
+
+def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
+    """Return whether ``impl`` and the inputs ask for the kernels.
+
+    constants: tensors of the call that the kernels give no gradient to. transformed: :func:`transforming`.
+    """
+    if impl not in IMPLS:
+        check_impl(impl)
+    if impl == "reference":
+        return False
+    asked = impl == "triton"
+    if not x.is_cuda and not (asked and INTERPRETING and not x.is_meta):
+        if asked:
+            raise ValueError(
+                f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before start), got "
+                f"{x.device}; use impl='auto' or 'reference'"
+            )
+        return False
+    if not HAS_TRITON:
+        if asked:
+            raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
+        warnings.warn(
+            "lrpe_md: triton is not installed, so the slower reference runs on this GPU",
+            RuntimeWarning, stacklevel=7,  # the user's call
+        )  # fmt: skip
+        return False
+    if torch.is_grad_enabled():
+        for t in constants:
+            if t is not None and t.requires_grad:
+                if asked:
+                    raise ValueError(
+                        "positions, amplitude, tables: the kernels give no gradient to coords, scale or shift, nor to "
+                        "amplitude, cos or sin; use impl='auto' or detach them"
+                    )
+                return False
+    if transformed:
+        if asked:
+            raise ValueError(
+                "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "
+                "active; use impl='auto'"
+            )
+        return False
+    if INTERPRETING and not torch.compiler.is_compiling():
+        warn_of_interpreter()
+    return True
+
+
+@cache
+def warn_of_interpreter() -> None:
+    """Warn once that an old interpreter is less exact than a GPU."""
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        warnings.warn(
+            f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
+            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'",
+            RuntimeWarning, stacklevel=8,
+        )  # fmt: skip
+
+
+# --- schemas -----------------------------------------------------------------------------------------------------
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", Any: "Tensor?", int: "int", str: "str", tuple[int, ...]: "int[]",
+    float: "float", bool: "bool",
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A NamedTuple that crosses a registered operator field by field."""
+
+    kind: Any
+    prefix: str = ""  # of the arguments' names
+    integer: str = "int"  # or "SymInt", for sizes that a compiler may not know
+
+    def declare(self) -> str:
+        """Return the arguments of a schema."""
+        hints = get_type_hints(self.kind)
+        types = [(name, "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]]) for name in hints]
+        return ", ".join(f"{kind.replace('int', self.integer)} {self.prefix}{name}" for name, kind in types)
+
+    def take(self, values: Iterator[Any]) -> Any:
+        """Return a value of the next arguments."""
+        found = (next(values) for _ in self.kind._fields)
+        return self.kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
+
+
+# --- the operator ------------------------------------------------------------------------------------------------
+
+library = torch.library.Library(ops.name, "FRAGMENT")
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
+
+
+class Operator(ABC):
+    """A pair of registered operators with their kernels, reference, fakes and derivatives.
+
+    A call is a NamedTuple of all arguments but the inputs: the tensors that are encoded or attended to. The gradients
+    of a backward are those of the rows (x, or q and k, or q, k and v), then those that are needed of the learned
+    tensors, in the order of :meth:`learned`.
+    """
+
+    num_rows = 0  # so many of the inputs; 0: all
+
+    def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
+        """Register the operators.
+
+        Args:
+            prefix: of their names.
+            inputs: declarations of the inputs, then of what a forward keeps for a backward.
+            parts: of a call.
+            options: NamedTuple of what a forward returns beside its outputs, or None.
+            needs: NamedTuple of flags: which gradients of learned tensors a backward forms.
+        """
+        *given, kept = inputs
+        self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
+        self.launchers: dict[str, Any] = {}  # by what a norm is over
+        self.needs, self.num_options = needs, len(options._fields) if options else 0
+        call = [part.declare() for part in parts]
+        forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
+        backward = ["Tensor[] grads", *given, kept, *call, Part(needs, "need_").declare(), "str source=''"]
+        implementations: dict[str, tuple[list[str], tuple[Callable[..., Any], ...]]] = {
+            f"{prefix}forward": (forward, (self.run_forward, self._refer_forward, self._fake_forward)),
+            f"{prefix}backward": (backward, (self.run_backward, self._refer_backward, self._fake_backward)),
+        }
+        for name, (arguments, (kernels, reference, fake)) in implementations.items():
+            library.define(f"{name}({', '.join(arguments)}) -> Tensor[]", tags=_TAGS)
+            library.impl(name, kernels, "CUDA")
+            library.impl(name, reference, "CompositeExplicitAutograd")
+            torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
+        self.forward_op, self.backward_op = getattr(ops, f"{prefix}forward"), getattr(ops, f"{prefix}backward")
+
+    # --- what an operator says of itself
+
+    @abstractmethod
+    def import_launcher(self, call: Any) -> Any:
+        """Import the module of the kernels, where triton is, and needed."""
+
+    @abstractmethod
+    def split(self, call: Any) -> tuple[Any, ...]:
+        """Return the values of the parts."""
+
+    @abstractmethod
+    def join(self, values: Sequence[Any]) -> Any:
+        """Return the call of these parts."""
+
+    @abstractmethod
+    def read_inputs(self, values: Sequence[Any]) -> Any:
+        """Return the inputs of an operator's first arguments."""
+
+    @abstractmethod
+    def write_inputs(self, inputs: Any) -> tuple[Any, ...]:
+        """Invert :meth:`read_inputs`."""
+
+    @abstractmethod
+    def learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
+        """Return the tensors beside the rows that may have a gradient."""
+
+    @abstractmethod
+    def constants(self, call: Any) -> tuple[Tensor | None, ...]:
+        """Return the tensors of a call that the kernels give no gradient to."""
+
+    @abstractmethod
+    def replace(
+        self, call: Any, inputs: Any, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
+    ) -> tuple[Any, Any]:
+        """Return the call and its inputs with other rows and other learned tensors."""
+
+    @abstractmethod
+    def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
+        """Return the inputs of a call from its rows and its learned tensors."""
+
+    @abstractmethod
+    def read_needs(self, wanted: Sequence[bool]) -> Any:
+        """Return the needs where these of the learned tensors want a gradient."""
+
+    @abstractmethod
+    def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
+        """Return whether each of the learned tensors is needed."""
+
+    @abstractmethod
+    def refer(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
+        """Run the reference, differentiable to any order."""
+
+    @abstractmethod
+    def refer_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
+        """Return what the forward operator does, by the reference."""
+
+    @abstractmethod
+    def fake_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
+        """Return tensors of the sizes, strides and dtypes that forward returns."""
+
+    @abstractmethod
+    def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        """Return a tensor of the memory order, and the width, of the gradient of each of the rows."""
+
+    @abstractmethod
+    def take_apart(self, call: Any, inputs: Any, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
+        """Return tensors to keep for a backward that is to form the wanted gradients, and the rest of the call."""
+
+    @abstractmethod
+    def put_together(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
+        """Return the call and the inputs of :meth:`take_apart`, and the tensors behind them."""
+
+    @abstractmethod
+    def run_shards(self, run: Callable[..., Any], call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
+        """Run a call on DTensors: ``run`` on the local shards."""
+
+    def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
+        """Return the options of a forward that a backward follows, and how many of its results a user gets."""
+        raise NotImplementedError  # of operators without options
+
+    # --- a call, from the choice of the path to a launch
+
+    def run(self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
+        """Run a validated call: shards, kernels or the reference.
+
+        direct: :func:`is_direct` of the rows and the learned tensors.
+        """
+        learned, constants = self.learned(call, inputs), self.constants(call)
+        return self.run_parts(call, inputs, learned, constants, impl, direct, transforming(), options)
+
+    def run_parts(
+        self,
+        call: Any,
+        inputs: Any,
+        learned: tuple[Tensor | None, ...],
+        constants: tuple[Tensor | None, ...],
+        impl: str,
+        direct: bool,
+        transformed: bool,
+        options: Any = (),
+    ) -> tuple[Tensor, ...]:
+        """Do the work of :meth:`run`; constants and transformed as for :func:`use_triton`."""
+        rows = inputs[: self.num_rows or None]
+        if not direct and is_sharded(*rows, *learned, *constants):
+
+            def run(call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
+                tensors = (*inputs[: self.num_rows or None], *self.learned(call, inputs))
+                return self.run(call, inputs, impl, is_direct(tensors), options)
+
+            return self.run_shards(run, call, inputs, options)
+        if not use_triton(impl, rows[0], constants, transformed):
+            return self.refer(call, inputs)
+        return self.run_kernels(call, inputs, learned, direct and is_plain(constants), options)
+
+    def run_kernels(
+        self, call: Any, inputs: Any, learned: tuple[Tensor | None, ...], direct: bool, options: Any = ()
+    ) -> tuple[Tensor, ...]:
+        """Run the kernels, differentiable once in reverse mode, and more by the reference."""
+        rows = inputs[: self.num_rows or None]
+        if torch.is_grad_enabled():
+            tensors = (*rows, *learned)
+            for t in tensors:
+                if t is not None and t.requires_grad:
+                    if torch.compiler.is_compiling():
+                        tensors = separate(tensors)
+                    return _Run.apply(_How(self, call, len(rows), options, direct), *tensors)
+        out = self.forward(call, inputs, options, direct)
+        return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # less the statistics of a softmax
+
+    def launcher(self, call: Any) -> Any:
+        """Return the module of the kernels."""
+        found = self.launchers.get(call.spec.norm_over)
+        if found is None:
+            found = self.launchers[call.spec.norm_over] = self.import_launcher(call)
+        return found
+
+    def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
+        """Return the outputs, and what the backward needs beside them."""
+        if direct:
+            return self.launcher(call).forward(call, inputs, *options)
+        return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
+
+    def backward(
+        self,
+        call: Any,
+        grads: Sequence[Tensor],
+        inputs: Any,
+        kept: Sequence[Tensor],
+        needs: Any,
+        direct: bool,
+        outs: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """Return the gradients. outs: where to write those of the rows, for the launcher."""
+        if direct:
+            return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+        given, call = self.write_inputs(inputs), self.flatten(call)
+        return self.backward_op(list(grads), *given, list(kept), *call, *needs, SOURCE)
+
+    def differentiate(
+        self, call: Any, inputs: Any, grads: Sequence[Tensor], needs: Any, create_graph: bool = False
+    ) -> list[Tensor]:
+        """Return the gradients by the reference.
+
+        Views stand in for the saved tensors. If those were differentiated, paths through the user's own graph, such as
+        k made from q, would be counted as well.
+        """
+        leaves: list[Tensor] = []
+
+        def make_leaf(t: Tensor) -> Tensor:
+            leaves.append(t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_())
+            return leaves[-1]
+
+        with torch.enable_grad():
+            # A map that is linear in x keeps no x: any will do.
+            rows = inputs[: self.num_rows or None] or [
+                like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
+            ]
+            rows = [make_leaf(t) for t in rows]
+            learned = zip(self.learned(call, inputs), self.list_needs(needs, call, inputs), strict=True)
+            learned = [make_leaf(t) if t is not None and needed else t for t, needed in learned]
+            outputs = self.refer(*self.replace(call, inputs, rows, learned))
+            pairs = [(t, g) for t, g in zip(outputs, grads, strict=False) if t.requires_grad]
+            return list(
+                torch.autograd.grad(
+                    [t for t, _ in pairs], leaves, [g for _, g in pairs],
+                    create_graph=create_graph, allow_unused=True, materialize_grads=True,
+                )
+            )  # fmt: skip
+
+    # --- across the registered operators
+
+    def flatten(self, call: Any) -> tuple[Any, ...]:
+        """Return a call as arguments of the operators."""
+        return tuple(
+            list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part
+        )  # fmt: skip
+
+    def unflatten(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Invert :meth:`flatten`; also return the arguments behind."""
+        values = iter(args)
+        return self.join([part.take(values) for part in self.parts]), tuple(values)
+
+    def _read_forward(self, args: Sequence[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+        call, rest = self.unflatten(args[self.num_inputs :])
+        return call, self.read_inputs(args[: self.num_inputs]), rest[: self.num_options]
+
+    def _read_backward(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        call, rest = self.unflatten(args[self.num_inputs + 1 :])
+        needs = self.needs(*rest[: len(self.needs._fields)])
+        return call, self.read_inputs(args[: self.num_inputs]), args[self.num_inputs], needs
+
+    def run_forward(self, *args: Any) -> list[Tensor]:
+        """Run the launcher on the arguments of the forward operator."""
+        call, inputs, options = self._read_forward(args)
+        return self.launcher(call).forward(call, inputs, *options)
+
+    def run_backward(self, grads: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Run the launcher on the arguments of the backward operator."""
+        call, inputs, kept, needs = self._read_backward(args)
+        return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+
+    def _refer_forward(self, *args: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return self.refer_forward(*self._read_forward(args))
+
+    def _refer_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
+        call, inputs, _, needs = self._read_backward(args)
+        with record_again():
+            found = self.differentiate(call, inputs, grads, needs)
+        shapes = self.shape_gradients(call, inputs, grads)
+        rows = [like_in_memory(like, width).copy_(t) for (like, width), t in zip(shapes, found, strict=False)]
+        return rows + [t.detach().clone(memory_format=torch.contiguous_format) for t in found[len(rows) :]]
+
+    def _fake_forward(self, *args: Any) -> list[Tensor]:
+        register(self)
+        return self.fake_forward(*self._read_forward(args))
+
+    def _fake_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
+        register(self)
+        call, inputs, _, needs = self._read_backward(args)
+        out = [like_in_memory(like, width) for like, width in self.shape_gradients(call, inputs, grads)]
+        for t, needed in zip(self.learned(call, inputs), self.list_needs(needs, call, inputs), strict=True):
+            if t is not None and needed:
+                out.append(torch.empty_like(t, memory_format=torch.contiguous_format))
+        return out
+
+
+def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return a view of each tensor that was there before, since Dynamo takes a tensor once."""
+    found: list[Tensor | None] = []
+    for i, t in enumerate(tensors):
+        for other in tensors[:i]:
+            if t is not None and t is other:
+                t = t.view_as(t)
+        found.append(t)
+    return tuple(found)
+
+
+class _How(NamedTuple):
+    """Arguments of the function below that have no gradient."""
+
+    operator: Operator
+    call: Any
+    num_rows: int
+    options: Any
+    direct: bool
+
+
+class _Run(torch.autograd.Function):
+    """Autograd function of the rows and the learned tensors. The latter are in the call as well."""
+
+    @staticmethod
+    def forward(ctx, how, *tensors):
+        operator, call, num_rows, options, direct = how
+        inputs = operator.gather(call, tensors[:num_rows], tensors[num_rows:])
+        num = num_rows
+        if options:
+            options, num = operator.keep_for_backward(call, inputs, options, direct)
+        out = operator.forward(call, inputs, options, direct)
+        saved, rest = operator.take_apart(call, inputs, ctx.needs_input_grad[1 + num_rows :])
+        ctx.save_for_backward(*saved, *out[num:])
+        ctx.args = operator, num_rows, rest, direct
+        ctx.split = find_split(tensors[:num_rows]) if direct else None
+        return tuple(out[:num])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        operator, num_rows, rest, direct = ctx.args
+        call, inputs, kept = operator.put_together(rest, ctx.saved_tensors)
+        needs = operator.read_needs(ctx.needs_input_grad[1 + num_rows :])
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
+            found = operator.differentiate(call, inputs, grads, needs, create_graph=True)
+        elif not compiling and (transforming() or any(is_legacy_batched(g) for g in grads)):
+            # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
+            found = operator.differentiate(call, inputs, grads, needs)
+        else:
+            direct = direct and is_plain(grads)
+            outs = ctx.split.allocate(grads[0], num_rows) if direct and ctx.split is not None else ()
+            found = operator.backward(call, grads, inputs, kept, needs, direct, outs)
+        found = iter(found)
+        dtensors = [next(found) for _ in range(num_rows)]
+        for t, needed in zip(operator.learned(call, inputs), operator.list_needs(needs, call, inputs), strict=True):
+            dtensors.append(next(found) if needed and t is not None else None)
+        return None, *dtensors

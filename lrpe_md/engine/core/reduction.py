@@ -1,0 +1,145 @@
+"""The second pass of gradients that are sums over tokens: partial sums of a launch's programs, and their reduction."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.signature import pack
+from .call import NO_WEIGHTS, Call, Needs, Variant, Weights
+from .launching import INTERPRETING, launches_early
+from .recording import start
+
+__all__ = ["Partials", "Sums", "allocate_partials", "reduce_partial", "reduce_partials", "reduce_weights"]
+
+reduce_partial_kernel: Any = kernels.reduce_partial_kernel
+
+
+class Sums(NamedTuple):
+    """The partial sums of a launch."""
+
+    angles: tuple[int, ...] | None = None  # the shape of those of dω and dφ: (rows, G, J, C)
+    weights: tuple[int, int] | None = None  # of those of the weights: rows, and all of a program's sums
+    counts: tuple[int, int] = (0, 0)  # of the rows, those that are q's, and the rows of a head; 0: they are all heads'
+    all_heads: bool = False  # a row has the sums of all heads of q, or of k
+
+
+class Partials(NamedTuple):
+    """Partial sums that the programs of a launch leave."""
+
+    angles: Tensor | None  # of dω and dφ: (rows, G, J, C)
+    weights: Tensor | None  # of the gradients of weights
+    sums: Sums
+
+
+def allocate_partials(sums: Sums, device: torch.device) -> Partials:
+    angles = None if sums.angles is None else torch.empty(sums.angles, dtype=torch.float64, device=device)
+    weights = None if sums.weights is None else torch.empty(sums.weights, dtype=torch.float64, device=device)
+    return Partials(angles, weights, sums)
+
+
+def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
+    """dω and dφ, those that are needed, from partial sums (rows, G, J, C)."""
+    return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
+
+
+def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
+    """dω and dφ, those that are needed, and the gradients of the weights, in the shapes that these have."""
+    outs: list[Tensor] = []
+    jobs: list[Job] = []
+    if partials.angles is not None:
+        outs, jobs = _angle_jobs(partials.angles, call, needs)
+    if needs.norm and partials.weights is not None:
+        found, more = _weight_jobs(partials, weights)
+        outs, jobs = outs + found, jobs + more
+    rows = 0 if partials.angles is None else len(partials.angles)
+    rows = max(rows, 0 if partials.weights is None else len(partials.weights))
+    _reduce(jobs, rows > 0 and launches_early(needs), partials.sums.all_heads)  # behind a first pass
+    return [out.contiguous() for out in outs]
+
+
+def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Tensor]:
+    """The gradients of the weights where sums of q and of k are apart, as those of one tensor are."""
+    outs: list[Tensor] = []
+    jobs: list[Job] = []
+    for partials, own in ((of_q, weights[:2]), (of_k, weights[2:])):
+        found, more = _weight_jobs(partials, Weights(*own))
+        outs, jobs = outs + found, jobs + more
+    if jobs:
+        _reduce(jobs, False, False)
+    return [out.contiguous() for out in outs]
+
+
+def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
+    channels = min(job.width for job in jobs)
+    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass. The weights of
+    # all heads have many, over the fewer programs that there are at once.
+    block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
+    variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
+    programs, packed = 0, []
+    for job in jobs:
+        packed.append((job.source, job.out, pack(programs, *job[3:])))
+        programs += job.heads * job.slots * triton.cdiv(job.width, block_c)
+    options = {"launch_pdl": True} if early else {}
+    start(reduce_partial_kernel, programs, (tuple(packed),), variant, options)
+
+
+class Job(NamedTuple):
+    """Work of a reduction for one gradient. Fields after ``heads`` are numbers for :func:`reduce_partial_kernel`."""
+
+    source: Tensor
+    out: Tensor
+    heads: int
+    slots: int
+    width: int
+    first: int
+    step: int
+    head_step: int
+    rows: int
+    out_column: int
+    out_slot: int
+
+
+def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
+    """The gradients of ω and φ, and what a reduction does for them."""
+    omega, phase = call.tables.omega, call.tables.phase
+    rows, groups, slots, channels = partial.shape
+    num_axes = omega.shape[2]
+    outs, jobs = [], []
+    wanted = [(omega, num_axes, 0, (num_axes, 1))] if needs.omega else []
+    wanted += [(phase, 1, num_axes * channels, (1, 0))] if needs.phase and phase is not None else []
+    size = slots * channels
+    for t, own_slots, first, out_steps in wanted:
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
+        steps = (size, 0, rows * groups) if t.shape[0] < groups else (groups * size, size, rows)  # shared, or by head
+        outs.append(out)
+        jobs.append(Job(partial, out, t.shape[0], own_slots, channels, first, *steps, *out_steps))
+    return outs, jobs
+
+
+def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
+    """Likewise of the weights, (H or 1, P, D) each."""
+    partial, (of_q, rows_of_head) = partials.weights, partials.sums.counts
+    assert partial is not None
+    rows, row_width = partial.shape
+    outs, jobs = [], []
+    for i, t in enumerate(weights):
+        if t is None:
+            continue
+        of_k, is_bias = i >= 2, i % 2
+        groups, head_dim = t.shape[0] if t.ndim == 3 else 1, t.shape[-1]
+        heads, width = t.numel() // (groups * head_dim), groups * head_dim
+        if partials.sums.all_heads:
+            heads, width = 1, t.numel()
+        out = torch.empty((t.numel() // (groups * head_dim), groups, head_dim), dtype=t.dtype, device=t.device)
+        begin, end = (of_q, rows) if of_k else (0, of_q)
+        num_rows = rows_of_head or end - begin
+        first = begin * row_width + (width if is_bias and weights[i - 1] is not None else 0)
+        steps = row_width, num_rows * row_width, num_rows
+        outs.append(out.transpose(0, 1) if t.ndim == 3 and len(out) > 1 else out.view(t.shape))
+        jobs.append(Job(partial, out, heads, 1, width, first, *steps, 1, 0))
+    return outs, jobs

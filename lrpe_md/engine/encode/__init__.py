@@ -1,0 +1,1 @@
+"""The encoding: both maps, and a norm in front of them."""

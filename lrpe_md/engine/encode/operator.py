@@ -1,0 +1,128 @@
+"""The operator of both maps, and of a norm in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights
+from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ..core.operator import Operator, Part
+
+__all__ = ["ENCODE", "run_into"]
+
+Xs = tuple[Tensor, ...]  # x, or q and k
+
+
+def run_into(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
+    """Run the kernels on plain tensors, past autograd. outs, start: where to write."""
+    ys = ENCODE.launcher(call).forward(call, xs, outs, start)
+    # Autograd would not see that what another node saved is another value now.
+    changed = [t for t in outs if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(changed)
+    return tuple(ys[: len(xs)])
+
+
+class Encode(Operator):
+    """The learned tensors are omega, phase and the weights of a norm. Softmax over the sequence keeps statistics
+    (2, B, H, D) for the backward: the maximum and the sum."""
+
+    def import_launcher(self, call: Call) -> Any:
+        from . import heads, launch
+
+        return heads if call.spec.norm_over == "heads" else launch
+
+    def split(self, call: Call) -> tuple[Any, ...]:
+        return call.tables, call.layout, call.spec, call.weights, call.cos_sin
+
+    def join(self, values: Sequence[Any]) -> Call:
+        tables, layout, spec, weights, cos_sin = values
+        return Call(spec, layout, tables, None, weights, cos_sin)
+
+    def read_inputs(self, values: Sequence[Any]) -> Xs:
+        return tuple(values[0])
+
+    def write_inputs(self, inputs: Xs) -> tuple[Any, ...]:
+        return (list(inputs),)
+
+    def learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
+        return call.tables.omega, call.tables.phase, *call.weights
+
+    def constants(self, call: Call) -> tuple[Tensor | None, ...]:
+        return *call.tables[2:], *call.cos_sin[:2]
+
+    def replace(
+        self, call: Call, inputs: Xs, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
+    ) -> tuple[Call, Xs]:
+        omega, phase, *weights = learned
+        tables = call.tables._replace(omega=omega, phase=phase)
+        return call._replace(tables=tables, weights=Weights(*weights)), tuple(rows)
+
+    def gather(self, call: Call, rows: Xs, learned: tuple[Tensor | None, ...]) -> Xs:
+        return rows
+
+    def read_needs(self, wanted: Sequence[bool]) -> Needs:
+        return Needs(wanted[0], wanted[1], any(wanted[2:]))
+
+    def list_needs(self, needs: Needs, call: Call, inputs: Xs) -> tuple[bool, ...]:
+        return needs.omega, needs.phase, *(needs.norm,) * len(call.weights)
+
+    def refer(self, call: Call, inputs: Xs) -> tuple[Tensor, ...]:
+        spec, tables, layout = call.spec, call.tables, call.layout
+        encode: Any
+        args: tuple[Any, ...]
+        if tables.omega is None:
+            encode, args = reference.encode_tables, (*call.cos_sin.split(), layout.start - layout.prefix)
+        else:
+            s, rotated = layout.positions(tables, tables.omega.device)
+            encode, args = reference.encode, (s, rotated, tables.omega, tables.phase, tables.amplitude)
+        ys: list[Tensor] = []
+        for x, scales in zip(inputs, layout.scales(call.weights, inputs[0].device), strict=False):
+            y = encode(spec, x, *args, scales)
+            ys.append(arrange_in_memory(y, memory_order(x)))
+        return tuple(ys)
+
+    def refer_forward(self, call: Call, inputs: Xs, options: Sequence[Any]) -> list[Tensor]:
+        found = self.fake_forward(call, inputs, options)
+        for out, y in zip(found, self.refer(call, inputs), strict=False):
+            out.copy_(y)
+        for x, stats in zip(inputs, found[len(inputs) :], strict=False):
+            wide = x.to(stats.dtype)
+            top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
+            stats.copy_(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
+        return found
+
+    def fake_forward(self, call: Call, inputs: Xs, options: Sequence[Any]) -> list[Tensor]:
+        out = [like_in_memory(x, call.spec.out_dim(x.shape[3])) for x in inputs]
+        if call.spec.dim == -2:
+            for x in inputs:
+                out.append(x.new_empty(2, x.shape[0], x.shape[1], x.shape[3], dtype=accumulator(x.dtype)))
+        return out
+
+    def shape_gradients(self, call: Call, inputs: Xs, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+        return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
+
+    def take_apart(self, call: Call, inputs: Xs, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
+        """Keep x only if it is needed: not for a linear map whose frequencies are fixed."""
+        kept = inputs if any(wanted) or call.spec.act != "none" or call.spec.norm != "none" else ()
+        tensors = *call.tables, *call.weights, *call.cos_sin[:2], *kept
+        return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(kept))
+
+    def put_together(self, rest: Any, tensors: Sequence[Any]) -> tuple[Call, Xs, Sequence[Tensor]]:
+        spec, layout, launches, inverse, num_xs = rest
+        tables, weights = Tables(*tensors[:7]), Weights(*tensors[7:11])
+        call = Call(spec, layout, tables, launches, weights, CosSin(tensors[11], tensors[12], inverse))
+        return call, tuple(tensors[13 : 13 + num_xs]), tensors[13 + num_xs :]
+
+    def run_shards(self, run: Callable[..., Any], call: Call, inputs: Xs, options: Any) -> tuple[Tensor, ...]:
+        from .sharding import run_shards
+
+        return run_shards(run, call, inputs)
+
+
+_PARTS = Part(Tables), Part(Layout, "", "SymInt"), Part(Spec), Part(Weights), Part(CosSin)
+ENCODE = Encode("", ("Tensor[] xs", "Tensor[] stats"), _PARTS, None, Needs)

@@ -1,0 +1,102 @@
+"""DTensors in the encoding: a call on sharded tensors is the same call on each rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..core.call import Call, CosSin, Layout, Weights
+from ..core.norms import of_tensor
+from ..core.operator import is_sharded
+from ..core.sharding import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    check_cut,
+    check_heads,
+    check_mesh,
+    check_placements,
+    count_ranks,
+    local_part,
+    local_positions,
+    local_weights,
+    take_local,
+    wrap_shard,
+)  # fmt: skip
+
+__all__ = ["run_shards"]
+
+
+def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Run a call on the local shards; return DTensors with the placements of xs.
+
+    Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
+    their rows of given tables. The other tensors are cut with xs where they have a batch, heads or tokens, and
+    replicated elsewhere; plain ones count as replicated. Their gradients are those of the whole computation: summed
+    over the ranks where xs were sharded and they were not, in the placements that they came with.
+
+    Raises:
+        TypeError: plain tensors among DTensors.
+        ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
+            that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
+    """
+    spec, layout, tables = call.spec, call.layout, call.tables
+    check_placements(spec, xs, tables.omega, tables.phase)
+    first_name = "x" if len(xs) == 1 else "q"
+    check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
+    check_mesh("tables", call.cos_sin.given, first_name, xs[0])
+    if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
+        # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
+        q, k = xs
+        weight, bias, weight_k, bias_k = call.weights
+        q_call, k_call = (call._replace(weights=Weights(*own)) for own in ((weight, bias), (weight_k, bias_k)))
+        return run_shards(run, q_call, (q,)) + run_shards(run, k_call, (k,))
+    x, cos_sin = xs[0], call.cos_sin
+    if cos_sin.cos is None:
+        for each in xs:
+            check_cut(tables, each)
+        layout, tables = local_positions(layout, tables, x)
+    else:
+        for each in xs:
+            local_part(each, TOKENS)
+        layout, cos_sin = _local_tables(layout, cos_sin, x)
+    of_q, of_k = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
+    in_rows = cos_sin.cos is None
+    weights = [local_weights(own, call.layout, t, in_rows)[:2] for own, t in ((of_q, xs[0]), (of_k, xs[-1]))]
+    local = Call(spec, layout, tables, None, Weights(*weights[0], *weights[1]), cos_sin)
+    ys = run(local, tuple(x.to_local() for x in xs), ())
+    return tuple(wrap_shard(y, x, spec.out_dim(x.shape[3])) for x, y in zip(xs, ys, strict=True))
+
+
+def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
+    """Return the rows of given tables that belong to x's shard.
+
+    Rows of tokens are cut where the tables are DTensors whose rows are sharded, if they have a row for each token;
+    other tables stay whole along the tokens, and the layout says where the shard begins.
+    """
+    start, length = local_part(x, TOKENS)
+    outer = len(cos_sin.shape) - 2
+    dims = {dim: dim for dim in (BATCH, HEADS)[:outer] if cos_sin.shape[dim] > 1}
+    rows_sharded = any(is_sharded(t) and count_ranks(t, outer) > 1 for t in cos_sin.given)
+    if rows_sharded and layout.num_grid_tokens == layout.num_tokens:
+        dims[TOKENS] = outer
+        layout = Layout(length, 0, length, 0, ())
+    else:
+        layout = layout._replace(num_tokens=length, start=layout.start + start)
+    if HEADS in dims:
+        check_heads("tables", cos_sin.given[0], HEADS, x)
+    cos, sin = (None if t is None else _local_table(t, x, dims) for t in cos_sin[:2])
+    return layout, cos_sin._replace(cos=cos, sin=sin)
+
+
+def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
+    """Return the part of one table: a view of a plain tensor, unless its gradient has to be summed."""
+    if is_sharded(t) or t.requires_grad:
+        return take_local(t, x, dims)
+    for dim, own in dims.items():
+        start, length = local_part(x, dim)
+        share = x.shape[dim] // t.shape[own]  # heads of x that share rows
+        t = t.narrow(own, start // share, length // share)
+    return t

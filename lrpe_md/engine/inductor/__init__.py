@@ -1,0 +1,1 @@
+"""Private names of torch: of its compiler and its dispatcher."""

@@ -1,0 +1,98 @@
+"""Names of torch that it does not promise to keep, outside of its compiler.
+
+``READ_FROM`` says which torch version each name was read from, those of lowering.py included. A test resolves all of
+them, so that it tells which one is gone when torch moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+__all__ = [
+    "READ_FROM", "are_transforms_active", "assert_async", "copy_each", "exporting", "find_backward", "has_static_value",
+    "is_legacy_batched", "is_tracing", "num_dispatch_modes", "record_again", "storage_of", "transforming",
+]  # fmt: skip
+
+_V211, _V214 = "2.11", "2.14"
+READ_FROM: dict[str, str] = {
+    "torch._C._are_functorch_transforms_active": _V211,
+    "torch._C._functorch.is_legacy_batchedtensor": _V211,
+    "torch._C._is_tracing": _V211,
+    "torch._C._len_torch_dispatch_stack": _V211,
+    "torch._C._dispatch_tls_local_exclude_set": _V211,
+    "torch._C._dispatch_tls_local_include_set": _V211,
+    "torch._C._ForceDispatchKeyGuard": _V211,
+    "torch._C.DispatchKey": _V211,
+    "torch._assert_async": _V211,
+    "torch._foreach_copy_": _V211,
+    "torch.autograd.forward_ad._current_level": _V211,
+    "torch.compiler._is_exporting_flag": _V211,
+    "torch.fx.experimental.symbolic_shapes.has_static_value": _V211,
+    "torch.utils._python_dispatch.TorchDispatchMode": _V211,
+    "torch._higher_order_ops.triton_kernel_wrap.kernel_side_table": _V214,
+    "torch._inductor.ir.ExternKernel": _V214,
+    "torch._inductor.ir.IRNode": _V214,
+    "torch._inductor.ir.MutationOutput": _V214,
+    "torch._inductor.ir.NoneLayout": _V214,
+    "torch._inductor.ir.TensorBox": _V214,
+    "torch._inductor.ir.UserDefinedTritonKernel": _V214,
+    "torch._inductor.ir.is_storage_and_layout": _V214,
+    "torch._inductor.lowering.fallback_handler": _V214,
+    "torch._inductor.lowering.lowerings": _V214,
+    "torch._inductor.lowering.register_lowering": _V214,
+    "torch._inductor.virtualized.V": _V214,
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": _V214,
+}
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+assert_async: Any = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]
+copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+is_legacy_batched = is_legacy_batchedtensor
+is_tracing = torch._C._is_tracing
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def transforming() -> bool:
+    """Return whether a torch.func transform or a dual level is active."""
+    return are_transforms_active() or forward_ad._current_level >= 0
+
+
+def exporting() -> bool:
+    """Return whether torch.export traces. torch.compiler.is_exporting() is true of every compiled function in 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
+def has_static_value(size: Any) -> bool:
+    """Return whether compiled code knows the value of a size."""
+    # Not above: it brings sympy, which takes longer to import than all of this library.
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.has_static_value(size)
+
+
+def storage_of(t: Tensor) -> int:
+    """Return the same number for all views of a tensor, as long as it lives."""
+    return t.untyped_storage()._cdata
+
+
+def find_backward(function: Any) -> Any:
+    """Return the class of the nodes that an autograd.Function leaves in a graph."""
+    return function._backward_cls
+
+
+@contextmanager
+def record_again() -> Iterator[None]:
+    """Record gradients inside a kernel of an operator, which autograd, or a mode that watches, has called."""
+    exclude: Any = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    include: Any = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield

@@ -1,0 +1,201 @@
+"""The operator of linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import reference, reference_linear
+from ...reference_linear import Angles, Attention
+from ..core.call import Layout, Spec, Tables, Weights
+from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
+from ..core.operator import Operator, Part, is_sharded
+from ..inductor.private import has_static_value
+from .call import LinearCall, LinearNeeds, Operands, Packing, Results
+from .plan import fits_kernels
+
+__all__ = ["ATTEND"]
+
+
+def _angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
+    if call.spec.map == "none":
+        return None
+    coords, rotated = layout.positions(tables, omega.device)
+    return Angles(coords, rotated, omega, tables.phase, tables.amplitude)
+
+
+class Attend(Operator):
+    """The rows are q, k and v. The learned tensors are the gate, omega, the phases of q and k, all weights of a norm,
+    and the state."""
+
+    num_rows = 3
+
+    def import_launcher(self, call: LinearCall) -> Any:
+        from . import launch
+
+        return launch
+
+    def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
+        if call.spec.norm_over == "heads" or call.spec.dim == -2:
+            from .preparation import prepare
+
+            if not is_sharded(*inputs[:3]):
+                call, inputs = prepare(call, inputs, impl, direct)
+        if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
+            return self.refer(call, inputs)
+        if inputs.q.is_cuda and not _fits_kernels(impl, call, inputs):
+            impl = "reference"
+        return super().run(call, inputs, impl, direct, options)
+
+    def split(self, call: LinearCall) -> tuple[Any, ...]:
+        attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, _, weights = call
+        packing = Packing(cu_seqlens, call.has_one_side)
+        return attention, spec, q_layout, k_layout, q_tables, k_tables, weights, packing
+
+    def join(self, values: Sequence[Any]) -> LinearCall:
+        attention, spec, q_layout, k_layout, q_tables, k_tables, weights, (cu_seqlens, one_side) = values
+        if one_side:
+            k_layout, k_tables = q_layout, q_tables
+        return LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, None, weights)
+
+    def read_inputs(self, values: Sequence[Any]) -> Operands:
+        q, k, v, gate, state = values
+        return Operands(q, k, v, gate, tuple(state))
+
+    def write_inputs(self, inputs: Operands) -> tuple[Any, ...]:
+        q, k, v, gate, state = inputs
+        return q, k, v, gate, list(state)
+
+    def learned(self, call: LinearCall, inputs: Operands) -> tuple[Tensor | None, ...]:
+        q_tables, k_tables = call.q_tables, call.k_tables
+        return inputs.gate, q_tables.omega, q_tables.phase, k_tables.phase, *call.weights, *inputs.state
+
+    def constants(self, call: LinearCall) -> tuple[Tensor | None, ...]:
+        q_tables, k_tables = call.q_tables, call.k_tables
+        return q_tables[2:] if k_tables is q_tables else (*q_tables[2:], *k_tables[2:])
+
+    def replace(
+        self, call: LinearCall, inputs: Operands, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
+    ) -> tuple[LinearCall, Operands]:
+        q, k, v = rows
+        _, omega, phase_q, phase_k, *_ = learned
+        call = call._replace(
+            q_tables=call.q_tables._replace(omega=omega, phase=phase_q),
+            k_tables=call.k_tables._replace(omega=omega, phase=phase_k),
+            weights=Weights(*learned[4:8]),
+        )
+        return call, self.gather(call, (q, k, v), tuple(learned))
+
+    def gather(
+        self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]
+    ) -> Operands:  # fmt: skip
+        q, k, v = rows
+        state: Any = learned[8:]
+        return Operands(q, k, v, learned[0], state)
+
+    def read_needs(self, wanted: Sequence[bool]) -> LinearNeeds:
+        gate, omega, phase_q, phase_k = wanted[:4]
+        return LinearNeeds(gate, omega, phase_q, phase_k, any(wanted[4:8]), any(wanted[8:]))
+
+    def list_needs(self, needs: LinearNeeds, call: LinearCall, inputs: Operands) -> tuple[bool, ...]:
+        return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state)
+
+    def refer(self, call: LinearCall, inputs: Operands, rounded: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Run the reference: o, and the state behind the last token.
+
+        rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
+        """
+        q, k, v, gate, state = inputs
+        omega = reference.widen(call.q_tables.omega)
+        q_angles = _angles(call, call.q_layout, call.q_tables, omega)
+        k_angles = q_angles if call.has_one_side else _angles(call, call.k_layout, call.k_tables, omega)
+        scales = (
+            call.q_layout.scales(call.weights, omega.device)[0], call.k_layout.scales(call.weights, omega.device)[1]
+        )  # fmt: skip
+        o, after = reference_linear.attend(
+            call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, scales=scales, gate=gate,
+            cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, operands=rounded,
+        )  # fmt: skip
+        return arrange_in_memory(o, memory_order(q)), *after
+
+    def refer_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
+        o, *after = self.refer(call, inputs)
+        out = [like_in_memory(inputs.q, o.shape[3]).copy_(o)]
+        return out + [t.clone() for t in after] if options[0] else out
+
+    def fake_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
+        return_state, keep = options
+        q, k, v, _, _ = inputs
+        out = [like_in_memory(q, v.shape[3])]
+        if return_state:
+            out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in call.state_sizes(k, v)]
+        if keep:
+            saved = self.launcher(call).saved_shapes(call, inputs, return_state)
+            out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
+        return out
+
+    def shape_gradients(
+        self, call: LinearCall, inputs: Operands, grads: Sequence[Tensor]
+    ) -> list[tuple[Tensor, int]]:  # fmt: skip
+        return [(x, x.shape[3]) for x in inputs[:3]]
+
+    def take_apart(
+        self, call: LinearCall, inputs: Operands, wanted: Sequence[bool]
+    ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+        attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights = call
+        one_side = k_tables is q_tables
+        tables = q_tables if one_side else (*q_tables, *k_tables)
+        tensors = *inputs[:4], cu_seqlens, *weights, *tables, *inputs.state
+        return tensors, (attention, spec, q_layout, k_layout, launches, one_side, len(inputs.state))
+
+    def put_together(
+        self, rest: Any, tensors: Sequence[Any]
+    ) -> tuple[LinearCall, Operands, Sequence[Tensor]]:  # fmt: skip
+        attention, spec, q_layout, k_layout, launches, one_side, num_states = rest
+        weights, end = Weights(*tensors[5:9]), 16 if one_side else 23
+        q_tables = k_tables = Tables(*tensors[9:16])
+        if not one_side:
+            k_tables = Tables(*tensors[16:23])
+        call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, tensors[4], launches, weights)
+        q, k, v, gate = tensors[:4]
+        inputs = Operands(q, k, v, gate, tuple(tensors[end : end + num_states]))
+        return call, inputs, tensors[end + num_states :]
+
+    def keep_for_backward(
+        self, call: LinearCall, inputs: Operands, options: Results, direct: bool
+    ) -> tuple[Results, int]:
+        """Keep states where their sizes are known. A graph for all sizes forms them again, and so does the operator
+        where it is the reference."""
+        keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
+        num = 1 if not options.return_state else 2 if call.attention.normalizer == "none" else 3
+        return Results(options.return_state, keep), num
+
+    def run_shards(
+        self, run: Callable[..., Any], call: LinearCall, inputs: Operands, options: Results
+    ) -> tuple[Tensor, ...]:
+        from .sharding import run_shards
+
+        return run_shards(run, call, inputs, options.return_state)
+
+
+def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
+    """Return whether the kernels take a call on a GPU: no float64, for which Triton has no products, and no state that
+    is too large."""
+    q, v = operands.q, operands.v
+    features = call.spec.out_dim(q.shape[3])
+    fits = fits_kernels(v.shape[3], features, q.element_size())
+    if impl == "triton" and (q.dtype == torch.float64 or not fits):
+        what = "float64" if q.dtype == torch.float64 else f"a state of {features} x {v.shape[3]} elements"
+        raise ValueError(f"impl: 'triton' has no kernel for {what} in {q.dtype} on a GPU; use impl='auto'")
+    return fits and q.dtype != torch.float64
+
+
+_INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor[] state", "Tensor[] saved"
+_PARTS = (
+    Part(Attention, "", "SymInt"), Part(Spec), Part(Layout, "q_", "SymInt"), Part(Layout, "k_", "SymInt"),
+    Part(Tables, "q_"), Part(Tables, "k_"), Part(Weights), Part(Packing),
+)  # fmt: skip
+ATTEND = Attend("linear_", _INPUTS, _PARTS, Results, LinearNeeds)

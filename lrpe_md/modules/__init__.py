@@ -1,0 +1,7 @@
+"""Encodings and linear attention as modules."""
+
+from .encodings import CosineMd as CosineMd
+from .encodings import PresetMd as PresetMd
+from .encodings import Rotate1d as Rotate1d
+from .encodings import RotateMd as RotateMd
+from .linear import LinearAttention as LinearAttention

@@ -1,0 +1,106 @@
+"""xPos: lengths of q and k that grow and shrink with the position, so that scores decay with the distance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_dense, split_pair
+from ..engine.encode.validate import Pairs, Positions, check_pairs, remedy, rotary_slice
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..reference import join_pairs
+
+__all__ = ["check_scale", "scale_xpos"]
+
+
+def scale_xpos(
+    q: Tensor,
+    k: Tensor,
+    *,
+    positions: Positions | tuple[Positions, Positions],
+    scale_base: float = 512.0,
+    scale_centre: float = 0.0,
+    pairs: Pairs = "half",
+    rotary_dim: int | slice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pair i of q at position n times ζ_i^((n - centre) / scale_base), of k divided by it; ζ_i = (2i + 0.4 R) / 1.4 R.
+
+    Rotations keep lengths, so that it is the same before and after :func:`lrpe_md.rotate`. It is a product of its own
+    in torch: a pass over q and k, unless compiled, and in 16 bits a second rounding.
+
+    Args:
+        q, k: (B, H, N, D) each.
+        positions: on one axis, those of the rotation, or a pair for q and for k. Tokens that are not rotated are not
+            scaled.
+        scale_base: how many tokens make a factor of ζ.
+        scale_centre: the position of factor 1. The scores don't depend on it, but q and k do, which leave float16's
+            range some thousand tokens from it; flash-attn has half of the longest length.
+        pairs, rotary_dim: those of the rotation.
+
+    Returns:
+        q and k, (B, H, N, D) each, in their dtype. Differentiable with respect to them and coordinates.
+
+    Raises:
+        ValueError, TypeError: more than one axis, positions of other tokens, what is no number.
+
+    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as flash-attn's ``RotaryEmbedding``.
+    """
+    check_scale(scale_base, scale_centre)
+    here = split_pair("positions", positions)
+    ys = []
+    for name, x, where, sign in zip("qk", (q, k), here, (1.0, -1.0), strict=True):
+        check_dense(name, x, "(B, H, N, D)")
+        power = sign * _distance(where, x, scale_centre) / scale_base
+        start, width = rotary_slice(rotary_dim, x.shape[-1])
+        name_of_pairs, sections = check_pairs(pairs, width // 2)
+        i = torch.arange(width // 2, dtype=torch.float64, device=x.device)
+        log = ((2 * i + 0.4 * width) / (1.4 * width)).log()
+        factor = torch.exp(power[..., None] * log)
+        factor = join_pairs(factor, factor, name_of_pairs, sections)
+        factor = torch.nn.functional.pad(factor, (start, x.shape[-1] - start - width), value=1.0)
+        factor = factor.to(torch.promote_types(x.dtype, torch.float32))
+        factor = _whole_beside(x, factor if factor.ndim == 2 else factor[:, None])
+        ys.append((x * factor).to(x.dtype))
+    return ys[0], ys[1]
+
+
+def check_scale(value: Any, centre: Any) -> None:
+    """Check scale_base and scale_centre."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"scale_base: expected a finite number above 0, got {value!r}")
+    if isinstance(centre, bool) or not isinstance(centre, (int, float)) or not -math.inf < centre < math.inf:
+        raise ValueError(f"scale_centre: expected a finite number, got {centre!r}")
+
+
+def _whole_beside(x: Any, factor: Tensor) -> Tensor:
+    """The factor of all tokens, as a DTensor where x is one, which then takes its own part."""
+    if not hasattr(x, "placements"):
+        return factor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(factor, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
+
+
+def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
+    """Positions less the centre, (N,) or (B, N) in float64, 0 where tokens are not rotated."""
+    if isinstance(positions, Grid):
+        positions = positions.explicit(x.device)
+    elif isinstance(positions, Tensor):
+        positions = Coordinates(positions)
+    elif not isinstance(positions, Coordinates):
+        raise TypeError(
+            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {type(positions).__name__}"
+        )
+    if positions.num_axes != 1:
+        raise ValueError(f"positions: expected one axis, got {positions.num_axes}")
+    if positions.num_tokens != x.shape[2]:
+        raise ValueError(
+            f"positions: expected {x.shape[2]} tokens (x's N), got {positions.num_tokens}{remedy(x, positions)}"
+        )
+    rows = positions.explicit()
+    distance = rows.coords[..., 0].double() - centre
+    return distance if rows.rotated is None else torch.where(rows.rotated, distance, 0.0)
