@@ -1,6 +1,6 @@
 """Write the pages and plots of docs/results on speed and on adapted models, from scripts/results.
 
-    make results                  or python -m scripts.bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
+    make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
 If several files contain the same measurement, the latest one is used.
 """
@@ -17,7 +17,7 @@ import typer
 from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 
 from ..adapters.trial import LIBRARIES
-from ..common.folder import ROOT
+from ..common.folder import ROOT, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
 from . import front, linear_report
@@ -27,7 +27,7 @@ from .peers import OURS, PEERS
 from .training_report import adapted, backbones, training, where
 
 RESULTS = ROOT / "scripts" / "results"
-COMMAND = "python -m scripts.bench report"
+COMMAND = "lrpe-md bench report"
 PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
@@ -373,7 +373,7 @@ def counters(file: Path) -> str:
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
     lines = [
-        "The GPU's counters, each pass once with cold caches (`python -m scripts.bench counters`): bytes read from "
+        "The GPU's counters, each pass once with cold caches (`lrpe-md bench counters`): bytes read from "
         "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
         "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
         f"{where(found)}.",
@@ -502,8 +502,12 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Folder with benchmark-*.csv; plots are written there.")] = RESULTS,
-    to: Annotated[Path, typer.Option("--pages", help="Output folder for the pages.")] = PAGES,
+    folder: Annotated[
+        Path, typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv; plots are written there.")
+    ] = RESULTS,
+    to: Annotated[
+        Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")
+    ] = PAGES,
     gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""

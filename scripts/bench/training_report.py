@@ -58,7 +58,7 @@ def backbones(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Training steps of this project's backbones**, on random data, by `python -m scripts.bench training --models "
+        "**Training steps of this project's backbones**, on random data, by `lrpe-md bench training --models "
         "image,video_model,dit --out scripts/results/backbones.csv`: million patches a second and peak memory, in "
         f"brackets beside the same model without an encoding (none), {HOW}. {where(rows)}.",
         "",
@@ -82,7 +82,7 @@ def adapted(file: Path) -> str:
     lines = [
         "**Other libraries' models**, as wide as they are published and a few layers deep, weights in bfloat16: "
         "milliseconds of a step of the stock model, and in brackets time and memory of the adapted one beside it, "
-        f"{HOW}. By `python -m scripts.bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
+        f"{HOW}. By `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))

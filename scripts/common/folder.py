@@ -21,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 
 
+def shown(path: Path) -> str:
+    """Return a path in the checkout as the help shows it, relative to the root."""
+    return path.relative_to(ROOT).as_posix()
+
+
 class SaveError(OSError):
     """A file can't be written; its previous content is intact."""
 
