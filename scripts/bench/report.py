@@ -19,7 +19,7 @@ from lrpe_md.testing import TEXT_WORKLOADS, WORKLOADS
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
+from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
 from . import front, linear_report
 from .measure import COLUMNS, HERE, KEY, PASSES
 from .modes import SMALL
@@ -33,7 +33,6 @@ PASS_NAMES: dict[str, str] = dict(
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
-COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", "sky", "vermilion", "grey")]
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
@@ -407,16 +406,6 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def save(figure: Any, axes: Any, path: Path) -> None:
-    """Save a figure with one legend for all axes."""
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def choose_peers(part: pd.DataFrame) -> list[str]:
     """Choose the peers of an operator to plot: those measured in most places, then the fastest.
 
@@ -438,32 +427,34 @@ def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
     part = part.assign(peer=marked)
     ops = ordered(part.op)
     shown = [p for p in PASSES if (part["mode"] == p).any()]
+    colors = choose_colors(ordered(peer for op in ops for peer in choose_peers(part[part.op == op])))
+    rows_shown = [(op, name) for op in ops for name in shown]
     with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
         figure, axes = plt.subplots(
-            len(ops), len(shown), figsize=(1.5 + 3.6 * len(shown), 0.9 + 2.7 * len(ops)), sharey=True, squeeze=False,
+            len(rows_shown), 1, figsize=(WIDTH, 1.2 + 1.7 * len(rows_shown)), sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        for row, op in zip(axes, ops, strict=True):
+        for axis, (op, name) in zip(axes.flat, rows_shown, strict=True):
             there, workloads = choose_peers(part[part.op == op]), ordered(part[part.op == op].workload)
-            width = 0.84 / len(there)
-            for axis, name in zip(row, shown, strict=True):
-                here = part[(part.op == op) & (part["mode"] == name)].set_index(["peer", "workload"]).share
-                for i, peer in enumerate(there):
-                    heights = [here.get((peer, work), np.nan) for work in workloads]
-                    places = np.arange(len(workloads)) + (i - (len(there) - 1) / 2) * width
-                    axis.bar(
-                        places, heights, width, label=peer, edgecolor="white", linewidth=0.4,
-                        color=COLOURS[i],
-                    )  # fmt: skip
-                axis.axhline(1, color="black", linestyle=":", linewidth=1)
-                axis.set_xticks(range(len(workloads)), workloads)
-                axis.set_xlim(-0.5, len(workloads) - 0.5)
-                axis.set_title(f"{op}, {PASS_NAMES[name]}", fontsize=10)
-            row[0].set_ylabel("share of copy bandwidth")
-            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+            here = part[(part.op == op) & (part["mode"] == name)].set_index(["peer", "workload"]).share
+            draw_bars(axis, here, {peer: colors[peer] for peer in there}, workloads)
+            axis.set_title(f"{op}, {PASS_NAMES[name]}")
+        figure.supylabel("share of copy bandwidth", fontsize=10)
+        add_legend(figure)
+        save(figure, path)
     return True
+
+
+def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[str]) -> None:
+    """Draw a group of bars for each workload, with a bar for each peer."""
+    width = 0.84 / len(colors)
+    for i, (peer, color) in enumerate(colors.items()):
+        places = np.arange(len(workloads)) + (i - (len(colors) - 1) / 2) * width
+        values = [heights.get((peer, work), np.nan) for work in workloads]
+        axis.bar(places, values, width, label=peer, linewidth=0, color=color)
+    axis.axhline(1, color="black", linestyle=":", linewidth=1)
+    axis.set_xticks(range(len(workloads)), workloads)
+    axis.set_xlim(-0.5, len(workloads) - 0.5)
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
@@ -472,9 +463,10 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
     if not len(part):
         return False
     ops, places, peers = ordered(part.op), ordered(part.workload), ordered(part.peer)
+    colors = choose_colors(peers)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(ops), len(places), figsize=(1.5 + 3.8 * len(places), 0.9 + 2.9 * len(ops)), sharex=True, sharey=True,
+            len(ops), len(places), figsize=(WIDTH, 1.1 + 2.5 * len(ops)), sharex=True, sharey=True,
             squeeze=False, layout="constrained",
         )  # fmt: skip
         for row, op in zip(axes, ops, strict=True):
@@ -483,18 +475,21 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
                 for i, peer in enumerate(peers):
                     line = here[here.peer == peer]
                     if len(line):
-                        axis.plot(line.num_tokens, line.p50, marker="osD^vPX*"[i % 8], ms=4, label=peer,
-                                  color=COLOURS[i % len(COLOURS)])  # fmt: skip
+                        axis.plot(
+                            line.num_tokens, line.p50, marker="osD^vPX*"[i % 8], ms=4, label=peer, color=colors[peer]
+                        )
                 floor = here.drop_duplicates("num_tokens")
                 axis.plot(
                     floor.num_tokens, floor.floor_bytes / floor.copy_gbps / 1e6, "k:", lw=1, label="at copy's speed"
                 )
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
-                axis.set_title(f"{op}, {place}", fontsize=10)
+                axis.set_title(f"{op}, {place}")
             row[0].set_ylabel("forward, ms")
-        figure.supxlabel("tokens (8 heads)", fontsize=10)
-        save(figure, axes, path)
+        for axis in axes[-1]:
+            axis.set_xlabel("tokens (8 heads)")
+        add_legend(figure)
+        save(figure, path)
     return True
 
 

@@ -11,7 +11,7 @@ import typer
 from lrpe_md import Grid, axial_omega, cosine, geometric_theta, rotate
 from lrpe_md.frequencies import mixed_omega
 
-from ..common.plots import plt
+from ..common.plots import WIDTH, plt, save
 
 GRID, QUERY = (18, 28), (6, 10)
 HEAD_DIM = 64
@@ -30,23 +30,24 @@ def main(out: Annotated[Path, typer.Argument(help="Output PNG.")] = Path("script
     ]
     wave: Any = None
     score: Any = None
-    figure, axes = plt.subplots(2, 3, figsize=(9.5, 4.9), layout="constrained")
-    for column, (name, y, omega, channel) in enumerate(rows):
+    figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 6.4), layout="constrained")
+    for (left, right), (name, y, omega, channel) in zip(axes, rows, strict=True):
         angles = (grid.coordinates()[:, None] * omega[0]).sum(-1)
-        wave = axes[0, column].imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
-        axes[0, column].set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
+        wave = left.imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
+        left.set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
         scores = (y[0, 0] @ y[0, 0, QUERY[0] * GRID[1] + QUERY[1]]) / HEAD_DIM
-        score = axes[1, column].imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
-        axes[1, column].plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
-        axes[1, column].set_title(f"{name}: score with the ringed token", fontsize=10)
+        score = right.imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
+        right.plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
+        right.set_title("similarity to the ringed patch", fontsize=10)
+        left.set_ylabel("row")
     for axis in axes.flat:
-        axis.set(xticks=[0, 10, 20], yticks=[0, 10], xlabel="column of the patch")
-    for row in axes:
-        row[0].set_ylabel("row of the patch")
-    figure.colorbar(wave, ax=axes[0], shrink=0.9)
-    figure.colorbar(score, ax=axes[1], shrink=0.9)
+        axis.set(xticks=[0, 10, 20], yticks=[0, 10])
+    for axis in axes[-1]:
+        axis.set_xlabel("column of the patch")
+    for column, image in enumerate((wave, score)):
+        figure.colorbar(image, ax=axes[:, column], shrink=0.9, location="bottom", aspect=30)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    save(figure, out)
 
 
 if __name__ == "__main__":

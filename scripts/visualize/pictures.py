@@ -23,7 +23,7 @@ import typer
 from lrpe_md import list_presets
 
 from ..common.options import SEEDS, choose, group_options
-from ..common.plots import plt
+from ..common.plots import plt, save
 from . import data
 from .data import Subject
 from .figure import View, draw
@@ -31,7 +31,7 @@ from .figure import View, draw
 FORMATS = ("png", "pdf", "svg")
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
-    "Picture": "shape reference text token head channel maps", "Output": "out format dpi",
+    "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
 }  # fmt: skip
 
 
@@ -146,6 +146,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Output folder for the figures.")] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
+    dark: Annotated[
+        bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
+    ] = False,
 ) -> None:
     """Plot angle maps, similarity and wavelengths of encodings, one figure each."""
     choose("--format", [format], FORMATS)
@@ -182,8 +185,11 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     for view in views:
         figure, path = draw(view), out / f"{view.subject.preset.name}.{format}"
-        figure.savefig(path, dpi=dpi)
-        plt.close(figure)
+        if dark:
+            save(figure, path, dpi=dpi)
+        else:
+            figure.savefig(path, dpi=dpi)
+            plt.close(figure)
         print(path)
 
 

@@ -150,14 +150,34 @@ def test_the_page_of_presets():
 def test_pictures_of_presets(tmp_path):
     gallery.draw(["rope_vit_axial", "wan", "pope"], tmp_path / "some.png")
     assert 10_000 < (tmp_path / "some.png").stat().st_size < 300_000
-    scores = gallery.over_grid(lrpe_md.preset("rope_vit_axial"))
-    assert scores.argmax() == scores.numel() // 2 + scores.shape[1] // 2
-    assert scores.max() == pytest.approx(1)
+    for name in ("rope_vit_axial", "wan", "circle_rope", "mhrope"):
+        found = gallery.over_grid(lrpe_md.preset(name, num_heads=8 if name == "mhrope" else None))
+        assert found.values[found.token] == found.values.max() == pytest.approx(1), name
+        assert found.values.min() < 0.9, name  # not flat
+
+
+def test_no_picture_marks_a_singular_point():
+    """The similarity of circle_rope differs on two sides of its centre, and is smooth at the token."""
+    found = gallery.over_grid(lrpe_md.preset("circle_rope"))
+    row, column = found.token
+    assert found.values[row, column - 1 : column + 2].min() > 0.95
+
+
+def test_presets_are_sorted():
+    names = re.findall(r"^\| \[`(\w+)`\]", (PAGES / "presets.md").read_text(encoding="utf-8"), re.M)
+    assert names == sorted(lrpe_md.list_presets())
+
+
+def test_plots_have_a_copy_for_dark_pages():
+    linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
+    found = {path.name for place in (ROOT / "scripts", DOCS) for path in place.rglob("*-dark.*")}
+    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs stay as they are
+    assert {f"{Path(name).stem}-dark{Path(name).suffix}" for name in names} <= found
 
 
 def test_generated_pages_name_their_command():
     for path in PAGES.glob("*.md"):
-        assert re.match(r"# .*\n\n<!-- Written by `python -m [\w. ]+`", path.read_text(encoding="utf-8")), path
+        assert re.match(r"# .*\n\n<!-- Written by `(lrpe-md|python -m) [\w. ]+`", path.read_text(encoding="utf-8")), path
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
