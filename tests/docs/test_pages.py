@@ -141,7 +141,7 @@ def test_recommendation_matches_results():
 
 
 def test_the_page_of_presets():
-    files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-*.png"))
+    files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-[0-9].png"))
     assert (PAGES / "presets.md").read_text(encoding="utf-8") == gallery.render(files)
     for name in lrpe_md.list_presets():
         assert f"\n### {name}\n" in gallery.render(files)
@@ -177,7 +177,9 @@ def test_plots_have_a_copy_for_dark_pages():
 
 def test_generated_pages_name_their_command():
     for path in PAGES.glob("*.md"):
-        assert re.match(r"# .*\n\n<!-- Written by `(lrpe-md|python -m) [\w. ]+`", path.read_text(encoding="utf-8")), path
+        assert re.match(r"# .*\n\n<!-- Written by `(lrpe-md|python -m) [\w. ]+`", path.read_text(encoding="utf-8")), (
+            path
+        )
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
