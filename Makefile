@@ -58,5 +58,5 @@ dist: $(READY)  ## wheel and sdist in dist/, checked, with the library's tests a
 	$(BIN)/python tests/installed.py dist/*.whl -n auto --dist worksteal $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .editable build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

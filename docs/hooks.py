@@ -13,6 +13,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(png|svg)\)")
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
+CODE = re.compile(r"^(?:```\w*\n(.*?)^```)", re.M | re.S)
+ROOM = 92  # columns of code beside the table of contents
 KEPT = "repository"  # where such files are on the site
 
 
@@ -32,6 +34,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if any(len(line) > ROOM for code in CODE.findall(markdown) for line in code.splitlines()):
+        page.meta["hide"] = ["toc"]  # wide code uses the room of the table of contents
     here = posixpath.dirname(page.file.src_uri)
 
     def move(link: re.Match[str]) -> str:

@@ -108,17 +108,26 @@ def adapters(folder: Path) -> str:
         rows: Any = pd.read_csv(file, keep_default_na=False)
         of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
-        taken = ", ".join(f"`{row.model}`" for row in of["adapted"].itertuples())
+        taken = table(["", "adapted"], group_names([row.model for row in of["adapted"].itertuples()]), words=2)
         others = [
             [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
             for outcome in ("refused", "untried")
-            for row in of[outcome].itertuples()
+            for row in sorted(of[outcome].itertuples(), key=lambda row: row.model.lower())
         ]
-        lines = table(["model", "", "reason"], others, words=3) if others else []
-        parts.append("\n".join([f"## {file.stem}", "", f"Adapted: {taken}.", "", *lines]))
+        lines = table(["model", "outcome", "reason"], others, words=3) if others else []
+        parts.append("\n".join([f"## {file.stem}", "", *taken, *lines]))
     if not parts:
         return ""
     return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
+
+
+def group_names(names: list[str]) -> list[list[str]]:
+    """Return a row for each first letter or, for timm's vit_base_patch16_.., each size, with its names."""
+    rows: dict[str, list[str]] = {}
+    for name in sorted(names, key=str.lower):
+        group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()
+        rows.setdefault(group, []).append(f"`{name}`")
+    return [[group, " ".join(each)] for group, each in rows.items()]
 
 
 class Pivot(NamedTuple):
