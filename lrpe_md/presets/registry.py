@@ -43,7 +43,7 @@ SCHEMES: dict[str, Scheme] = {
     "rope_vit_mixed": Scheme(
         """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned by layer and head.
 
-        Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
+        Each head starts with one random angle: half of its pairs lie along it, half across. No weight decay. timm's
         parameter (2, depth, H, C) is (x, y): "omega" in the state_dict of layer i is
         ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
@@ -89,7 +89,7 @@ SCHEMES: dict[str, Scheme] = {
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
 
         Sections of one series: t the first quarter, h and w three eighths each. Text has the same number on all
-        axes; an image or video starts behind what precedes it, and what follows starts behind its largest number (as
+        axes; an image or video starts after what precedes it, and what follows starts after its largest number (as
         in the paper; transformers 5 advances by its height or width, so that long videos differ). Shapes (T, H, W)
         in merged tokens. Base 1e6, head_dim 128: 16, 24 and 24 pairs.
         """,
@@ -121,7 +121,7 @@ SCHEMES: dict[str, Scheme] = {
     "lumina2": Scheme(
         """Lumina-Image 2.0 (arXiv 2503.21758; diffusers ``Lumina2RotaryPosEmbed``), float64.
 
-        Text is (i, 0, 0), the image behind it (L, h, w).
+        Text is at (i, 0, 0), and the image after it at (L, h, w).
         """,
         96, Axial((1, 1, 1)), grid=f.video, tokens=Tokens(0, "axis", 0), after=(0,),
     ),
@@ -152,7 +152,8 @@ SCHEMES: dict[str, Scheme] = {
     "wan": Scheme(
         """Wan 2.1 and 2.2 (arXiv 2503.20314; diffusers ``WanRotaryPosEmbed``), float64.
 
-        A third of the pairs an axis, t takes the remainder: 22, 21, 21. Text by cross-attention, not rotated.
+        Each axis has a third of the pairs, and t the remainder: 22, 21, 21. Text enters by cross-attention,
+        not rotated.
         """,
         128, Axial((1, 1, 1), remainder=0), grid=f.video,
     ),
@@ -196,7 +197,7 @@ SCHEMES: dict[str, Scheme] = {
     "pope": Scheme(
         """PoPE (arXiv 2509.10534): the cosine map with softplus, and a phase on the keys.
 
-        One frequency a channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
+        One frequency per channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
         """,
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
@@ -261,8 +262,9 @@ SCHEMES: dict[str, Scheme] = {
     "z_image": Scheme(
         """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
 
-        The image comes first, its text behind it: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
-        text. Base 256. Both are padded to multiples of 32: the text's padding counts on, the image's is at zero.
+        The image comes first, then its text: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
+        text. Base 256. Both are padded to multiples of 32. The text's padding continues the count, the image's is
+        at zero.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
     ),
@@ -369,7 +371,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_h3": Scheme(
         """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
 
-        The first three quarters of a head, a third of it each axis, half and half of all three.
+        The first three quarters of a head, a third of it for each axis, in halves over all three.
         """,
         128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
     ),
@@ -390,7 +392,7 @@ SCHEMES: dict[str, Scheme] = {
     "mrope_interleave": Scheme(
         """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, and h and w of an image begin at zero.
 
-        t is behind what precedes the image; what follows starts behind its largest number. Option ``stride`` of t.
+        t comes after what precedes the image; what follows starts after its largest number. Option ``stride`` of t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),

@@ -49,9 +49,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"Bits per byte of held-out text, {scheme}, best at the longest length first. Trained at length {trained} for "
-        f"{training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the same "
-        f"{training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
+        f"Bits per byte of held-out text, {scheme}. The best at the longest length comes first. Trained at length "
+        f"{trained} for {training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the "
+        f"same {training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
         "without training.",
         "",
     ]
@@ -61,7 +61,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."
+        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s per training."
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
+POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the trained grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -98,16 +98,16 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
     head = [
-        *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
-        "s a training",
+        *KEYS, "parameters", "last loss", "largest rise", "ms per step", "million tokens per second", "peak memory,"
+        " GiB", "s per training",
     ]  # fmt: skip
-    head += ["steps", "s that count"] if rows and len(rows[0]) > len(head) else []
+    head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
     return table(head, rows, len(KEYS))
 
 
 def how_long(training: dict[str, Any]) -> str:
     seconds = training.get("seconds")
-    return f"As many steps as {seconds:g} s take, the first ones not counted," if seconds else (
+    return f"As many steps as fit into {seconds:g} s after the first ones," if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
 
@@ -132,8 +132,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure[0].upper() + task.measure[1:]
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
-        f"{how_long(training)} of {training['batch']}, {precision}{how_run(training)}. "
+        f"{measure} ({', '.join(settings['data'])}), {scheme}. The first column is the trained size, and its best row "
+        f"comes first. {how_long(training)} with batches of {training['batch']}, {precision}{how_run(training)}. "
         "Other sizes were never seen in training.",
         "",
     ]
@@ -146,15 +146,15 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired over the seeds"
         if seeds > 1:
             what += (
-                ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
-                "comparisons, of which one in twenty excludes it by chance"
+                ": mean ± half of Student's 95% interval; bold if it excludes zero. This is not corrected for the "
+                "number of comparisons: by chance, one interval in twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds say little: the interval is 12.7 standard errors wide either way, three's 4.3"
+            what += ". Two seeds say little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
         lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        "The trainings: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
-        "above the others' it says that the learning rate was too high for that encoding.",
+        "Medians over the trainings, and the largest rise of the training loss in any of them. A rise far above the "
+        "others means that the learning rate was too high for that encoding.",
         "",
         *_trainings(results, ranking),
     ]

@@ -24,7 +24,7 @@ PEER_COLORS = {
     "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
     "flash_bla": "sky", "diffusers": "green",
 }  # fmt: skip
-MEASURES = {"tokens_per_s": "tokens a second", "peak_gib": "peak memory, GiB"}
+MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 
 
 def read(file: Path, key: list[str]) -> pd.DataFrame:
@@ -65,7 +65,7 @@ def linear_table(rows: Any) -> str:
     works = list(dict.fromkeys(measured.workload))
     lines = [
         "**Linear attention**: share of the copy's speed (4·BHND elements forward, 7·BHND backward), and milliseconds "
-        f"in brackets, L2 cold, medians, bfloat16. {where(measured)}.",
+        f"in brackets. Medians in bfloat16 with a cold L2 cache. {where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -93,10 +93,10 @@ def scaling_table(rows: Any) -> str:
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
-        "**Training steps by tokens**: thousand tokens a second, and peak memory in GiB (forward, backward and "
-        f"optimiser step of backbones of four blocks, 768 wide, bfloat16). {where(rows)}.",
+        "**Training steps by number of tokens**: thousand tokens per second, and peak memory in GiB, of backbones with "
+        f"four blocks of width 768 in bfloat16. A step is forward, backward and optimiser. {where(rows)}.",
         "",
-        f"![Throughput and memory against tokens]({PICTURES}/{LINES})",
+        f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",
     ]
     found = []
@@ -209,7 +209,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
                 axis.yaxis.set_minor_formatter("{x:g}" if measure == "peak_gib" else "")
                 axis.tick_params(axis="y", which="minor", labelsize=8)
         for axis in axes[-1]:
-            axis.set_xlabel("tokens of a sample")
+            axis.set_xlabel("tokens per sample")
         add_legend(figure, columns=2)
         save(figure, path)
     return True

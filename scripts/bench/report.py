@@ -84,9 +84,8 @@ def render(rows: pd.DataFrame) -> str:
 
 
 WORDS = """
-A workload is a shape of the batch: the tokens of its grid, of the class token and of others in front of it, in so many
-heads of head_dim channels. Share of the copy's speed: the bytes that must move, over the time and over what a copy of a
-large tensor reads and writes a second.
+A workload is the shape of a batch: prefix tokens and a grid of tokens, in heads of head_dim channels. The share of the
+copy's speed is the number of bytes that must move, divided by the time, and by the bandwidth of a large copy.
 """
 
 
@@ -143,16 +142,16 @@ class Pivot(NamedTuple):
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
         "**RMS norm and rotation of q and k**: share of the copy's speed (2 units forward, 3 backward), and "
-        "milliseconds in brackets, over a head's channels or over those of all heads.",
+        "milliseconds in brackets. The norm is over the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
-        "**A step of decoding**: q and k rotated, k and v in the cache: milliseconds on the GPU, in a CUDA graph, and "
-        "of the host.",
+        "**A decoding step**: rotate q and k, and store k and v in the cache. Milliseconds on the GPU, in a CUDA "
+        "graph, and on the CPU.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
-        "**A compiled call of q and k**: microseconds of the host, beside a `triton_op` of as many arguments.",
+        "**A compiled call with q and k**: CPU time in microseconds, next to a `triton_op` with as many arguments.",
         ("map", "pass"), "p50", 0,
     ),
 }  # fmt: skip
@@ -182,9 +181,9 @@ def pivot(file: Path) -> str:
 
 
 HOST_TESTS = (
-    "The libraries' own tests of these models, run with the original models and with models that are adapted as soon "
-    "as they are made, by `python -m scripts.host_tests`. {passed} pass with the originals, {worse} of those {do} not "
-    "pass with adapted models; in {adapted} an adapted model was at work, the others make none."
+    "The libraries' own tests of these models, run with the original models and with models adapted on construction "
+    "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those {do} not pass with "
+    "adapted models. {adapted} tests used an adapted model; the others build none."
 )
 
 
@@ -260,12 +259,12 @@ def passes(rows: pd.DataFrame) -> list[str]:
         return []
     wrong = (plain.in_budget == "False").any()
     lines = [
-        "Share of the copy's speed: the bytes that must move over the time, L2 cold, medians, bfloat16. The floor in "
-        "elements a tensor of B·H·N·D: cosine 3, rotate 2, one more with the gradient of ω. Rotate takes q and k as "
-        "slices of a packed projection; what a peer has to copy, it is charged. Tables are made beforehand. Backward "
-        "is `torch.autograd.grad` on a graph that stays, for all. "
+        "Share of the copy's speed: medians in bfloat16 with a cold L2 cache. Per element of a tensor, cosine must "
+        "move 3 elements, rotate 2, and the gradient of ω adds one. Rotate takes q and k as slices of a packed "
+        "projection. If a library has to copy them, the copy counts. Tables are computed beforehand. The backward is "
+        "`torch.autograd.grad` on a retained graph. "
         f"{'✗: outside the error budget against float64. ' if wrong else ''}"
-        "The copy of as many bytes is what the size alone leaves of the large copy's speed.",
+        "The copy of as many bytes shows how much of the large copy's speed is possible at this size.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -289,7 +288,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         mine = part[part.op == op]
         names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
         lines += [
-            f"**{op}**, other arguments (an activation's backward reads x once more):",
+            f"**{op}** with other arguments (the backward of an activation reads x again):",
             "",
             *pass_table(mine, names),
         ]
@@ -308,9 +307,9 @@ def host(rows: pd.DataFrame) -> list[str]:
         return []
     some = part.iloc[0]
     lines = [
-        f"Host microseconds a call, median (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
+        f"Median CPU time per call in microseconds (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
         f"D {some.head_dim:.0f}, {some['dtype']}). The custom_op is the same launcher behind "
-        "`torch.library.custom_op`; a launch alone is Triton's own of our compiled kernel, all its arguments at hand.",
+        "`torch.library.custom_op`. A launch alone is Triton's launch of the compiled kernel with ready arguments.",
         "",
     ]
     places = [(op, way) for op in ordered(part.op) for way in WAYS]
@@ -323,7 +322,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
         texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"Kernels started by one forward call, by the profiler: {', '.join(texts)}.", ""]
+        lines += [f"Kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
     return lines
 
 
@@ -340,8 +339,8 @@ def memory(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     lines = [
-        "Memory of forward and backward beyond the inputs: the peak as a multiple of y and the gradients, and the MiB "
-        "kept between the passes beside y.",
+        "Memory of forward and backward, without the inputs: the peak as a multiple of y and the gradients, and the "
+        "MiB kept between the passes in addition to y.",
         "",
     ]
     places = [(op, work) for op in ordered(part.op) for work in ordered(part.workload)]
@@ -381,9 +380,9 @@ def counters(file: Path) -> str:
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
     lines = [
-        "The GPU's counters, each pass once with cold caches (`lrpe-md bench counters`): bytes read from "
-        "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
-        "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
+        "GPU counters of one run per pass with cold caches (`lrpe-md bench counters`): bytes of memory traffic as a "
+        "multiple of those that must move (about 25 MB stay in the L2 cache at the end); utilisation of memory, of the "
+        "busiest part of the L2 cache and of the schedulers; and the share of active warps. "
         f"{where(found)}.",
         "",
     ]
