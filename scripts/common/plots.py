@@ -13,6 +13,7 @@ from matplotlib import colors
 from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.spines import Spine
@@ -129,7 +130,7 @@ def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
 def darken(figure: Figure) -> None:
     """Draw black text and lines of a figure in a light colour, and white backgrounds in a dark one."""
     backgrounds = [figure.patch, *(axis.patch for axis in figure.axes)]
-    backgrounds += [each.get_frame() for each in figure.findobj() if hasattr(each, "get_frame")]
+    backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
     for patch in backgrounds:
         patch.set_facecolor(colors.to_rgba(DARK_PAGE, patch.get_alpha()))
     for each in figure.findobj():

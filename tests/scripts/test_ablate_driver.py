@@ -216,7 +216,7 @@ def test_numbers_of_the_table(task, tmp_path):
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds say little: the interval is 12.7 standard errors wide" in two
+    assert "Two seeds say little: the interval is ± 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single
@@ -310,7 +310,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
     assert "As many steps as fit into 0.2 s" in text
-    assert "| steps | s that count |" in text
+    assert "| steps | seconds counted |" in text
 
 
 def test_attention_of_single_encodings():
