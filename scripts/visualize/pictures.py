@@ -184,13 +184,18 @@ def main(
     ]
     out.mkdir(parents=True, exist_ok=True)
     for view in views:
-        figure, path = draw(view), out / f"{view.subject.preset.name}.{format}"
-        if dark:
-            save(figure, path, dpi=dpi)
-        else:
-            figure.savefig(path, dpi=dpi)
-            plt.close(figure)
-        print(path)
+        save_view(view, out / f"{view.subject.preset.name}.{format}", dpi, dark)
+
+
+def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
+    """Draw and save a figure, with a copy for dark pages if wanted, and print its path."""
+    figure = draw(view)
+    if dark:
+        save(figure, path, dpi=dpi)
+    else:
+        figure.savefig(path, dpi=dpi)
+        plt.close(figure)
+    print(path)
 
 
 def _preset(name: str, head_dim: int | None, heads: int | None, base: float | None, seed: int) -> Subject:
