@@ -182,7 +182,7 @@ def pivot(file: Path) -> str:
 
 HOST_TESTS = (
     "The libraries' own tests of these models, run with the original models and with models adapted on construction "
-    "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those {do} not pass with "
+    "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those fail with "
     "adapted models. {adapted} tests used an adapted model; the others build none."
 )
 
@@ -194,7 +194,7 @@ def host_tests(file: Path) -> str:
     rows: Any = pd.read_csv(file, keep_default_na=False)
     worse = sum(len(names.split()) for names in rows.worse)
     text = HOST_TESTS.format(
-        passed=rows.passed_stock.sum(), worse=worse or "none", do="do" if worse else "does",
+        passed=rows.passed_stock.sum(), worse=worse or "none",
         adapted=rows.of_adapted_models.sum(),
     )  # fmt: skip
     of = [

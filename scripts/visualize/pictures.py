@@ -169,19 +169,8 @@ def main(
         own = {key: value for key, value in own.items() if value is not None}
         with _name_option("--frequencies"):
             subjects = [data.custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
-    views = [
-        build_view(
-            subject,
-            shape=shape,
-            reference=reference,
-            text=text,
-            token=token,
-            head=head,
-            channels=channel or (),
-            maps=maps,
-        )
-        for subject in subjects
-    ]
+    grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
+    views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     out.mkdir(parents=True, exist_ok=True)
     for view in views:
         save_view(view, out / f"{view.subject.preset.name}.{format}", dpi, dark)
