@@ -145,7 +145,7 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_video": Scheme(
         """HunyuanVideo (arXiv 2412.03603; diffusers ``HunyuanVideoRotaryPosEmbed``).
 
-        Base 256. Text comes behind the video and is not rotated.
+        Base 256. Text comes after the video and is not rotated.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
@@ -219,7 +219,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        (t, h, w), a third of the pairs each; the channels behind 6⌊D/6⌋ are not rotated, and the pairs are half and
+        (t, h, w), a third of the pairs each; the channels after 6⌊D/6⌋ are not rotated, and the pairs are half and
         half of those before: 78 of 80. Tokens come in blocks of 2×2 as in Qwen2-VL, option ``merge``.
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
@@ -237,7 +237,7 @@ SCHEMES: dict[str, Scheme] = {
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
         The first quarter of a head: 11, 11 and 10 pairs of 32, dealt out t h w t h w .. Base 1e7. What follows an
-        image starts behind the larger of its height and width.
+        image starts after the larger of its height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
@@ -246,7 +246,7 @@ SCHEMES: dict[str, Scheme] = {
         """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
 
         One series: h and w alternate on the first 44 pairs, t has the last 20. What follows an image or video starts
-        behind the larger of its height and width.
+        after the larger of its height and width.
         """,
         128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
         advance=(1, 2),
@@ -271,7 +271,7 @@ SCHEMES: dict[str, Scheme] = {
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        (0, h, w), a half and two quarters of the pairs; text is at zero, behind the image.
+        (0, h, w), a half and two quarters of the pairs; text is at zero, after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),
@@ -292,14 +292,14 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_image": Scheme(
         """HunyuanImage 2.1 (diffusers ``HunyuanImageRotaryPosEmbed``).
 
-        (h, w). Base 256. Text comes behind the image and is not rotated.
+        (h, w). Base 256. Text comes after the image and is not rotated.
         """,
         128, Axial((1, 1), 256.0), tokens=SKIP,
     ),
     "hunyuan_video15": Scheme(
         """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
 
-        As HunyuanVideo: base 256, text behind the video and not rotated.
+        As HunyuanVideo: base 256, text after the video and not rotated.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
@@ -385,7 +385,7 @@ SCHEMES: dict[str, Scheme] = {
     "v2pe": Scheme(
         """V2PE (arXiv 2412.09616): one axis, on which an image takes no more room than ``stride`` tokens of text.
 
-        The tokens of an image are stride / n apart; what follows starts behind the next whole number.
+        The tokens of an image are stride / n apart; what follows starts after the next whole number.
         """,
         128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
     ),
@@ -408,7 +408,7 @@ SCHEMES: dict[str, Scheme] = {
     "videorope": Scheme(
         """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs, t has the slow ones.
 
-        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts behind the last t.
+        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts after the last t.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
         after=(0, 1, 2), advance=(0,),
@@ -441,7 +441,7 @@ SCHEMES: dict[str, Scheme] = {
     "omnirope": Scheme(
         """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
 
-        What follows an image starts behind the largest of its numbers.
+        What follows an image starts after the largest of its numbers.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
