@@ -1,7 +1,8 @@
-"""What the site needs of the repository outside docs/: pictures and files that pages link to, and the changelog."""
+"""Add what the site needs beyond docs/: pictures and files that pages link to, dark pictures, and the changelog."""
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(png|svg)\)")
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
+CODE = re.compile(r"^(?:```\w*\n(.*?)^```)", re.M | re.S)
+ROOM = 92  # columns of code beside the table of contents
 KEPT = "repository"  # where such files are on the site
 
 
@@ -21,7 +25,8 @@ def on_files(files: Any, config: Any) -> Any:
     for path in Path(config.docs_dir).rglob("*.md"):
         here = path.relative_to(config.docs_dir).parent.as_posix()
         for _, target, _ in LINK.findall(path.read_text(encoding="utf-8")):
-            wanted |= {outside(here, target)} - {None}  # pyright: ignore[reportOperatorIssue]
+            name = outside(here, target)
+            wanted |= {each for each in (name, name and dark_copy(name)) if each}
     for name in sorted(wanted):
         if (ROOT / name).is_file():
             files.append(File.generated(config, f"{KEPT}/{name}", abs_src_path=str(ROOT / name)))
@@ -29,6 +34,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if any(len(line) > ROOM for code in CODE.findall(markdown) for line in code.splitlines()):
+        page.meta["hide"] = ["toc"]  # wide code uses the room of the table of contents
     here = posixpath.dirname(page.file.src_uri)
 
     def move(link: re.Match[str]) -> str:
@@ -39,10 +46,27 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return link[0]  # which the strict build refuses
         return f"{link[1]}{posixpath.relpath(posixpath.join(KEPT, name), here or '.')}{link[3]}"
 
-    return LINK.sub(move, markdown)
+    return LINK.sub(move, PICTURE.sub(functools.partial(add_dark, page.file.src_uri), markdown))
+
+
+def add_dark(page: str, picture: re.Match[str]) -> str:
+    """Show the dark copy of a picture on dark pages, where there is one, and link each to its full size."""
+    alt, name, kind = picture.groups()
+    if not (ROOT / "docs" / page).parent.joinpath(f"{name}-dark.{kind}").is_file():
+        return f"[{picture[0]}]({name}.{kind})"
+    return "".join(
+        f"[![{alt}]({name}{copy}.{kind}#only-{scheme})]({name}{copy}.{kind})"
+        for copy, scheme in (("", "light"), ("-dark", "dark"))
+    )
+
+
+def dark_copy(name: str) -> str:
+    """Return the path of the copy of a picture for dark pages."""
+    stem, dot, kind = name.rpartition(".")
+    return f"{stem}-dark{dot}{kind}"
 
 
 def outside(here: str, target: str) -> str | None:
-    """The path from the root of a link that leaves docs/; None: it does not."""
+    """Return the path from the root of a link that leaves docs/, or None."""
     path = posixpath.normpath(posixpath.join("docs", here, target))
     return None if path.startswith(("docs/", "..")) else path

@@ -1,4 +1,4 @@
-"""Roles of docstrings, :func:`name`, as code: a griffe extension."""
+"""Render roles of docstrings, :func:`name`, as code: a griffe extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console command: ``lrpe-md train | ablate | bench | fuzz | visualize``, each with its own options, and ``info``.
+"""The console command: ``lrpe-md PROGRAM ..``. Each program has its own options.
 
 Only the requested program is imported. If one of its packages is missing, the error says what to install.
 """
@@ -8,20 +8,34 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
+
+from lrpe_md import __version__
 
 from .common.lazy import import_or_explain
 
 __all__ = ["main", "run_program"]
 
-PROGRAMS = {
-    "train": "train a model on digits, images, videos, captioned images or text",
-    "ablate": "train the same model with each encoding and compare the results",
-    "bench": "benchmark the operators and whole training steps",
-    "fuzz": "check random configurations against the formula",
-    "visualize": "plot angles, similarity and wavelengths of encodings",
+MODELS = {
+    "train": "Train a model on digits, images, videos, captioned images or text.",
+    "ablate": "Train the same model with each encoding and compare the results.",
+    "visualize": "Draw angles, similarity and wavelengths of encodings.",
 }
+MACHINE = {
+    "info": "Print versions, GPUs, and which implementation runs here.",
+    "bench": "Benchmark the operators and whole training steps.",
+}
+DEVELOPMENT = {
+    "adapters": "Test adapt_rotary on the models of installed libraries.",
+    "fuzz": "Check random configurations against the formula.",
+}
+GROUPS = {"Models and encodings": MODELS, "Your machine": MACHINE, "Development of lrpe-md": DEVELOPMENT}
+EVERYTHING = MODELS | MACHINE | DEVELOPMENT
+PROGRAMS = {name: text for name, text in EVERYTHING.items() if name != "info"}
+EXAMPLES = (
+    "lrpe-md ablate run digits -e rotate -e sincos -e none --attention softmax --seeds 1", "lrpe-md visualize -p wan",
+    "lrpe-md train image --help",
+)  # fmt: skip
 
 
 def load_program(name: str) -> Any:
@@ -36,31 +50,46 @@ def load_program(name: str) -> Any:
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program with these arguments. The default is the command line's."""
     app = load_program(name)
-    program = f"lrpe-md {name}" if arguments is not None else f"python -m scripts.{name}"
-    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=program)
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=f"lrpe-md {name}")
+
+
+def describe_usage() -> str:
+    """Return the help of ``lrpe-md``."""
+    lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train, compare, draw and benchmark position encodings."]
+    for title, programs in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<11}{text}" for name, text in programs.items())]
+    lines += ["", "Options:", "  --version  Print the version.", "  --help     Print this message."]
+    lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES)]
+    return "\n".join([*lines, "", "Run `lrpe-md PROGRAM --help` for the options of a program."])
+
+
+def run_info(arguments: Sequence[str]) -> None:
+    """Run ``lrpe-md info``."""
+    if arguments and arguments[0] not in ("-h", "--help"):
+        raise SystemExit(f"lrpe-md info: expected no arguments, got {' '.join(arguments)}")
+    if arguments:
+        print(f"Usage: lrpe-md info\n\n{MACHINE['info']} Paste the output into a bug report.\n\nExample: lrpe-md info")
+        return
+    from .info import describe
+
+    print(describe())
 
 
 def main() -> None:
-    """Run ``lrpe-md NAME ..``."""
+    """Run ``lrpe-md PROGRAM ..``."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in PROGRAMS:
         run_program(name, arguments)
-        return
-    if name == "--version":
-        from lrpe_md import __version__
-
+    elif name == "info":
+        run_info(arguments)
+    elif name == "--version":
         print(f"lrpe-md {__version__}")
-        return
-    if name == "info":
-        from .info import describe
+    elif name in ("-h", "--help"):
+        print(describe_usage())
+    else:
+        from lrpe_md.checks import suggest
 
-        print(describe())
-        return
-    programs = PROGRAMS | {"info": "print versions, GPUs, and which implementation runs here"}
-    usage = "\n".join(["usage: lrpe-md PROGRAM ..", *(f"  {each:<10} {what}" for each, what in programs.items())])
-    if name in ("-h", "--help"):
-        print(usage)
-        return
-    close = get_close_matches(name, programs, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise SystemExit(f"lrpe-md: expected one of {', '.join(programs)}, got {name!r}{hint}\n{usage}")
+        known = ", ".join(EVERYTHING)
+        raise SystemExit(
+            f"lrpe-md: expected one of {known}, got {name!r}{suggest(name, list(EVERYTHING))}. Run `lrpe-md --help`."
+        )

@@ -3,7 +3,7 @@
     python docs/examples/ablate_own_model.py --encoding rotate --encoding cosine --encoding dinov3 --seeds 3
 
 Choose from none, rotate, cosine, mixed and the presets with two axes. Replace Net and the digits with your own model
-and data. `python -m scripts.ablate` also runs trainings in parallel, resumes when interrupted, and pairs the seeds.
+and data. `lrpe-md ablate` also runs trainings in parallel, resumes when interrupted, and pairs the seeds.
 """
 
 import argparse

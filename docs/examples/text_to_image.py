@@ -2,8 +2,8 @@
 
     python docs/examples/text_to_image.py --data FOLDER --prompt "a red circle" --prompt "a blue square" --out sheet.png
 
-FOLDER contains NAME.txt beside each NAME.png. `python -m scripts.train diffusion` adds checkpoints, EMA, several GPUs
-and an evaluation; `python -m scripts.train sample` samples prompts from its checkpoint.
+FOLDER contains NAME.txt beside each NAME.png. `lrpe-md train diffusion` adds checkpoints, EMA, several GPUs
+and an evaluation; `lrpe-md train sample` samples prompts from its checkpoint.
 """
 
 import argparse

@@ -53,7 +53,9 @@ def show(
     if not isinstance(scheme, Preset):
         made = preset(scheme, head_dim, num_heads or find_scheme(scheme)[1].num_heads)
     elif head_dim is not None or num_heads is not None:
-        raise ValueError(f"head_dim, num_heads: expected None with a preset that is made, got {head_dim}, {num_heads}")
+        raise ValueError(
+            f"head_dim, num_heads: expected None with a Preset, which already has them, got {head_dim}, {num_heads}"
+        )
     else:
         made = scheme
     heads = made.omega.shape[0]

@@ -43,7 +43,7 @@ SCHEMES: dict[str, Scheme] = {
     "rope_vit_mixed": Scheme(
         """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned by layer and head.
 
-        Initially one random angle a head, half of its pairs along it and half across. No weight decay. timm's
+        Each head starts with one random angle: half of its pairs lie along it, half across. No weight decay. timm's
         parameter (2, depth, H, C) is (x, y): "omega" in the state_dict of layer i is
         ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
@@ -89,7 +89,7 @@ SCHEMES: dict[str, Scheme] = {
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
 
         Sections of one series: t the first quarter, h and w three eighths each. Text has the same number on all
-        axes; an image or video starts behind what precedes it, and what follows starts behind its largest number (as
+        axes; an image or video starts after what precedes it, and what follows starts after its largest number (as
         in the paper; transformers 5 advances by its height or width, so that long videos differ). Shapes (T, H, W)
         in merged tokens. Base 1e6, head_dim 128: 16, 24 and 24 pairs.
         """,
@@ -121,7 +121,7 @@ SCHEMES: dict[str, Scheme] = {
     "lumina2": Scheme(
         """Lumina-Image 2.0 (arXiv 2503.21758; diffusers ``Lumina2RotaryPosEmbed``), float64.
 
-        Text is (i, 0, 0), the image behind it (L, h, w).
+        Text is at (i, 0, 0), and the image after it at (L, h, w).
         """,
         96, Axial((1, 1, 1)), grid=f.video, tokens=Tokens(0, "axis", 0), after=(0,),
     ),
@@ -145,14 +145,15 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_video": Scheme(
         """HunyuanVideo (arXiv 2412.03603; diffusers ``HunyuanVideoRotaryPosEmbed``).
 
-        Base 256. Text comes behind the video and is not rotated.
+        Base 256. Text comes after the video and is not rotated.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
     "wan": Scheme(
         """Wan 2.1 and 2.2 (arXiv 2503.20314; diffusers ``WanRotaryPosEmbed``), float64.
 
-        A third of the pairs an axis, t takes the remainder: 22, 21, 21. Text by cross-attention, not rotated.
+        Each axis has a third of the pairs, and t the remainder: 22, 21, 21. Text enters by cross-attention,
+        not rotated.
         """,
         128, Axial((1, 1, 1), remainder=0), grid=f.video,
     ),
@@ -196,7 +197,7 @@ SCHEMES: dict[str, Scheme] = {
     "pope": Scheme(
         """PoPE (arXiv 2509.10534): the cosine map with softplus, and a phase on the keys.
 
-        One frequency a channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
+        One frequency per channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
         """,
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
@@ -218,7 +219,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        (t, h, w), a third of the pairs each; the channels behind 6⌊D/6⌋ are not rotated, and the pairs are half and
+        (t, h, w), a third of the pairs each; the channels after 6⌊D/6⌋ are not rotated, and the pairs are half and
         half of those before: 78 of 80. Tokens come in blocks of 2×2 as in Qwen2-VL, option ``merge``.
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
@@ -236,7 +237,7 @@ SCHEMES: dict[str, Scheme] = {
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
         The first quarter of a head: 11, 11 and 10 pairs of 32, dealt out t h w t h w .. Base 1e7. What follows an
-        image starts behind the larger of its height and width.
+        image starts after the larger of its height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
@@ -245,7 +246,7 @@ SCHEMES: dict[str, Scheme] = {
         """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
 
         One series: h and w alternate on the first 44 pairs, t has the last 20. What follows an image or video starts
-        behind the larger of its height and width.
+        after the larger of its height and width.
         """,
         128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
         advance=(1, 2),
@@ -261,15 +262,16 @@ SCHEMES: dict[str, Scheme] = {
     "z_image": Scheme(
         """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
 
-        The image comes first, its text behind it: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
-        text. Base 256. Both are padded to multiples of 32: the text's padding counts on, the image's is at zero.
+        The image comes first, then its text: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
+        text. Base 256. Both are padded to multiples of 32. The text's padding continues the count, the image's is
+        at zero.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
     ),
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        (0, h, w), a half and two quarters of the pairs; text is at zero, behind the image.
+        (0, h, w), a half and two quarters of the pairs; text is at zero, after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),
@@ -290,14 +292,14 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_image": Scheme(
         """HunyuanImage 2.1 (diffusers ``HunyuanImageRotaryPosEmbed``).
 
-        (h, w). Base 256. Text comes behind the image and is not rotated.
+        (h, w). Base 256. Text comes after the image and is not rotated.
         """,
         128, Axial((1, 1), 256.0), tokens=SKIP,
     ),
     "hunyuan_video15": Scheme(
         """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
 
-        As HunyuanVideo: base 256, text behind the video and not rotated.
+        As HunyuanVideo: base 256, text after the video and not rotated.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
@@ -369,7 +371,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_h3": Scheme(
         """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
 
-        The first three quarters of a head, a third of it each axis, half and half of all three.
+        The first three quarters of a head, a third of it for each axis, in halves over all three.
         """,
         128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
     ),
@@ -383,14 +385,14 @@ SCHEMES: dict[str, Scheme] = {
     "v2pe": Scheme(
         """V2PE (arXiv 2412.09616): one axis, on which an image takes no more room than ``stride`` tokens of text.
 
-        The tokens of an image are stride / n apart; what follows starts behind the next whole number.
+        The tokens of an image are stride / n apart; what follows starts after the next whole number.
         """,
         128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
     ),
     "mrope_interleave": Scheme(
         """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, and h and w of an image begin at zero.
 
-        t is behind what precedes the image; what follows starts behind its largest number. Option ``stride`` of t.
+        t comes after what precedes the image; what follows starts after its largest number. Option ``stride`` of t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
@@ -406,7 +408,7 @@ SCHEMES: dict[str, Scheme] = {
     "videorope": Scheme(
         """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs, t has the slow ones.
 
-        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts behind the last t.
+        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts after the last t.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
         after=(0, 1, 2), advance=(0,),
@@ -439,7 +441,7 @@ SCHEMES: dict[str, Scheme] = {
     "omnirope": Scheme(
         """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
 
-        What follows an image starts behind the largest of its numbers.
+        What follows an image starts after the largest of its numbers.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),

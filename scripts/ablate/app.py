@@ -1,17 +1,17 @@
 """Compare positional encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
 
-    make ablate                                                            digits, from a fresh checkout
-    python -m scripts.ablate run digits                                    8 encodings × softmax and linear attention ×
-                                                                           3 seeds, 5 minutes on two CPU cores
-    python -m scripts.ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
-    python -m scripts.ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
-    python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
-    CUDA_VISIBLE_DEVICES=1 python -m scripts.ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
-    python -m scripts.ablate run video bbb.mp4 vtest.avi --out runs/ablate-video
-    python -m scripts.ablate run diffusion emoji64.zip --set without=variation -e rotate -e cosine --attention linear
-    python -m scripts.ablate run diffusion emoji64.zip --set seconds=10 --set size=64 -e softmax/rotate -e linear/rotate
-    python -m scripts.ablate run lm TEXT                                   text, evaluated far beyond the trained length
-    python -m scripts.ablate report image --folder runs/ablate-image --baseline rotate
+    make ablate                                                  digits, from a fresh checkout
+    lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
+                                                                 3 seeds, 5 minutes on two CPU cores
+    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
+    lrpe-md ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
+    lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
+    CUDA_VISIBLE_DEVICES=1 lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
+    lrpe-md ablate run video bbb.mp4 vtest.avi --out runs/ablate-video
+    lrpe-md ablate run diffusion emoji64.zip --set without=variation -e rotate -e cosine --attention linear
+    lrpe-md ablate run diffusion emoji64.zip --set seconds=10 --set size=64 -e softmax/rotate -e linear/rotate
+    lrpe-md ablate run lm TEXT                                   text, evaluated far beyond the trained length
+    lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
 Data is passed as to the training commands, and --set changes any of their options. Each result is saved as soon as its
 training ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
@@ -32,24 +32,29 @@ from rich.console import Console
 from lrpe_md.presets.registry import REGISTERED
 
 from ..common.devices import choose_device, turn_of
-from ..common.folder import missing, open_folder, parse_shard, require_checkout
+from ..common.folder import missing, open_folder, parse_shard, require_checkout, shown
 from ..common.markdown import PAGES
-from ..common.options import choose
+from ..common.options import choose, group_options
 from ..common.provenance import environment
 from .report import folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, overrides, train
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
+    epilog="Example: lrpe-md ablate run digits -e rotate -e sincos --seeds 1",
+)  # fmt: skip
+PANELS = {
+    "What is compared": "encoding attention seeds full baseline", "Training": "assignments smoke device",
+    "Process and output": "out shard workers",
+}  # fmt: skip
 
 
-@app.command()
+@app.command(epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
+@group_options(PANELS)
 def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[
         list[str] | None, typer.Argument(help="Data of the training; for video, one or more files.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
     ] = None,
     encoding: Annotated[
         list[str] | None,
@@ -64,19 +69,22 @@ def run(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")
-    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
     ] = False,
+    baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
+    ] = None,
     shard: Annotated[str, typer.Option(help="Run every n-th training, starting with the i-th: i/n.")] = "0/1",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of trainings to run in parallel. (default: 1; CPU: one per core)")
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
-    baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:  # fmt: skip
     """Train every encoding and seed that has no result yet; the last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
@@ -152,7 +160,7 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
     """Validate the DATA arguments and return them."""
     found = data or list(task.data)
     if not found:
-        raise typer.BadParameter(f"DATA: expected the data for {name}, got none; see `train {name} --help`")
+        raise typer.BadParameter(f"DATA: expected the data for {name}, got none; see `lrpe-md train {name} --help`")
     for path in found if task.data_is_path else ():
         if not Path(path).exists():
             raise typer.BadParameter(f"DATA: expected an existing file or folder, got {path}")
@@ -170,7 +178,7 @@ def train_all(
     )
 
 
-@app.command()
+@app.command(epilog="Example: lrpe-md ablate report image --folder runs/image")
 def report(
     task: Annotated[
         list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")
@@ -179,7 +187,9 @@ def report(
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
     baseline: Annotated[str, typer.Option(help="Encoding to compare the others with.")] = "rotate",
-    pages: Annotated[Path, typer.Option(help="Output folder for the pages (without --folder).")] = PAGES,
+    pages: Annotated[
+        Path, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
+    ] = PAGES,
 ) -> None:
     """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)

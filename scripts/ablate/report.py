@@ -13,7 +13,7 @@ from ..train.samples import write_comparison
 from . import report_lengths, report_sizes
 from .tasks import TASKS, collect
 
-COMMAND = "python -m scripts.ablate report"
+COMMAND = "lrpe-md ablate report"
 LAYOUTS = {"sizes": report_sizes.markdown, "lengths": report_lengths.markdown}
 PLOTS = {
     "sizes": report_sizes.plot_sizes, "trained": report_sizes.plot_trained, "lengths": report_lengths.plot_lengths,

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..common.markdown import table
-from ..common.plots import STYLE, choose_looks, plt, split_series
+from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, split_series
 from ..common.provenance import describe_environments
 
 
@@ -49,9 +49,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"Bits per byte of held-out text, {scheme}, best at the longest length first. Trained at length {trained} for "
-        f"{training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the same "
-        f"{training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
+        f"Bits per byte of held-out text, {scheme}. The best at the longest length comes first. Trained at length "
+        f"{trained} for {training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the "
+        f"same {training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
         "without training.",
         "",
     ]
@@ -61,7 +61,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s a training."
+        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s per training."
     ]
     return "\n".join(lines) + "\n"
 
@@ -75,13 +75,13 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     groups = split_series(ranking(results))
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(groups), 2, figsize=(10.5, 0.6 + 3.6 * len(groups)), sharex="col", sharey=True, squeeze=False,
+            len(groups), 2, figsize=(WIDTH, 1.4 + 2.8 * len(groups)), sharex="col", sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        position = f"up to this position, from the one before; length {longest:,}"
+        position = f"up to this position\n(length {longest:,})"
         panels = (("length", results[whole], "length"), ("last", parts, position))
+        looks = choose_looks(ranking(results))
         for row, names in zip(axes, groups, strict=True):
-            looks = choose_looks(names)
             for axis, (key, rows, label) in zip(row, panels, strict=True):
                 stats = mean_and_std(rows, key)
                 for name in names:
@@ -93,16 +93,15 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
                 axis.axvline(trained, color="black", linestyle=":", linewidth=1)
                 ticks = sorted(set(rows[key]))
                 axis.set_xscale("log", base=2)
-                axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+                axis.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8, rotation=30)
                 axes[-1, list(row).index(axis)].set_xlabel(label)
             row[0].set_yscale("log")  # keeps close curves apart even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
-            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
         low, high = axes[0, 0].get_ylim()
         shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
         figure.suptitle(f"dotted: the trained length, {trained}", fontsize=10)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)
+        add_legend(figure)
+        save(figure, path)

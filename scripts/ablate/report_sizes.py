@@ -10,12 +10,12 @@ import pandas as pd
 from scipy.stats import t as student
 
 from ..common.markdown import table
-from ..common.plots import OKABE_ITO, STYLE, choose_looks, plt, split_series
+from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, split_series
 from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit a token, as in training", "rescaled": "laid over the trained grid"}
+POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the trained grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -98,16 +98,16 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
     head = [
-        *KEYS, "parameters", "last loss", "largest rise", "ms a step", "million tokens a second", "peak memory, GiB",
-        "s a training",
+        *KEYS, "parameters", "last loss", "largest rise", "ms per step", "million tokens per second", "peak memory,"
+        " GiB", "s per training",
     ]  # fmt: skip
-    head += ["steps", "s that count"] if rows and len(rows[0]) > len(head) else []
+    head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
     return table(head, rows, len(KEYS))
 
 
 def how_long(training: dict[str, Any]) -> str:
     seconds = training.get("seconds")
-    return f"As many steps as {seconds:g} s take, the first ones not counted," if seconds else (
+    return f"As many steps as fit into {seconds:g} s after the first ones," if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
 
@@ -132,8 +132,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure[0].upper() + task.measure[1:]
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"{measure} ({', '.join(settings['data'])}), {scheme}, best at the trained size, the first column, first. "
-        f"{how_long(training)} of {training['batch']}, {precision}{how_run(training)}. "
+        f"{measure} ({', '.join(settings['data'])}), {scheme}. The first column is the trained size, and its best row "
+        f"comes first. {how_long(training)} with batches of {training['batch']}, {precision}{how_run(training)}. "
         "Other sizes were never seen in training.",
         "",
     ]
@@ -146,15 +146,15 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired over the seeds"
         if seeds > 1:
             what += (
-                ": mean ± half of Student's 95% interval; bold where it excludes zero. Not corrected for the number of "
-                "comparisons, of which one in twenty excludes it by chance"
+                ": mean ± half of Student's 95% interval; bold if it excludes zero. This is not corrected for the "
+                "number of comparisons: by chance, one interval in twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds say little: the interval is 12.7 standard errors wide either way, three's 4.3"
+            what += ". Two seeds say little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
         lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        "The trainings: medians, and the largest rise of the training loss over an earlier one, in any of them. Far "
-        "above the others' it says that the learning rate was too high for that encoding.",
+        "Medians over the trainings, and the largest rise of the training loss in any of them. A rise far above the "
+        "others means that the learning rate was too high for that encoding.",
         "",
         *_trainings(results, ranking),
     ]
@@ -174,32 +174,28 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
         rows += [(attention, group) for group in (split_series(shown) if shown else [])]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(rows), len(POSITIONS), figsize=(10.5, 0.9 + 3.2 * len(rows)), sharex=True, sharey=True, squeeze=False,
+            len(rows), len(POSITIONS), figsize=(WIDTH, 1.6 + 2.3 * len(rows)), sharex=True, sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
+        looks = choose_looks(list(dict.fromkeys(name for _, names in rows for name in names)))
         for row, (attention, names) in zip(axes, rows, strict=True):
-            handles: dict[str, Any] = {}
-            looks = choose_looks(names)
             for axis, positions in zip(row, POSITIONS, strict=True):
                 axis.axvline(order.index(ticks[0]), color="black", linestyle=":", linewidth=1)
                 for name in names:
                     if (attention, positions, name) not in stats.index.droplevel("size"):
                         continue
                     line = stats.loc[(attention, positions, name)].reindex(order)
-                    handles[name] = axis.errorbar(
+                    axis.errorbar(
                         range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
                         markersize=5, **looks[name],
                     )  # fmt: skip
-                axis.set_title(f"{attention} attention, positions {positions}", fontsize=10)
-                axis.set_xticks(range(len(order)), order, fontsize=8)
-            drawn = [name for name in names if name in handles]
-            row[-1].legend(
-                [handles[name] for name in drawn], drawn, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False
-            )  # fmt: skip
-        figure.supxlabel("size (dotted: the trained one)", fontsize=10)
+                axis.set_title(f"{attention}, {positions}")
+                axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
+        add_legend(figure)
+        for axis in axes[-1]:
+            axis.set_xlabel("size (dotted: the trained one)")
         figure.supylabel(task.measure, fontsize=10)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)
+        save(figure, path)
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
@@ -210,9 +206,9 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     means: Any = shown.groupby("encoding")["value"].mean()
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = OKABE_ITO["blue"], OKABE_ITO["vermilion"]
+    two = "black", OKABE_ITO["grey"]  # colours of encodings mean encodings
     with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(7, 1.6 + 0.42 * len(ranking)), layout="constrained")
+        figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):
             part = shown[shown.attention == attention]
             stats = part.groupby("encoding")["value"].agg(["mean", "std"]).fillna(0).reindex(ranking)
@@ -222,8 +218,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
                 stats["mean"], rows, xerr=stats["std"], fmt="o", color=colour, capsize=3, label=f"{attention} attention"
             )
         axis.set_yticks(range(len(ranking)), ranking)
-        axis.set_xlabel(f"{TASKS[settings['task']].measure} (dot and bar: mean ± standard deviation; ticks: seeds)")
+        axis.set_xlabel(f"{TASKS[settings['task']].measure}\n(dot and bar: mean ± standard deviation; ticks: seeds)")
         axis.set_title(f"{', '.join(settings['data'])}, trained and tested at {trained}")
         axis.legend(loc="lower right")
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        save(figure, path)

@@ -1,1 +1,1 @@
-"""Test ``adapt_rotary`` on the models of installed libraries: ``python -m scripts.adapters``."""
+"""Test ``adapt_rotary`` on the models of installed libraries: ``lrpe-md adapters``."""

@@ -1,43 +1,9 @@
-"""Test ``adapt_rotary`` on the models of the installed timm, diffusers and transformers.
+"""Entry point of ``python -m scripts.adapters``.
 
-python -m scripts.adapters table --library timm > scripts/results/adapters/timm.csv
-python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+The import is absolute because a relative import from the top-level package ``scripts`` can't reach the backbones.
 """
 
-from __future__ import annotations
-
-from typing import Annotated
-
-import typer
-
-from .sweep import Outcome, sweep_library
-from .trial import LIBRARIES, try_library, write
-
-app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
-Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
-Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
-
-
-@app.command()
-def table(library: Library = None) -> None:
-    """Test every rotary model and write one CSV row each to stdout."""
-    rows = write(row for name in _check(library) for row in try_library(name))
-    raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
-
-
-@app.command()
-def sweep(library: Library = None, model: Models = None) -> None:
-    """Modify every model before or after adaptation and write one CSV row per modification to stdout."""
-    rows = write((row for name in _check(library) for row in sweep_library(name, model)), kind=Outcome)
-    raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))
-
-
-def _check(library: list[str] | None) -> list[str]:
-    for name in library or ():
-        if name not in LIBRARIES:
-            raise typer.BadParameter(f"expected one of {', '.join(LIBRARIES)}, got {name!r}", param_hint="--library")
-    return library or list(LIBRARIES)
-
+from lrpe_md.scripts.cli import run_program  # pyright: ignore[reportMissingImports]
 
 if __name__ == "__main__":
-    app()
+    run_program("adapters")

@@ -1,6 +1,6 @@
 """Modify models before or after adaptation, and compare them with originals that have the same modification.
 
-    python -m scripts.adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+    lrpe-md adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
 
 Each row has the outcome for a model, a modification and an order: "same" (equal outputs, and equal gradients if the
 modification preserves gradients), "refused" (adapting raises), "different", "error" (only the adapted model raises),

@@ -1,4 +1,4 @@
-"""Build and call a tiny random model of each type of transformers, for ``python -m scripts.adapters``."""
+"""Build and call a tiny random model of each type of transformers, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

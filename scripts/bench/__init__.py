@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m scripts.bench NAME``."""
+"""Benchmarks: ``lrpe-md bench NAME``."""

@@ -1,6 +1,9 @@
-"""Run a benchmark or write its report: ``python -m scripts.bench COMMAND``."""
+"""Run a benchmark or write its report: ``lrpe-md bench COMMAND``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch._functorch.config as functorch
 import typer
@@ -22,17 +25,36 @@ from . import (
 )
 
 functorch.donated_buffer = False  # a compiled backward is timed many times
-app = typer.Typer(add_completion=False, no_args_is_help=True)
-app.command("my-shapes")(my_shapes.main)
-app.command("compare")(compare.main)
-app.command("operators")(operators.main)
-app.command("linear")(linear.main)
-app.command("linear-scaling")(linear_scaling.main)
-app.command("compiled")(compiled.main)
-app.command("norm")(norm.main)
-app.command("tables")(tables.main)
-app.command("decode")(decode.main)
-app.command("training")(training.main)
-app.command("counters")(counters.main)
-app.command("tune")(tune.main)
-app.command("report")(report.main)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Benchmark the operators and whole training steps.",
+    epilog="Example: lrpe-md bench my-shapes --heads 24 --grid 21x45x80 --head-dim 128",
+)  # fmt: skip
+
+
+class Command(NamedTuple):
+    """A benchmark, the panel of the help that lists it, and the arguments of its example."""
+
+    run: Callable[..., Any]
+    panel: str
+    example: str
+
+
+YOURS, OPERATORS, STEPS, MAINTENANCE = "Your GPU and sizes", "Operators", "Training steps", "Kernels and results"
+COMMANDS = {
+    "my-shapes": Command(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
+    "operators": Command(operators.main, OPERATORS, "--workload video --peers lrpe-md"),
+    "linear": Command(linear.main, OPERATORS, "--workload vit224 --map cosine"),
+    "norm": Command(norm.main, OPERATORS, "--workload wan --over heads"),
+    "tables": Command(tables.main, OPERATORS, "--workload wan"),
+    "decode": Command(decode.main, OPERATORS, "--workload decode-1"),
+    "compiled": Command(compiled.main, OPERATORS, "--map rotate"),
+    "training": Command(training.main, STEPS, "--models vit_b --modes compiled"),
+    "linear-scaling": Command(linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536"),
+    "tune": Command(tune.main, MAINTENANCE, '--only "rotate forward"'),
+    "counters": Command(counters.main, MAINTENANCE, "--out counters.csv"),
+    "compare": Command(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
+    "report": Command(report.main, MAINTENANCE, ""),
+}
+for name, command in COMMANDS.items():
+    example = f"Example: lrpe-md bench {name} {command.example}".rstrip()
+    app.command(name, rich_help_panel=command.panel, epilog=example)(command.run)

@@ -1,6 +1,6 @@
 """Measure the host time of lrpe-md calls in programs compiled by torch.compile. Writes a CSV.
 
-    python -m scripts.bench compiled
+    lrpe-md bench compiled
 
 q and k are so small that the GPU waits for the host. Three variants are timed: kernels that Inductor launches itself,
 the registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. They take turns in one

@@ -1,6 +1,6 @@
 """Find out what limits the kernels, from GPU counters read by Nsight Compute. Writes a CSV.
 
-    python -m scripts.bench counters        needs ncu, and permission to read GPU counters
+    lrpe-md bench counters        needs ncu, and permission to read GPU counters
 
 Each pass of ``bench operators`` runs once with cold caches. The CSV has its duration, the bytes of memory traffic, and
 the utilisation of memory, L2 cache and schedulers. On vit224, a compiled kernel with precomputed tables and an

@@ -1,7 +1,7 @@
 """Measure one decoding step of a layer: rotate q and k and store k in a static cache. Writes a CSV.
 
-    python -m scripts.bench decode                                  one token at B 1 to 64, and prompts of 2,048
-    python -m scripts.bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
+    lrpe-md bench decode                                  one token at B 1 to 64, and prompts of 2,048
+    lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
 Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in the memory layout of a projection (B, N, H, D). The
 cache holds 4,096 tokens, and its next free row is read on the device. "half" rotates half of the channels. Values are

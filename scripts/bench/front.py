@@ -1,4 +1,4 @@
-"""Plots of the README: speed compared with peers, and encodings at sizes unseen in training."""
+"""Plots of the README: speed compared with other libraries, and encodings at sizes unseen in training."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.plots import STYLE, add_legend, choose_colors, choose_looks, plt, save
 from .peers import OURS
 
 SPEED, ENCODINGS = "front-speed.png", "front-encodings.png"
-COLOURS = [OKABE_ITO[n] for n in ("blue", "orange", "green", "vermilion", "purple", "sky", "grey", "black")]
-BESIDE = {  # names in the benchmark: names in the plot
-    OURS: "lrpe-md", "flash-attn": "flash-attn", "liger, in place": "Liger", "timm, compiled": "timm, torch.compile",
-    "torch.compile, tables": "PyTorch with tables, torch.compile", "torch.compile, angles": "PyTorch, torch.compile",
-    "copy of as many bytes": "a copy of as many bytes",
+LARGE: Any = {**STYLE, "axes.titlesize": 11, "axes.labelsize": 11, "xtick.labelsize": 10, "ytick.labelsize": 10}
+PEERS = {  # names in the benchmark: names in the plot
+    OURS: "lrpe-md", "flash-attn": "flash-attn", "liger, in place": "Liger", "timm, compiled": "timm, compiled",
+    "torch.compile, tables": "PyTorch, compiled",
 }  # fmt: skip
-WORKLOADS = {
-    "vit224": "ViT, 224 pixels\n197 tokens", "img64": "64 × 64 patches\n4,096 tokens",
-    "video": "video and text\n33,272 tokens", "text": "text\n8,192 tokens",
-}  # fmt: skip
-SHOWN = {
-    "rotate": "rotation", "rotate-mixed": "rotation, mixed axes", "cosine-silu": "cosine, silu",
-    "cosine-softplus": "cosine, softplus", "sincos": "sine-cosine table", "learned": "learned table", "none": "none",
+WORKLOADS = {"vit224": "ViT at 224 pixels", "video": "video and text", "text": "text"}
+SHOWN = {  # names in the comparison: names in the plot
+    "rotate": "rotate", "cosine-softplus": "cosine, softplus", "sincos": "sine-cosine table",
+    "learned": "learned table", "none": "none",
 }  # fmt: skip
 
 
@@ -35,20 +31,22 @@ def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
     plain: Any = rows[(rows.op == "rotate") & (rows.variant == "") & (rows.omega == "shared") & rows.share.notna()]
     passes = {"fwd": "forward", "bwd": "backward"}
     works = [name for name in WORKLOADS if name in set(plain.workload)]
-    with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
-        figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), sharey=True, layout="constrained")
+    colors = choose_colors(list(PEERS))
+    with plt.rc_context({**LARGE, "axes.grid.axis": "x", "axes.axisbelow": True}):
+        figure, axes = plt.subplots(2, 1, figsize=(5.2, 6.4), sharex=True, layout="constrained")
         for axis, (name, title) in zip(axes, passes.items(), strict=True):
             of = plain[plain["mode"] == name].set_index(["peer", "workload"]).share
-            for i, (peer, label) in enumerate(BESIDE.items()):
-                heights = [of.get((peer, work), np.nan) for work in works]
-                places = np.arange(len(works)) + 0.84 * ((i + 0.5) / len(BESIDE) - 0.5)
-                axis.bar(places, heights, 0.84 / len(BESIDE), label=label, color=COLOURS[i])
-            axis.set_xticks(range(len(works)), [WORKLOADS[work] for work in works], fontsize=8)
-            axis.set_title(f"rotation of q and k, {title}", fontsize=10)
-        axes[0].set_ylabel("share of memory bandwidth")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+            for i, (peer, label) in enumerate(PEERS.items()):
+                widths = [100 * of.get((peer, work), np.nan) for work in works]
+                places = np.arange(len(works)) + 0.84 * ((i + 0.5) / len(PEERS) - 0.5)
+                bars = axis.barh(places, widths, 0.84 / len(PEERS), label=label, color=colors[peer])
+                axis.bar_label(bars, fmt="%.0f", fontsize=9, padding=2)
+            axis.set_yticks(range(len(works)), [WORKLOADS[work] for work in works])
+            axis.invert_yaxis()
+            axis.set_title(f"rotate q and k, {title}")
+        axes[1].set_xlabel("% of the speed of a memory copy")
+        add_legend(figure)
+        save(figure, path, dpi=150)
     return True
 
 
@@ -61,22 +59,22 @@ def plot_encodings(results: Path, path: Path) -> bool:
     rows["side"] = rows["size"].str.split("x").str[0].astype(int)
     rows = rows[rows["size"] == rows.side.astype(str) + "x" + rows.side.astype(str)]
     trained = int(str(rows["size"].iloc[0]).split("x")[0])
-    titles = {"extrapolated": "positions go on as in training", "rescaled": "positions laid over the trained grid"}
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.8), sharey=True, layout="constrained")
+    titles = {"extrapolated": "positions continue beyond the trained grid", "rescaled": "positions mapped onto it"}
+    looks = choose_looks(list(SHOWN))
+    with plt.rc_context(LARGE):
+        figure, axes = plt.subplots(2, 1, figsize=(5.2, 6.2), sharex=True, sharey=True, layout="constrained")
         for axis, (name, title) in zip(axes, titles.items(), strict=True):
-            for i, (encoding, label) in enumerate(SHOWN.items()):
+            for encoding, label in SHOWN.items():
                 of = rows[(rows.encoding == encoding) & rows.positions.isin([name, ""])]
                 values = of.groupby("side").value.agg(["mean", "std"])
                 axis.errorbar(
-                    values.index, values["mean"], yerr=values["std"], label=label, marker="osD^vPX"[i], ms=4,
-                    capsize=2, color=COLOURS[i],
+                    values.index, values["mean"], yerr=values["std"], label=label, markersize=5, capsize=2,
+                    **looks[encoding],
                 )  # fmt: skip
             axis.axvline(trained, color="black", linestyle=":", linewidth=1)
-            axis.set_xlabel("height and width of the images, pixels (dotted: in training)")
-            axis.set_title(title, fontsize=10)
-        axes[0].set_ylabel("accuracy, %")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+            axis.set_title(title)
+            axis.set_ylabel("accuracy, %")
+        axes[1].set_xlabel("image side, pixels (dotted: in training)")
+        add_legend(figure)
+        save(figure, path, dpi=150)
     return True

@@ -1,8 +1,8 @@
 """Benchmark linear attention against a copy, softmax attention and PyTorch implementations. Writes a CSV.
 
-    python -m scripts.bench linear                                the workloads, both maps and none, three passes
-    python -m scripts.bench linear --workload vit224 --map cosine
-    python -m scripts.bench linear --impl lrpe-md,SDPA --limit 300 --append
+    lrpe-md bench linear                                the workloads, both maps and none, three passes
+    lrpe-md bench linear --workload vit224 --map cosine
+    lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move: 4·BHND elements
@@ -11,7 +11,7 @@ values and gradients of one sample are checked against float64; wrong results ar
 
 Other libraries are timed if they can be imported; see :mod:`.linear_peers`:
 
-    PYTHONPATH=.:FOLDER python -m scripts.bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
+    PYTHONPATH=.:FOLDER lrpe-md bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adapters that let ``scripts.bench linear`` time other libraries' linear attention.
 
-    PYTHONPATH=.:PEERS python -m scripts.bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
+    PYTHONPATH=.:PEERS lrpe-md bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
 
 fla (flash-linear-attention) is causal, without positions and normaliser. flash_bla
 (flash-bidirectional-linear-attention) attends to all tokens, without positions. Both take features, which are computed

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import EngFormatter
 
 from ..common.markdown import PICTURES, table
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..common.plots import ENCODINGS, OKABE_ITO, STYLE, WIDTH, add_legend, plt, save
 from .training_report import training, where
 
 LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linear-training.csv"
@@ -19,9 +20,11 @@ OURS = "lrpe-md"
 PEERS = ("bidirectional", "sana")  # prefixes of the peers' workloads
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
 MAPS = ("cosine", "rotate", "none")
-COLOURS = [OKABE_ITO[n] for n in ("blue", "green", "sky", "black", "orange", "vermilion", "purple", "grey")]
-LINE_COLOURS = [OKABE_ITO[n] for n in ("vermilion", "blue", "green", "orange", "sky", "black")]
-MEASURES = {"tokens_per_s": "tokens a second", "peak_gib": "peak memory, GiB"}
+PEER_COLORS = {
+    "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
+    "flash_bla": "sky", "diffusers": "green",
+}  # fmt: skip
+MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 
 
 def read(file: Path, key: list[str]) -> pd.DataFrame:
@@ -62,7 +65,7 @@ def linear_table(rows: Any) -> str:
     works = list(dict.fromkeys(measured.workload))
     lines = [
         "**Linear attention**: share of the copy's speed (4·BHND elements forward, 7·BHND backward), and milliseconds "
-        f"in brackets, L2 cold, medians, bfloat16. {where(measured)}.",
+        f"in brackets. Medians in bfloat16 with a cold L2 cache. {where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -90,10 +93,10 @@ def scaling_table(rows: Any) -> str:
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
-        "**Training steps by tokens**: thousand tokens a second, and peak memory in GiB (forward, backward and "
-        f"optimiser step of backbones of four blocks, 768 wide, bfloat16). {where(rows)}.",
+        "**Training steps by number of tokens**: thousand tokens per second, and peak memory in GiB, of backbones with "
+        f"four blocks of width 768 in bfloat16. A step is forward, backward and optimiser. {where(rows)}.",
         "",
-        f"![Throughput and memory against tokens]({PICTURES}/{LINES})",
+        f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",
     ]
     found = []
@@ -125,15 +128,6 @@ def section(folder: Path) -> str:
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def save(figure: Any, axes: Any, path: Path) -> None:
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= {text: h for h, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def group_works(works: Sequence[str]) -> list[list[str]]:
     """Group workloads with common peers: full attention, causal attention, and each peer's own."""
     causal = [work for work in works if work.startswith("causal")]
@@ -157,28 +151,33 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
     if not len(part):
         return False
     groups, every = group_works(list(dict.fromkeys(part.workload))), names(part)
+    rows_shown = [(works, which) for works in groups for which in ("forward", "backward")]
     with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
         figure, axes = plt.subplots(
-            len(groups), 2, figsize=(12.5, 0.6 + 2.9 * len(groups)), sharey=True, squeeze=False, layout="constrained"
-        )
-        for row, works in zip(axes, groups, strict=True):
+            len(rows_shown), 1, figsize=(WIDTH, 1.2 + 1.8 * len(rows_shown)), sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for axis, (works, which) in zip(axes.flat, rows_shown, strict=True):
             of = part[part.workload.isin(works)]
             kinds = [kind for kind in every if ((of.impl == kind[0]) & (of["map"] == kind[1])).any()]
-            for axis, which in zip(row, ("forward", "backward"), strict=True):
-                here = of[of["pass"] == which].set_index(["impl", "map", "workload"]).share
-                for i, kind in enumerate(kinds):
-                    places = np.arange(len(works)) + 0.8 * ((i + 0.5) / len(kinds) - 0.5)
-                    heights = [here.get((*kind, work), np.nan) for work in works]
-                    axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=COLOURS[i])
-                axis.axhline(1, color="black", linestyle=":", linewidth=1)
-                axis.set_title(which, fontsize=10)
-                axis.set_xticks(range(len(works)), [name_work(work) for work in works], fontsize=9)
-                axis.set_xlim(-0.5, len(works) - 0.5)
-            row[0].set_ylabel("share of copy")
-            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+            here = of[of["pass"] == which].set_index(["impl", "map", "workload"]).share
+            for i, kind in enumerate(kinds):
+                places = np.arange(len(works)) + 0.8 * ((i + 0.5) / len(kinds) - 0.5)
+                heights = [here.get((*kind, work), np.nan) for work in works]
+                axis.bar(places, heights, 0.8 / len(kinds), label=label(*kind), color=OKABE_ITO[color_of(*kind)])
+            axis.axhline(1, color="black", linestyle=":", linewidth=1)
+            axis.set_title(which)
+            axis.set_xticks(range(len(works)), [name_work(work) for work in works])
+            axis.set_xlim(-0.5, len(works) - 0.5)
+        figure.supylabel("share of copy bandwidth", fontsize=10)
+        add_legend(figure)
+        save(figure, path)
     return True
+
+
+def color_of(impl: str, map: str) -> str:
+    """Return the colour of a series: of the encoding for lrpe-md, of the library for others."""
+    return ENCODINGS[map] if impl == OURS else PEER_COLORS.get(impl, "purple")
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
@@ -191,27 +190,28 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
     several = len(set(part["mode"])) > 1
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            2, len(backbones), figsize=(1 + 3.6 * len(backbones), 6.4), sharex=True, sharey="row", squeeze=False,
+            len(backbones), 2, figsize=(WIDTH, 1 + 2.3 * len(backbones)), sharex=True, sharey="col", squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        for row, (measure, title) in zip(axes, MEASURES.items(), strict=True):
-            for axis, name in zip(row, backbones, strict=True):
-                for i, (attention, map, mode) in enumerate(kinds):
+        for row, name in zip(axes, backbones, strict=True):
+            for axis, (measure, title) in zip(row, MEASURES.items(), strict=True):
+                for attention, map, mode in kinds:
                     of = part[(part.backbone == name) & (part.attention == attention) & (part["map"] == map)]
                     of = of[of["mode"] == mode].sort_values("tokens")
                     text = f"{attention} attention, {map}{f', {mode}' if several else ''}"
-                    colour, marker = LINE_COLOURS[i % len(LINE_COLOURS)], "osD^vP"[i % 6]
-                    axis.plot(of.tokens, of[measure], marker=marker, ms=4, label=text, color=colour)
+                    line, marker = ("--", "s") if attention == "softmax" else ("-", "o")
+                    color = OKABE_ITO[ENCODINGS[map]]
+                    axis.plot(of.tokens, of[measure], line, marker=marker, ms=4, label=text, color=color)
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
-            row[0].set_ylabel(title)
-        for axis, name in zip(axes[0], backbones, strict=True):
-            axis.set_title(name, fontsize=10)
+                axis.set_title(f"{name}: {title}")
+                axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+                axis.yaxis.set_minor_formatter("{x:g}" if measure == "peak_gib" else "")
+                axis.tick_params(axis="y", which="minor", labelsize=8)
         for axis in axes[-1]:
-            axis.set_xlabel("tokens of a sample")
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
-        save(figure, axes, path)
+            axis.set_xlabel("tokens per sample")
+        add_legend(figure, columns=2)
+        save(figure, path)
     return True
 
 

@@ -1,7 +1,7 @@
 """Measure training steps of softmax and linear attention as the number of tokens grows, in this project's backbones.
 
-    python -m scripts.bench linear-scaling                         three backbones, 256 to 262,144 tokens
-    python -m scripts.bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
+    lrpe-md bench linear-scaling                         three backbones, 256 to 262,144 tokens
+    lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
 A step is that of ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and a fused AdamW step.
 The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT

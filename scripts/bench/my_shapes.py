@@ -1,8 +1,8 @@
 """Compare lrpe-md with torch.compile, timm and the other libraries you have installed, on your GPU and at your sizes.
 
-    python -m scripts.bench my-shapes --batch 8 --heads 24 --grid 21x45x80 --head-dim 128
-    python -m scripts.bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
-    python -m scripts.bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
+    lrpe-md bench my-shapes --batch 8 --heads 24 --grid 21x45x80 --head-dim 128
+    lrpe-md bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
+    lrpe-md bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
 
 This takes about a minute and works like `bench operators` and `bench linear`: each result is checked against float64
 before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get them precomputed.
@@ -31,7 +31,7 @@ from lrpe_md.testing import Case, LinearCase
 
 from ..common.devices import choose_device
 from ..common.folder import save_whole
-from ..common.options import LIMIT, choose
+from ..common.options import LIMIT, choose, group_options
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
 from . import linear
@@ -319,6 +319,10 @@ def make_shapes(
     return Shapes(batch, heads, parse_grid(grid), prefix, head_dim, keys, pairs, DTYPES[dtype])
 
 
+PANELS = {"Shape": "heads grid head_dim batch kv_heads prefix", "Encoding": "map pairs dtype learned linear_too layers"}
+
+
+@group_options(PANELS)
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Number of query heads.")],
     grid: Annotated[str, typer.Option(help="Tokens per axis, slowest first: 21x45x80, 14x14 or 8192.")],

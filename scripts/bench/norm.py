@@ -1,8 +1,8 @@
 """Benchmark rotation fused with a norm of q and k, against a copy and PyTorch implementations. Writes a CSV.
 
-    python -m scripts.bench norm                                  the workloads, over a head and over all heads
-    python -m scripts.bench norm --workload wan --over heads
-    python -m scripts.bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
+    lrpe-md bench norm                                  the workloads, over a head and over all heads
+    lrpe-md bench norm --workload wan --over heads
+    lrpe-md bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of q

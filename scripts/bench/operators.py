@@ -1,10 +1,10 @@
 """Benchmark the operators against a copy and other implementations. Writes a CSV.
 
-    python -m scripts.bench operators --peers lrpe-md                      lrpe-md's passes on three workloads
-    python -m scripts.bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
-    python -m scripts.bench operators --modes host,compile,memory,accuracy
-    python -m scripts.bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
-    python -m scripts.bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
+    lrpe-md bench operators --peers lrpe-md                      lrpe-md's passes on three workloads
+    lrpe-md bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
+    lrpe-md bench operators --modes host,compile,memory,accuracy
+    lrpe-md bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
+    lrpe-md bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
 Times are medians of GPU time with a cold L2 cache; calls are queued in advance. A share is the bytes that must move
 divided by the time, relative to a copy of 2 GiB in the same run. Each result is compared with float64 first. A result
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.devices import gpu_name
-from ..common.options import LIMIT, choose
+from ..common.options import LIMIT, choose, group_options
 from ..common.provenance import git_commit, versions
 from . import modes as modes_of
 from .layers import TEXT_WORKLOADS, WORKLOADS, Workload
@@ -131,6 +131,13 @@ def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[s
     return known, broken
 
 
+PANELS = {
+    "What is measured": "op workload omega modes peers variants time_inexact",
+    "Other libraries": "liger flash_attn xopes",
+}
+
+
+@group_options(PANELS)
 def main(
     op: Annotated[str | None, typer.Option(help=f"Operators: {', '.join(OPS)}. (default: all)")] = None,
     workload: Annotated[

@@ -1,6 +1,6 @@
 """Write the pages and plots of docs/results on speed and on adapted models, from scripts/results.
 
-    make results                  or python -m scripts.bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
+    make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
 If several files contain the same measurement, the latest one is used.
 """
@@ -15,9 +15,9 @@ import pandas as pd
 import typer
 
 from ..adapters.trial import LIBRARIES
-from ..common.folder import ROOT, require_checkout
+from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import OKABE_ITO, SERIES, STYLE, plt
+from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
 from . import front, linear_report
 from .layers import TEXT_WORKLOADS, WORKLOADS
 from .measure import COLUMNS, HERE, KEY, PASSES
@@ -26,13 +26,12 @@ from .peers import OURS, PEERS
 from .training_report import adapted, backbones, training, where
 
 RESULTS = ROOT / "scripts" / "results"
-COMMAND = "python -m scripts.bench report"
+COMMAND = "lrpe-md bench report"
 PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
-COLOURS = [OKABE_ITO[n] for n in ("black", "blue", "orange", "green", "purple", "sky", "vermilion", "grey")]
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
@@ -84,9 +83,8 @@ def render(rows: pd.DataFrame) -> str:
 
 
 WORDS = """
-A workload is a shape of the batch: the tokens of its grid, of the class token and of others in front of it, in so many
-heads of head_dim channels. Share of the copy's speed: the bytes that must move, over the time and over what a copy of a
-large tensor reads and writes a second.
+A workload is the shape of a batch: prefix tokens and a grid of tokens, in heads of head_dim channels. The share of the
+copy's speed is the number of bytes that must move, divided by the time, and by the bandwidth of a large copy.
 """
 
 
@@ -108,17 +106,26 @@ def adapters(folder: Path) -> str:
         rows: Any = pd.read_csv(file, keep_default_na=False)
         of = {outcome: rows[rows.outcome == outcome] for outcome in ("adapted", "refused", "untried")}
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
-        taken = ", ".join(f"`{row.model}`" for row in of["adapted"].itertuples())
+        taken = table(["", "adapted"], group_names([row.model for row in of["adapted"].itertuples()]), words=2)
         others = [
             [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
             for outcome in ("refused", "untried")
-            for row in of[outcome].itertuples()
+            for row in sorted(of[outcome].itertuples(), key=lambda row: row.model.lower())
         ]
-        lines = table(["model", "", "reason"], others, words=3) if others else []
-        parts.append("\n".join([f"## {file.stem}", "", f"Adapted: {taken}.", "", *lines]))
+        lines = table(["model", "outcome", "reason"], others, words=3) if others else []
+        parts.append("\n".join([f"## {file.stem}", "", *taken, *lines]))
     if not parts:
         return ""
     return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
+
+
+def group_names(names: list[str]) -> list[list[str]]:
+    """Return a row for each first letter or, for timm's vit_base_patch16_.., each size, with its names."""
+    rows: dict[str, list[str]] = {}
+    for name in sorted(names, key=str.lower):
+        group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()
+        rows.setdefault(group, []).append(f"`{name}`")
+    return [[group, " ".join(each)] for group, each in rows.items()]
 
 
 class Pivot(NamedTuple):
@@ -134,16 +141,16 @@ class Pivot(NamedTuple):
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
         "**RMS norm and rotation of q and k**: share of the copy's speed (2 units forward, 3 backward), and "
-        "milliseconds in brackets, over a head's channels or over those of all heads.",
+        "milliseconds in brackets. The norm is over the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
-        "**A step of decoding**: q and k rotated, k and v in the cache: milliseconds on the GPU, in a CUDA graph, and "
-        "of the host.",
+        "**A decoding step**: rotate q and k, and store k and v in the cache. Milliseconds on the GPU, in a CUDA "
+        "graph, and on the CPU.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
-        "**A compiled call of q and k**: microseconds of the host, beside a `triton_op` of as many arguments.",
+        "**A compiled call with q and k**: CPU time in microseconds, next to a `triton_op` with as many arguments.",
         ("map", "pass"), "p50", 0,
     ),
 }  # fmt: skip
@@ -173,9 +180,9 @@ def pivot(file: Path) -> str:
 
 
 HOST_TESTS = (
-    "The libraries' own tests of these models, run with the original models and with models that are adapted as soon "
-    "as they are made, by `python -m scripts.host_tests`. {passed} pass with the originals, {worse} of those {do} not "
-    "pass with adapted models; in {adapted} an adapted model was at work, the others make none."
+    "The libraries' own tests of these models, run with the original models and with models adapted on construction "
+    "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those fail with "
+    "adapted models. {adapted} tests used an adapted model; the others build none."
 )
 
 
@@ -186,7 +193,7 @@ def host_tests(file: Path) -> str:
     rows: Any = pd.read_csv(file, keep_default_na=False)
     worse = sum(len(names.split()) for names in rows.worse)
     text = HOST_TESTS.format(
-        passed=rows.passed_stock.sum(), worse=worse or "none", do="do" if worse else "does",
+        passed=rows.passed_stock.sum(), worse=worse or "none",
         adapted=rows.of_adapted_models.sum(),
     )  # fmt: skip
     of = [
@@ -251,12 +258,12 @@ def passes(rows: pd.DataFrame) -> list[str]:
         return []
     wrong = (plain.in_budget == "False").any()
     lines = [
-        "Share of the copy's speed: the bytes that must move over the time, L2 cold, medians, bfloat16. The floor in "
-        "elements a tensor of B·H·N·D: cosine 3, rotate 2, one more with the gradient of ω. Rotate takes q and k as "
-        "slices of a packed projection; what a peer has to copy, it is charged. Tables are made beforehand. Backward "
-        "is `torch.autograd.grad` on a graph that stays, for all. "
+        "Share of the copy's speed: medians in bfloat16 with a cold L2 cache. Per element of a tensor, cosine must "
+        "move 3 elements, rotate 2, and the gradient of ω adds one. Rotate takes q and k as slices of a packed "
+        "projection. If a library has to copy them, the copy counts. Tables are computed beforehand. The backward is "
+        "`torch.autograd.grad` on a retained graph. "
         f"{'✗: outside the error budget against float64. ' if wrong else ''}"
-        "The copy of as many bytes is what the size alone leaves of the large copy's speed.",
+        "The copy of as many bytes shows how much of the large copy's speed is possible at this size.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -280,7 +287,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         mine = part[part.op == op]
         names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
         lines += [
-            f"**{op}**, other arguments (an activation's backward reads x once more):",
+            f"**{op}** with other arguments (the backward of an activation reads x again):",
             "",
             *pass_table(mine, names),
         ]
@@ -299,9 +306,9 @@ def host(rows: pd.DataFrame) -> list[str]:
         return []
     some = part.iloc[0]
     lines = [
-        f"Host microseconds a call, median (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
+        f"Median CPU time per call in microseconds (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
         f"D {some.head_dim:.0f}, {some['dtype']}). The custom_op is the same launcher behind "
-        "`torch.library.custom_op`; a launch alone is Triton's own of our compiled kernel, all its arguments at hand.",
+        "`torch.library.custom_op`. A launch alone is Triton's launch of the compiled kernel with ready arguments.",
         "",
     ]
     places = [(op, way) for op in ordered(part.op) for way in WAYS]
@@ -314,7 +321,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
         texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"Kernels started by one forward call, by the profiler: {', '.join(texts)}.", ""]
+        lines += [f"Kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
     return lines
 
 
@@ -331,8 +338,8 @@ def memory(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     lines = [
-        "Memory of forward and backward beyond the inputs: the peak as a multiple of y and the gradients, and the MiB "
-        "kept between the passes beside y.",
+        "Memory of forward and backward, without the inputs: the peak as a multiple of y and the gradients, and the "
+        "MiB kept between the passes in addition to y.",
         "",
     ]
     places = [(op, work) for op in ordered(part.op) for work in ordered(part.workload)]
@@ -372,9 +379,9 @@ def counters(file: Path) -> str:
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
     lines = [
-        "The GPU's counters, each pass once with cold caches (`python -m scripts.bench counters`): bytes read from "
-        "and written to memory as a multiple of those that must move (some 25 MB are left in the L2 cache at the end), "
-        "how busy memory, the busiest part of the L2 cache and the schedulers were, the share of warps at work. "
+        "GPU counters of one run per pass with cold caches (`lrpe-md bench counters`): bytes of memory traffic as a "
+        "multiple of those that must move (about 25 MB stay in the L2 cache at the end); utilisation of memory, of the "
+        "busiest part of the L2 cache and of the schedulers; and the share of active warps. "
         f"{where(found)}.",
         "",
     ]
@@ -406,16 +413,6 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def save(figure: Any, axes: Any, path: Path) -> None:
-    """Save a figure with one legend for all axes."""
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def choose_peers(part: pd.DataFrame) -> list[str]:
     """Choose the peers of an operator to plot: those measured in most places, then the fastest.
 
@@ -437,32 +434,34 @@ def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
     part = part.assign(peer=marked)
     ops = ordered(part.op)
     shown = [p for p in PASSES if (part["mode"] == p).any()]
+    colors = choose_colors(ordered(peer for op in ops for peer in choose_peers(part[part.op == op])))
+    rows_shown = [(op, name) for op in ops for name in shown]
     with plt.rc_context({**STYLE, "axes.grid.axis": "y", "axes.axisbelow": True}):
         figure, axes = plt.subplots(
-            len(ops), len(shown), figsize=(1.5 + 3.6 * len(shown), 0.9 + 2.7 * len(ops)), sharey=True, squeeze=False,
+            len(rows_shown), 1, figsize=(WIDTH, 1.2 + 1.7 * len(rows_shown)), sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        for row, op in zip(axes, ops, strict=True):
+        for axis, (op, name) in zip(axes.flat, rows_shown, strict=True):
             there, workloads = choose_peers(part[part.op == op]), ordered(part[part.op == op].workload)
-            width = 0.84 / len(there)
-            for axis, name in zip(row, shown, strict=True):
-                here = part[(part.op == op) & (part["mode"] == name)].set_index(["peer", "workload"]).share
-                for i, peer in enumerate(there):
-                    heights = [here.get((peer, work), np.nan) for work in workloads]
-                    places = np.arange(len(workloads)) + (i - (len(there) - 1) / 2) * width
-                    axis.bar(
-                        places, heights, width, label=peer, edgecolor="white", linewidth=0.4,
-                        color=COLOURS[i],
-                    )  # fmt: skip
-                axis.axhline(1, color="black", linestyle=":", linewidth=1)
-                axis.set_xticks(range(len(workloads)), workloads)
-                axis.set_xlim(-0.5, len(workloads) - 0.5)
-                axis.set_title(f"{op}, {PASS_NAMES[name]}", fontsize=10)
-            row[0].set_ylabel("share of copy bandwidth")
-            row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+            here = part[(part.op == op) & (part["mode"] == name)].set_index(["peer", "workload"]).share
+            draw_bars(axis, here, {peer: colors[peer] for peer in there}, workloads)
+            axis.set_title(f"{op}, {PASS_NAMES[name]}")
+        figure.supylabel("share of copy bandwidth", fontsize=10)
+        add_legend(figure)
+        save(figure, path)
     return True
+
+
+def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[str]) -> None:
+    """Draw a group of bars for each workload, with a bar for each peer."""
+    width = 0.84 / len(colors)
+    for i, (peer, color) in enumerate(colors.items()):
+        places = np.arange(len(workloads)) + (i - (len(colors) - 1) / 2) * width
+        values = [heights.get((peer, work), np.nan) for work in workloads]
+        axis.bar(places, values, width, label=peer, linewidth=0, color=color)
+    axis.axhline(1, color="black", linestyle=":", linewidth=1)
+    axis.set_xticks(range(len(workloads)), workloads)
+    axis.set_xlim(-0.5, len(workloads) - 0.5)
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
@@ -471,9 +470,10 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
     if not len(part):
         return False
     ops, places, peers = ordered(part.op), ordered(part.workload), ordered(part.peer)
+    colors = choose_colors(peers)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(ops), len(places), figsize=(1.5 + 3.8 * len(places), 0.9 + 2.9 * len(ops)), sharex=True, sharey=True,
+            len(ops), len(places), figsize=(WIDTH, 1.1 + 2.5 * len(ops)), sharex=True, sharey=True,
             squeeze=False, layout="constrained",
         )  # fmt: skip
         for row, op in zip(axes, ops, strict=True):
@@ -482,18 +482,21 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
                 for i, peer in enumerate(peers):
                     line = here[here.peer == peer]
                     if len(line):
-                        axis.plot(line.num_tokens, line.p50, marker="osD^vPX*"[i % 8], ms=4, label=peer,
-                                  color=COLOURS[i % len(COLOURS)])  # fmt: skip
+                        axis.plot(
+                            line.num_tokens, line.p50, marker="osD^vPX*"[i % 8], ms=4, label=peer, color=colors[peer]
+                        )
                 floor = here.drop_duplicates("num_tokens")
                 axis.plot(
                     floor.num_tokens, floor.floor_bytes / floor.copy_gbps / 1e6, "k:", lw=1, label="at copy's speed"
                 )
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
-                axis.set_title(f"{op}, {place}", fontsize=10)
+                axis.set_title(f"{op}, {place}")
             row[0].set_ylabel("forward, ms")
-        figure.supxlabel("tokens (8 heads)", fontsize=10)
-        save(figure, axes, path)
+        for axis in axes[-1]:
+            axis.set_xlabel("tokens (8 heads)")
+        add_legend(figure)
+        save(figure, path)
     return True
 
 
@@ -501,8 +504,12 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Folder with benchmark-*.csv; plots are written there.")] = RESULTS,
-    to: Annotated[Path, typer.Option("--pages", help="Output folder for the pages.")] = PAGES,
+    folder: Annotated[
+        Path, typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv; plots are written there.")
+    ] = RESULTS,
+    to: Annotated[
+        Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")
+    ] = PAGES,
     gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""

@@ -1,8 +1,8 @@
 """Compare rotations that use precomputed tables with rotations that compute their angles. Writes a CSV.
 
-    python -m scripts.bench tables                               all workloads, forms of tables and passes
-    python -m scripts.bench tables --workload wan --form "angles;full, float32"
-    python -m scripts.bench tables --at-least 0.95               fails if tables are slower than that
+    lrpe-md bench tables                               all workloads, forms of tables and passes
+    lrpe-md bench tables --workload wan --form "angles;full, float32"
+    lrpe-md bench tables --at-least 0.95               fails if tables are slower than that
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles divided by the time with tables in the same run. ``share`` is the

@@ -1,12 +1,12 @@
 """Measure the overhead of encodings in whole training steps of ViTs, a video layer, and other models.
 
-    python -m scripts.bench training --models vit_b --modes compiled --out training.csv
-    python -m scripts.bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
-    python -m scripts.bench training --models vit_b,vit_b_1024 --modes compiled --encodings axial,linear-cosine
-    python -m scripts.bench training --models image,video_model,dit --out scripts/results/backbones.csv
-    python -m scripts.bench training --models dit --encodings rotate,rotate-norms-first
-    python -m scripts.bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
-    python -m scripts.bench training --models wan,qwen3 --encodings adapted,adapted-other --other ../old-checkout
+    lrpe-md bench training --models vit_b --modes compiled --out training.csv
+    lrpe-md bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
+    lrpe-md bench training --models vit_b,vit_b_1024 --modes compiled --encodings axial,linear-cosine
+    lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv
+    lrpe-md bench training --models dit --encodings rotate,rotate-norms-first
+    lrpe-md bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
+    lrpe-md bench training --models wan,qwen3 --encodings adapted,adapted-other --other ../old-checkout
 
 A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step. Modes are eager, compiled,
 and graphs (forward and backward as CUDA graphs); "inference" and "inference-compiled" run only the forward. All models
@@ -66,7 +66,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from ..common.devices import choose_device
-from ..common.options import choose, positive
+from ..common.options import choose, group_options, positive
 from ..common.provenance import measured_on
 from ..train.encodings import split_list, split_options
 from .hosted import HOSTED, Hosted, import_checkout
@@ -256,7 +256,7 @@ def compare(
             raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
     # With the cosine map, q and k are wider than v, which needs other kernels; linear attention uses none.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
-        raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one by --backend")
+        raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one with --backend")
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
     host = {name: host_ms(trainee) for name, trainee in trainees.items()}
     ms = time_rounds(trainees, device, timing.steps, timing.limit)
@@ -303,6 +303,10 @@ def show(title: str, rows: pd.DataFrame) -> None:
     print(f"\n{title}\n{rows.to_string(index=False, float_format='{:.4g}'.format)}\n", flush=True)
 
 
+PANELS = {"What is measured": "models modes encodings steps batch backend", "Other checkout": "other"}
+
+
+@group_options(PANELS)
 def main(
     models: Annotated[
         str, typer.Option("--models", "--model", help=f"Models: {', '.join(MODELS)}.")

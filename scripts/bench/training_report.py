@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..common.markdown import table
 
-HOW = "medians of interleaved steps in bfloat16; (host): issuing a step takes the host nine tenths of its time or more"
+HOW = "medians of interleaved steps in bfloat16. (host): launching kernels takes the CPU at least 90% of the step"
 
 
 def read(file: Path) -> pd.DataFrame:
@@ -33,8 +33,8 @@ def training(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Training steps**: time and memory beside the same model without the encoding (timm's beside its own model "
-        f"without rope), {HOW}. {where(rows)}.",
+        "**Training steps**: extra time and peak memory, compared with the same model without the encoding (for timm, "
+        f"its own model without RoPE); {HOW}. {where(rows)}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
@@ -58,9 +58,9 @@ def backbones(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Training steps of this project's backbones**, on random data, by `python -m scripts.bench training --models "
-        "image,video_model,dit --out scripts/results/backbones.csv`: million patches a second and peak memory, in "
-        f"brackets beside the same model without an encoding (none), {HOW}. {where(rows)}.",
+        "**Training steps of this project's backbones**, on random data, by `lrpe-md bench training --models "
+        "image,video_model,dit --out scripts/results/backbones.csv`: million patches per second and peak "
+        f"memory. Brackets compare with the same model without an encoding (none); {HOW}. {where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))
@@ -80,9 +80,9 @@ def adapted(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Other libraries' models**, as wide as they are published and a few layers deep, weights in bfloat16: "
-        "milliseconds of a step of the stock model, and in brackets time and memory of the adapted one beside it, "
-        f"{HOW}. By `python -m scripts.bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
+        "**Models of other libraries**, at their published width, a few layers deep, with weights in bfloat16: "
+        "milliseconds per step of the original model. Brackets give the change in time and memory after adapting; "
+        f"{HOW}. Command: `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))

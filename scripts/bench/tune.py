@@ -1,9 +1,9 @@
 """Find the fastest tiles for this GPU, and print ``TILES`` of engine/encode/plan.py and engine/linear/plan.py.
 
-    python -m scripts.bench tune                                    every row, as plan.py writes it
-    python -m scripts.bench tune --only "2 rotate" --only "4 cosine forward"
-    python -m scripts.bench tune --only "linear keys" --only "linear queries"
-    python -m scripts.bench tune --check                            is each tile of the table within 3% of the best?
+    lrpe-md bench tune                                    every row, as plan.py writes it
+    lrpe-md bench tune --only "2 rotate" --only "4 cosine forward"
+    lrpe-md bench tune --only "linear keys" --only "linear queries"
+    lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
 
 A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with given cos and
 sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of 14×14 and

@@ -28,6 +28,11 @@ def require_checkout(option: str) -> None:
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout has results of its own")
 
 
+def shown(path: Path) -> str:
+    """Return a path in the checkout as the help shows it, relative to the root."""
+    return path.relative_to(ROOT).as_posix()
+
+
 class SaveError(OSError):
     """A file can't be written; its previous content is intact."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from lrpe_md.checks import suggest
 
-__all__ = ["LIMIT", "SEEDS", "choose", "finite", "positive"]
+__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "positive"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
@@ -41,3 +43,24 @@ def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str
                 f"{option}: unknown {name!r}{suggest(name, known)}; choose from: {'; '.join(known)}"
             )
     return names
+
+
+def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
+    """Return a decorator that lists options of a command in panels of its help.
+
+    Args:
+        panels: title of each panel, and the names of its parameters, separated by spaces.
+    """
+
+    def group(command: F) -> F:
+        hints = get_type_hints(command, include_extras=True)
+        for title, names in panels.items():
+            for name in names.split():
+                kind, option = get_args(hints[name])
+                option = copy.copy(option)  # some are shared between commands
+                option.rich_help_panel = title
+                hints[name] = Annotated[kind, option]
+        command.__annotations__ = hints
+        return command
+
+    return group

@@ -1,27 +1,60 @@
-"""Shared plot settings: backend, style, colours and markers."""
+"""Shared plot settings: backend, size, style, colours and markers, and a copy of each plot for dark pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
+from matplotlib import colors
 from matplotlib import pyplot as plt
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.spines import Spine
+from matplotlib.text import Text
 
-__all__ = ["OKABE_ITO", "SERIES", "STYLE", "choose_looks", "plt", "split_series"]
+__all__ = [
+    "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "plt", "save",
+    "split_series",
+]  # fmt: skip
 
-STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+WIDTH = 6.2  # inches: text of 9 points is legible on a page and on a phone
+STYLE: Any = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10,
+    "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+}  # fmt: skip
 # A palette that colour-blind readers can distinguish, plus a grey
 # (Okabe and Ito 2008, "Color universal design").
 OKABE_ITO = {
     "black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "blue": "#0072B2",
-    "vermilion": "#D55E00", "purple": "#CC79A7", "grey": "#7f7f7f",
+    "vermilion": "#D55E00", "purple": "#CC79A7", "grey": "#7f7f7f", "yellow": "#F0E442",
 }  # fmt: skip
-LOOKS = dict(zip(OKABE_ITO.values(), "o^Dv*XPs", strict=True))  # a marker for each colour
-KNOWN = {"none": "black", "rotate": "orange", "sincos": "sky", "learned": "grey"}
+MARKERS = dict(zip(OKABE_ITO, "o^Dv*XPsH", strict=True))
+# The same encoding has the same colour in every plot. A variant has the colour of the longest name that it starts with,
+# and its own line and marker.
+ENCODINGS = {
+    "none": "black", "learned": "grey", "sincos": "purple", "rotate": "blue", "rotate-mixed": "sky", "cosine": "orange",
+    "cosine-silu": "green", "cosine-softplus": "vermilion", "space-only": "yellow",
+}  # fmt: skip
+VARIANTS: dict[str, tuple[Any, str]] = {
+    "learnable": (":", "d"), "phase": ("--", "p"), "fixed": ("-.", "h"), "linear": (":", "<"), "ntk": ("--", ">"),
+    "yarn": ("-.", "d"),
+}  # fmt: skip
+OTHER_VARIANTS = [((0, (5, 1)), "h"), ((0, (1, 3)), "8"), ((0, (5, 5)), "H"), ((0, (3, 1, 1, 1)), "+"),
+                  ((0, (8, 2)), "x"), ((0, (2, 2)), "1"), ((0, (1, 1)), "2"), ((0, (9, 1, 2, 1)), "3")]  # fmt: skip
+# The same goes for libraries.
+LIBRARIES = {
+    "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
+    "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
+}  # fmt: skip
 SERIES = 8  # most series that a reader can distinguish in one plot
+DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
@@ -42,8 +75,81 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
 
 
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour and marker for each name; well-known encodings look the same in every plot."""
-    known = {name: OKABE_ITO[KNOWN[name]] for name in names if name in KNOWN}
-    free = [colour for colour in OKABE_ITO.values() if colour not in known.values()]
-    chosen = known | dict(zip((name for name in names if name not in known), free, strict=False))
-    return {name: {"color": chosen[name], "marker": LOOKS[chosen[name]]} for name in names}
+    """Return a colour, marker and line style for each encoding, the same in every plot.
+
+    Encodings that are no variant of a known one share the colours of those that are not drawn.
+    """
+    bases = {name: _base(name) for name in names}
+    unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)
+    others = [name for name, base in bases.items() if base is None]
+    looks, unknown = {}, iter(OTHER_VARIANTS * len(names))
+    for name, base in bases.items():
+        color = unused[others.index(name) % len(unused)] if base is None else ENCODINGS[base]
+        rest = name.removeprefix(base or "").strip(" +-:")
+        line, marker = ("-", MARKERS[color]) if base == name else VARIANTS.get(rest) or next(unknown)
+        looks[name] = {"color": OKABE_ITO[color], "marker": marker, "linestyle": line}
+    return looks
+
+
+def _base(name: str) -> str | None:
+    """Return the longest known encoding that a name starts with."""
+    starts = [known for known in ENCODINGS if name == known or name.startswith((f"{known}-", f"{known} ", f"{known}:"))]
+    return max(starts, key=len, default=None)
+
+
+def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each library; those without a colour of their own get the unused ones, in order."""
+    own = {name: next((c for known, c in LIBRARIES.items() if name.startswith(known)), None) for name in libraries}
+    free = iter([color for color in OKABE_ITO if color not in own.values()])
+    used: set[str] = set()
+    chosen = {}
+    for name, color in own.items():
+        if color is None or color in used:
+            color = next(free)
+        used.add(color)
+        chosen[name] = OKABE_ITO[color]
+    return chosen
+
+
+def add_legend(figure: Figure, columns: int = 3) -> None:
+    """Add one legend below the figure for all its axes."""
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
+
+
+def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
+    """Save a figure, and a copy named NAME-dark for pages with a dark background; close it."""
+    figure.savefig(path, dpi=dpi, **options)
+    darken(figure)
+    figure.savefig(path.with_stem(f"{path.stem}-dark"), dpi=dpi, **options)
+    plt.close(figure)
+
+
+def darken(figure: Figure) -> None:
+    """Draw black text and lines of a figure in a light colour, and white backgrounds in a dark one."""
+    backgrounds = [figure.patch, *(axis.patch for axis in figure.axes)]
+    backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
+    for patch in backgrounds:
+        patch.set_facecolor(colors.to_rgba(DARK_PAGE, patch.get_alpha()))
+    for each in figure.findobj():
+        if isinstance(each, Text):
+            each.set_color(_lighten(each.get_color()))
+        elif isinstance(each, Line2D):
+            each.set_color(_lighten(each.get_color()))
+            each.set_markeredgecolor(_lighten(each.get_markeredgecolor()))
+            each.set_markerfacecolor(_lighten(each.get_markerfacecolor()))
+        elif isinstance(each, LineCollection):
+            each.set_color([_lighten(color) for color in each.get_colors()])
+        elif isinstance(each, (Spine, Patch)) and each not in backgrounds:
+            each.set_edgecolor(_lighten(each.get_edgecolor()))
+            each.set_facecolor(_lighten(each.get_facecolor()))
+
+
+def _lighten(color: Any) -> Any:
+    """Return the colour on a dark page of a dark grey or black one; others stay."""
+    if isinstance(color, str) and color in ("none", "auto"):
+        return color
+    *rgb, alpha = colors.to_rgba(color)
+    return colors.to_rgba(DARK_TEXT, alpha) if max(rgb) < 0.3 else color

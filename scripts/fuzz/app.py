@@ -1,4 +1,4 @@
-"""Compare random configurations with the formula: ``python -m scripts.fuzz``. Exits with 1 on a mismatch."""
+"""Compare random configurations with the formula: ``lrpe-md fuzz``. Exits with 1 on a mismatch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from ..common.options import group_options
+
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
+PANELS = {"What is checked": "impl only device", "How much": "count seed seconds processes repeat"}
 KINDS = {"all": ("linear", "maps"), "linear": ("linear",), "maps": ("maps",)}
 SLOWEST = 120.0  # seconds after which a configuration counts as hanging
 SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
@@ -51,17 +54,19 @@ class Result(NamedTuple):
     mean: tuple[float, str] = (0.0, "")
 
 
-@app.command()
+@app.command(epilog="Example: lrpe-md fuzz --impl reference --count 100")
+@group_options(PANELS)
 def main(
+    impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
+    only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one.")] = 0,
-    impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
-    only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
     seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0: no limit.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     repeat: Annotated[
-        int, typer.Option(min=0, help="Seeds in a row that share a compiled variant; 0: 20 on a GPU, else 1.")
+        int,
+        typer.Option(min=0, help="Seeds in a row that share a compiled variant; 0: 20 on a GPU, else 1."),
     ] = 0,
 ) -> None:
     """Compare outputs and gradients of random configurations with the formula, and print those that disagree."""

@@ -1,1 +1,1 @@
-"""Plots of encodings: ``python -m scripts.visualize``."""
+"""Plots of encodings: ``lrpe-md visualize``."""

@@ -1,4 +1,4 @@
-"""``python -m scripts.visualize presets | encoding``."""
+"""Draw encodings: ``lrpe-md visualize``."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import typer
 from . import pictures
 
 app = typer.Typer(add_completion=False)
-app.command()(pictures.main)
+app.command(epilog="Example: lrpe-md visualize --preset wan --preset dinov3")(pictures.main)

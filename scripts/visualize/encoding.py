@@ -1,4 +1,4 @@
-"""Draw the README's picture of an encoding on a grid: ``python -m lrpe_md.scripts.visualize.encoding [OUT]``."""
+"""Draw encodings on a grid for the docs: ``python -m lrpe_md.scripts.visualize.encoding [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,36 @@ import typer
 from lrpe_md import Grid, axial_omega, cosine, geometric_theta, rotate
 from lrpe_md.frequencies import mixed_omega
 
-from ..common.plots import plt
+from ..common.plots import WIDTH, plt, save
 
 GRID, QUERY = (18, 28), (6, 10)
 HEAD_DIM = 64
 
 
-def main(out: Annotated[Path, typer.Argument(help="Output PNG.")] = Path("scripts/results/encoding.png")) -> None:
-    """Draw the angles of single channels over the grid, and the score of one query with every key."""
+def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("scripts/results")) -> None:
+    """Draw angles and similarity for the README, the home page and the concepts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_angles(folder / "encoding.png")
+    draw_relative(folder / "front-relative.png")
+
+
+def draw_relative(path: Path) -> None:
+    """Draw the similarity of two patches to every other patch: the same pattern, moved."""
+    grid = Grid(GRID)
+    omega = axial_omega(geometric_theta(HEAD_DIM // 4, 100.0), HEAD_DIM // 2, 2)
+    x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)
+    y = rotate(x, omega=omega, positions=grid)[0, 0].reshape(*GRID, HEAD_DIM)
+    with plt.rc_context({"font.size": 11}):
+        figure, axes = plt.subplots(1, 2, figsize=(5.2, 1.9), layout="constrained")
+        for axis, (row, column) in zip(axes, ((5, 7), (12, 20)), strict=True):
+            axis.imshow((y @ y[row, column]) / HEAD_DIM, cmap="viridis", vmin=0.2, vmax=1)
+            axis.plot(column, row, "o", mfc="none", mec="white", ms=9)
+            axis.set(xticks=[], yticks=[], title=f"patch ({row}, {column})")
+        save(figure, path, dpi=150)
+
+
+def draw_angles(path: Path) -> None:
+    """Draw the angles of single channels over the grid, and the similarity of one query to every key."""
     grid = Grid(GRID)
     axial = {c: axial_omega(geometric_theta(-(-c // 2), 100.0), c, 2) for c in (HEAD_DIM, HEAD_DIM // 2)}
     mixed = mixed_omega(HEAD_DIM // 2, 2, base=10.0, generator=torch.Generator().manual_seed(3))
@@ -30,23 +52,23 @@ def main(out: Annotated[Path, typer.Argument(help="Output PNG.")] = Path("script
     ]
     wave: Any = None
     score: Any = None
-    figure, axes = plt.subplots(2, 3, figsize=(9.5, 4.9), layout="constrained")
-    for column, (name, y, omega, channel) in enumerate(rows):
+    figure, axes = plt.subplots(3, 2, figsize=(WIDTH, 6.4), layout="constrained")
+    for (left, right), (name, y, omega, channel) in zip(axes, rows, strict=True):
         angles = (grid.coordinates()[:, None] * omega[0]).sum(-1)
-        wave = axes[0, column].imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
-        axes[0, column].set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
+        wave = left.imshow(angles[:, channel].cos().reshape(GRID), cmap="RdBu", vmin=-1, vmax=1)
+        left.set_title(f"{name}: cos Θ of channel {channel}", fontsize=10)
         scores = (y[0, 0] @ y[0, 0, QUERY[0] * GRID[1] + QUERY[1]]) / HEAD_DIM
-        score = axes[1, column].imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
-        axes[1, column].plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
-        axes[1, column].set_title(f"{name}: score with the ringed token", fontsize=10)
+        score = right.imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
+        right.plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
+        right.set_title("similarity to the ringed patch", fontsize=10)
+        left.set_ylabel("row")
     for axis in axes.flat:
-        axis.set(xticks=[0, 10, 20], yticks=[0, 10], xlabel="column of the patch")
-    for row in axes:
-        row[0].set_ylabel("row of the patch")
-    figure.colorbar(wave, ax=axes[0], shrink=0.9)
-    figure.colorbar(score, ax=axes[1], shrink=0.9)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+        axis.set(xticks=[0, 10, 20], yticks=[0, 10])
+    for axis in axes[-1]:
+        axis.set_xlabel("column of the patch")
+    for column, image in enumerate((wave, score)):
+        figure.colorbar(image, ax=axes[:, column], shrink=0.9, location="bottom", aspect=30)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -16,38 +16,62 @@ from lrpe_md.presets.scheme import Preset, Scheme
 
 from ..common.folder import ROOT, require_checkout
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import plt
-from .data import angles, default_shape, lay_out, of_head, similarity
+from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
+from .data import Layout, angles, default_shape, lay_out, of_head, similarity
 
-COLUMNS, ROWS = 5, 4
+COLUMNS, ROWS = 3, 6
 COMMAND = "python -m scripts.visualize.gallery"
 
 
-def over_grid(made: Preset) -> torch.Tensor:
-    """Return the similarity of the central token to all others: (N,), or (H, W) of an image or the middle frame."""
+class Similarity(NamedTuple):
+    """Similarity of one token to all others: (N,), or (H, W) of an image or of the token's frame."""
+
+    values: torch.Tensor
+    token: tuple[int, ...]  # its place in the values
+    head: int | None  # the head, if heads have different frequencies
+
+
+def choose_token(layout: Layout) -> tuple[int, ...]:
+    """Return a token at a third of each axis: the centre is a singular point of positions on circles."""
+    return tuple(n // 3 for n in layout.shape)
+
+
+def over_grid(made: Preset) -> Similarity:
+    """Return the similarity that varies most over the grid, among the heads."""
     layout = lay_out(made.positions, default_shape(made), row_major=made.scheme.row_major)
-    values = similarity(angles(layout, of_head(made.omega, 0)), layout.index(layout.centre)).reshape(layout.shape)
-    return values[layout.centre[0]] if values.ndim == 3 else values
+    token = choose_token(layout)
+
+    def of(head: int) -> torch.Tensor:
+        scores = similarity(angles(layout, of_head(made.omega, head)), layout.index(token)).reshape(layout.shape)
+        return scores[token[0]] if scores.ndim == 3 else scores
+
+    heads = made.omega.shape[0]
+    head = max(range(heads), key=lambda each: float(of(each).std()))
+    return Similarity(of(head), token[-2:], head if heads > 1 else None)
 
 
 def draw(names: list[str], path: Path) -> None:
-    figure, axes = plt.subplots(ROWS, COLUMNS, figsize=(11, 7.4), layout="constrained")
-    image: Any = None
-    for axis, name in zip(axes.flat, names, strict=False):
-        scores = over_grid(preset(name, num_heads=find_scheme(name)[1].num_heads))
-        axis.set_title(name, fontsize=9)
-        if scores.ndim == 1:
-            axis.plot(scores)
-            axis.set_ylim(-0.45, 1.05)
-        else:
-            image = axis.imshow(scores, cmap="viridis", vmin=-0.2, vmax=1)
-        axis.tick_params(labelsize=7)
-    for axis in axes.flat[len(names) :]:
-        axis.axis("off")
-    if image is not None:
-        figure.colorbar(image, ax=axes, shrink=0.5, label="similarity with the token in the middle")
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+    """Draw a picture for each preset, with its own range of values in the title."""
+    with plt.rc_context({**STYLE, "axes.titlesize": 8, "axes.grid": False}):
+        rows = -(-len(names) // COLUMNS)
+        figure, axes = plt.subplots(
+            rows, COLUMNS, figsize=(WIDTH, 0.4 + 1.55 * rows), layout="constrained", squeeze=False
+        )
+        for axis, name in zip(axes.flat, names, strict=False):
+            found = over_grid(preset(name, num_heads=find_scheme(name)[1].num_heads))
+            low = float(found.values.min())
+            head = "" if found.head is None else f", head {found.head}"
+            axis.set_title(f"{name}{head}\n{low:.{2 if low < 0.995 else 4}f} to 1")
+            if found.values.ndim == 1:
+                axis.plot(found.values, color=OKABE_ITO["blue"])
+                axis.axvline(found.token[-1], color="black", linestyle=":", linewidth=0.8)
+            else:
+                axis.imshow(found.values, cmap="viridis", vmin=low, vmax=1)
+                axis.plot(found.token[1], found.token[0], "o", mfc="none", mec="white", ms=5, mew=0.8)
+            axis.tick_params(labelsize=7)
+        for axis in axes.flat[len(names) :]:
+            axis.axis("off")
+        save(figure, path, dpi=110)
 
 
 def describe(scheme: Scheme) -> list[str]:
@@ -62,7 +86,7 @@ def describe(scheme: Scheme) -> list[str]:
 
 def render(files: list[str]) -> str:
     rows, texts = [], []
-    for name in list_presets():
+    for name in sorted(list_presets()):
         scheme = find_scheme(name)[1]
         rows.append([f"[`{name}`](#{name})", *describe(scheme)])
         text = re.sub(r":\w+:`([^`]*)`", r"`\1`", inspect.cleandoc(scheme.doc).replace("``", "`"))
@@ -70,8 +94,9 @@ def render(files: list[str]) -> str:
     head = table(["preset", "axes", "map", "pairs", "head_dim", "learned"], rows, words=6)
     pictures = "\n\n".join(f"![Similarity over a grid]({PICTURES}/gallery/{file})" for file in files)
     how = (
-        "Each picture: what the token in the middle has in common with every other one, all channels alike: "
-        "over 18 × 28 patches, for videos in the middle one of nine frames, for text over 64 tokens."
+        "Each picture shows the similarity of the ringed token to every other token, with all channels alike: over "
+        "18 × 28 patches, for videos in one of nine frames, for text over 64 tokens. Colours run from the lowest "
+        "value, in the title, to 1. If heads have different frequencies, the picture shows the head that varies most."
     )
     return page(
         "All presets", COMMAND, "\n".join(head), "## What they look like", how, pictures, "## Sources", *texts
@@ -88,7 +113,7 @@ def main(
     """Write the page and its pictures."""
     if pages == PAGES:
         require_checkout("--pages")
-    names, size = list_presets(), COLUMNS * ROWS
+    names, size = sorted(list_presets()), COLUMNS * ROWS
     files = [f"presets-{i // size + 1}.png" for i in range(0, len(names), size)]
     out.mkdir(parents=True, exist_ok=True)
     for file, i in zip(files, range(0, len(names), size), strict=True):

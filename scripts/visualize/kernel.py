@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from matplotlib.patches import Rectangle
 
-from ..common.plots import plt
+from ..common.plots import plt, save
 
 BLUE, LIGHT, ORANGE, GREY = "#2b6cb0", "#d6e6f5", "#dd6b20", "#e8e8e8"
 
@@ -74,8 +74,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("
             figure, axis = plt.subplots(figsize=size, layout="constrained")
             draw(axis)
             axis.set_axis_off()
-            figure.savefig(folder / name, metadata={"Date": None})
-            plt.close(figure)
+            save(figure, folder / name, metadata={"Date": None})
 
 
 if __name__ == "__main__":

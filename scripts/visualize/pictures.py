@@ -1,8 +1,8 @@
 """Plot encodings: angles over the grid, similarity of one token to every other, wavelengths.
 
-    python -m scripts.visualize --preset wan --preset dinov3
-    python -m scripts.visualize --preset all --out runs/visualize --format pdf
-    python -m scripts.visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
+    lrpe-md visualize --preset wan --preset dinov3
+    lrpe-md visualize --preset all --out runs/visualize --format pdf
+    lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
 There is one figure per encoding. At the top it shows Θ of a few pairs over the grid. Below are the similarity of the
 marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths. :mod:`.data`
@@ -22,13 +22,17 @@ import typer
 
 from lrpe_md import list_presets
 
-from ..common.options import SEEDS, choose
-from ..common.plots import plt
+from ..common.options import SEEDS, choose, group_options
+from ..common.plots import plt, save
 from . import data
 from .data import Subject
 from .figure import View, draw
 
 FORMATS = ("png", "pdf", "svg")
+PANELS = {
+    "Encoding": "preset frequencies map axis_order base head_dim heads seed",
+    "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
+}  # fmt: skip
 
 
 @contextmanager
@@ -98,31 +102,42 @@ def build_view(
     return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen))
 
 
+@group_options(PANELS)
 def main(
     preset: Annotated[
-        list[str] | None, typer.Option("--preset", "-p", help="Preset to plot, or all; repeatable.")
+        list[str] | None,
+        typer.Option("--preset", "-p", help="Preset to plot, or all; repeatable."),
     ] = None,
     frequencies: Annotated[
-        str | None, typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd.")
+        str | None,
+        typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd."),
     ] = None,
     map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
-        str | None, typer.Option(help="Axis order, without a preset: minor_first (default) or major_first.")
+        str | None,
+        typer.Option(help="Axis order, without a preset: minor_first (default) or major_first."),
     ] = None,
     base: Annotated[
-        float | None, typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)")
+        float | None,
+        typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head width D. (default: the preset's; 64)")] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Number of heads with separate frequencies. (default: the preset's; 1)")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of heads with separate frequencies. (default: the preset's; 1)",
+        ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed of random directions.")] = 0,
     shape: Annotated[
-        str | None, typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)")
+        str | None,
+        typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)"),
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="Rescale positions to a grid such as 16 or 16x16; - keeps an axis.")
+        str | None,
+        typer.Option(help="Rescale positions to a grid such as 16 or 16x16; - keeps an axis."),
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
@@ -131,6 +146,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Output folder for the figures.")] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
+    dark: Annotated[
+        bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
+    ] = False,
 ) -> None:
     """Plot angle maps, similarity and wavelengths of encodings, one figure each."""
     choose("--format", [format], FORMATS)
@@ -151,25 +169,22 @@ def main(
         own = {key: value for key, value in own.items() if value is not None}
         with _name_option("--frequencies"):
             subjects = [data.custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
-    views = [
-        build_view(
-            subject,
-            shape=shape,
-            reference=reference,
-            text=text,
-            token=token,
-            head=head,
-            channels=channel or (),
-            maps=maps,
-        )
-        for subject in subjects
-    ]
+    grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
+    views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     out.mkdir(parents=True, exist_ok=True)
     for view in views:
-        figure, path = draw(view), out / f"{view.subject.preset.name}.{format}"
+        save_view(view, out / f"{view.subject.preset.name}.{format}", dpi, dark)
+
+
+def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
+    """Draw and save a figure, with a copy for dark pages if wanted, and print its path."""
+    figure = draw(view)
+    if dark:
+        save(figure, path, dpi=dpi)
+    else:
         figure.savefig(path, dpi=dpi)
         plt.close(figure)
-        print(path)
+    print(path)
 
 
 def _preset(name: str, head_dim: int | None, heads: int | None, base: float | None, seed: int) -> Subject:

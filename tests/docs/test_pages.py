@@ -18,7 +18,7 @@ ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md", "your-own-training.md"}  #
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PRINTED = {  # expected output by page; other pages with code that runs print nothing
     "README.md": [
-        "torch.Size([2, 281, 192])", "torch.Size([2, 1000])",
+        "torch.Size([2, 12, 281, 64])", "torch.Size([2, 1000])",
         "adapted: model.layers.0.self_attn (Qwen3Attention): apply_rotary_pos_emb",
     ],
     "concepts.md": ["True"],
@@ -108,16 +108,51 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
+ROWS = {  # in the README: in the table of training steps
+    "timm, axial": "timm-axial", "timm, mixed": "timm-mixed", "**lrpe-md, axial**": "**axial**",
+    "**lrpe-md, mixed**": "**mixed**", "**lrpe-md, axial, `keep_encoded=False`**": "**axial-again**",
+}  # fmt: skip
+
+
 def test_readme_shows_measured_training_steps():
+    """Both front pages show compiled steps, in which the CPU is not the bottleneck."""
     page = (PAGES / "training-steps.md").read_text(encoding="utf-8").splitlines()
-    text = README.read_text(encoding="utf-8").splitlines()
-    head = next(cells(line) for line in text if "vit_b, compiled" in line)
-    columns = cells(next(line for line in page if "vit_b, compiled" in line))
-    rows = {cells(line)[0]: cells(line) for line in page if line.startswith("| ")}
-    shown = [cells(line) for line in text if re.match(r"\| (\*\*|timm)", line) and "%" in line]
-    assert len(shown) == 5
-    for name, *numbers in shown:
-        assert numbers == [rows[name][columns.index(column)] for column in head[1:]], name
+    text = README.read_text(encoding="utf-8")
+    column = cells(next(line for line in page if "vit_b, compiled" in line)).index("vit_b, compiled")
+    rows = {cells(line)[0]: cells(line)[column] for line in page if line.startswith("| ")}
+    shown = {name: numbers for name, *numbers in map(cells, text.splitlines()) if name in ROWS}
+    assert {name: ", ".join(numbers) for name, numbers in shown.items()} == {n: rows[row] for n, row in ROWS.items()}
+    ours, theirs = (shown[name][0].removeprefix("+") for name in ("**lrpe-md, axial**", "timm, axial"))
+    assert f"Axial RoPE adds {ours} to a compiled training step of ViT-B; in timm's own model it adds {theirs}" in text
+    home = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    assert f"**+{ours}** step time for axial RoPE in a compiled ViT-B. In timm's own model it is +{theirs}." in home
+    assert "(host)" not in text
+
+
+def test_readme_counts_models_and_presets():
+    text = README.read_text(encoding="utf-8")
+    files = (ROOT / "scripts" / "results" / "adapters").glob("*.csv")
+    models = sum(path.read_text(encoding="utf-8").count(",adapted,") for path in files)
+    assert f"[{models} models](docs/results/adapted-models.md)" in text
+    assert f"one of {len(lrpe_md.list_presets()) - 1} [other presets]" in text
+
+
+def test_links_of_pictures_in_the_readme():
+    """The picture for dark pages belongs to the same plot."""
+    pairs = re.findall(r'srcset="([^"]+)-dark\.png">\n  <img src="([^"]+)\.png"', README.read_text(encoding="utf-8"))
+    assert len(pairs) == 3
+    for dark, light in pairs:
+        assert dark == light
+        assert all((ROOT / f"{dark}{kind}.png").stat().st_size < 300_000 for kind in ("", "-dark"))
+
+
+def test_code_fits_on_the_page():
+    """Code of guides fits beside both menus, or the page hides the table of contents."""
+    wide = dict.fromkeys(("architecture.md", "diffusion.md", "video.md", "your-own-code-base.md"), 150)
+    for path in (README, *DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        lines = [line for part in re.findall(r"```\w+\n(.*?)```", text, re.S) for line in part.splitlines()]
+        assert max(map(len, lines), default=0) <= wide.get(path.name, 92), path.name
 
 
 def test_recommendation_matches_results():
@@ -141,7 +176,7 @@ def test_recommendation_matches_results():
 
 
 def test_the_page_of_presets():
-    files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-*.png"))
+    files = sorted(path.name for path in (ROOT / "scripts" / "results" / "gallery").glob("presets-[0-9].png"))
     assert (PAGES / "presets.md").read_text(encoding="utf-8") == gallery.render(files)
     for name in lrpe_md.list_presets():
         assert f"\n### {name}\n" in gallery.render(files)
@@ -150,14 +185,36 @@ def test_the_page_of_presets():
 def test_pictures_of_presets(tmp_path):
     gallery.draw(["rope_vit_axial", "wan", "pope"], tmp_path / "some.png")
     assert 10_000 < (tmp_path / "some.png").stat().st_size < 300_000
-    scores = gallery.over_grid(lrpe_md.preset("rope_vit_axial"))
-    assert scores.argmax() == scores.numel() // 2 + scores.shape[1] // 2
-    assert scores.max() == pytest.approx(1)
+    for name in ("rope_vit_axial", "wan", "circle_rope", "mhrope"):
+        found = gallery.over_grid(lrpe_md.preset(name, num_heads=8 if name == "mhrope" else None))
+        assert found.values[found.token] == found.values.max() == pytest.approx(1), name
+        assert found.values.min() < 0.9, name  # not flat
+
+
+def test_no_picture_marks_a_singular_point():
+    """The similarity of circle_rope differs on two sides of its centre, and is smooth at the token."""
+    found = gallery.over_grid(lrpe_md.preset("circle_rope"))
+    row, column = found.token
+    assert found.values[row, column - 1 : column + 2].min() > 0.95
+
+
+def test_presets_are_sorted():
+    names = re.findall(r"^\| \[`(\w+)`\]", (PAGES / "presets.md").read_text(encoding="utf-8"), re.M)
+    assert names == sorted(lrpe_md.list_presets())
+
+
+def test_plots_have_a_copy_for_dark_pages():
+    linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
+    found = {path.name for place in (ROOT / "scripts", DOCS) for path in place.rglob("*-dark.*")}
+    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs stay as they are
+    assert {f"{Path(name).stem}-dark{Path(name).suffix}" for name in names} <= found
 
 
 def test_generated_pages_name_their_command():
     for path in PAGES.glob("*.md"):
-        assert re.match(r"# .*\n\n<!-- Written by `python -m [\w. ]+`", path.read_text(encoding="utf-8")), path
+        assert re.match(r"# .*\n\n<!-- Written by `(lrpe-md|python -m) [\w. ]+`", path.read_text(encoding="utf-8")), (
+            path
+        )
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------

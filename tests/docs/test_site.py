@@ -45,6 +45,29 @@ def test_code_and_pictures_exist(site):
     assert "lrpe_md.rotate" in (site / "reference" / "functions.html").read_text(encoding="utf-8")
 
 
+def test_the_reference_shows_constructors_and_imports(site):
+    modules = (site / "reference" / "modules.html").read_text(encoding="utf-8")
+    plain = re.sub(r"<[^>]+>", "", modules)
+    for name in ("RotateMd", "CosineMd", "PresetMd"):
+        assert re.search(rf"\b{name}\(\s*(head_dim|preset)\b", plain), name
+    backbones = re.sub(r"<[^>]+>", "", (site / "reference" / "backbones.html").read_text(encoding="utf-8"))
+    assert "lrpe_md.models.vit" in backbones
+    assert not re.search(r"(?<!lrpe_md\.)\bmodels\.vit\b(?!\.)", backbones)
+    for path in (site / "reference").glob("*.html"):
+        assert "<em>required" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_asterisks_stay(site):
+    text = (site / "which-encoding.html").read_text(encoding="utf-8")
+    assert "train/CLASS/*.png" in text
+
+
+def test_each_plot_follows_the_color_scheme(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert "front-relative.png#only-light" in text
+    assert "front-relative-dark.png#only-dark" in text
+
+
 @pytest.fixture(scope="module")
 def browse(site):
     """Return a function that opens a page, with a list of its errors."""
@@ -101,3 +124,25 @@ def test_light_dark_and_narrow(browse, scheme, width):
         chosen = page.evaluate("document.body.getAttribute('data-md-color-scheme')")
         assert chosen == ("slate" if scheme == "dark" else "default")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@in_browser
+def test_code_is_not_cut(browse):
+    """Code of the guides fits on a laptop and wraps on a phone."""
+    cut = "[...document.querySelectorAll('pre > code')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+    for width in (390, 1280):
+        page, _ = browse(viewport={"width": width, "height": 800})
+        for name in ("index", "concepts", "libraries", "recipe", "schemes", "text", "architecture", "troubleshooting"):
+            page.goto(f"/{name}.html", wait_until="load")
+            assert page.evaluate(cut) == 0, (name, width)
+
+
+@in_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_home_shows_a_number_and_a_picture_above_the_fold(browse, width):
+    page, _ = browse(viewport={"width": width, "height": 800})
+    page.goto("/index.html", wait_until="load")
+    for part in (".hero strong", ".hero img[src$='#only-light']"):
+        box = page.locator(part).bounding_box()
+        assert box["height"] > 20
+        assert box["y"] + box["height"] <= 800

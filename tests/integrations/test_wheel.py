@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from installed import make_environment
 
 ROOT = Path(__file__).parents[2]
-BUILDING = ("hatchling", "editables")
+BUILDING = ("hatchling",)
 COPIED = ("lrpe_md", "models", "scripts", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -83,6 +84,9 @@ def test_the_wheel_has_the_programs_and_nothing_else(wheel):
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{place}/{path.relative_to(ROOT / folder).as_posix()}" in names
     assert {name.rsplit(".", 1)[-1] for name in names if ".dist-info/" not in name} == {"py", "typed"}
+    text = metadata.partition("\n\n")[2]
+    assert text.startswith("# lrpe-md")
+    assert not re.search(r"\]\((?!https?:)|<img|<picture", text)  # a package index has no files of ours
     extras = {line.removeprefix("Provides-Extra: ") for line in metadata.splitlines() if "Provides-Extra" in line}
     assert {"timm", "diffusers", "transformers", "scripts"} <= extras
 
@@ -175,7 +179,7 @@ def test_no_name_of_ours_but_the_package(installed, tmp_path):
 
 def test_an_editable_install_has_the_same_names(source, tmp_path_factory, tmp_path):
     python, place = make_environment(tmp_path_factory.mktemp("editable"))
-    pip("install", "--editable", str(source), "editables", "--target", str(place), cwd=tmp_path)
+    pip("install", "--editable", str(source), "--target", str(place), cwd=tmp_path)
     user = decoy(tmp_path_factory.mktemp("user"))
     code = """
         import timm, lrpe_md, lrpe_md.models.vit, models
@@ -183,11 +187,30 @@ def test_an_editable_install_has_the_same_names(source, tmp_path_factory, tmp_pa
         print(lrpe_md.__file__, lrpe_md.models.vit.__file__, models.mine)
     """
     ours, vit, mine = run(python, "-W", "ignore", "-c", textwrap.dedent(code), cwd=user).split()
-    assert [Path(ours), Path(vit), mine] == [source / "lrpe_md/__init__.py", source / "models/vit.py", "models"]
+    assert [Path(ours).resolve(), Path(vit), mine] == [
+        source / "lrpe_md/__init__.py",
+        source / "models/vit.py",
+        "models",
+    ]
     for name in ("models", "scripts", "tests"):
         assert f"No module named '{name}'" in run(python, "-c", f"import {name}", cwd=tmp_path, fails=True)
     shown = "import models; print(models.__file__)"  # where the folder itself is the place to import from
     assert Path(run(python, "-W", "ignore", "-c", shown, cwd=source).strip()) == source / "models/__init__.py"
+
+    assert check_types(python, tmp_path, "import lrpe_md\nreveal_type(lrpe_md.Grid((2, 3)).num_tokens)\n") == ["int"]
+
+
+def check_types(python: Path, folder: Path, code: str) -> list[str]:
+    """Return the types that pyright reveals in code of a user of this Python."""
+    pytest.importorskip("pyright")
+    (folder / "mine.py").write_text(code)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), "mine.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    assert not [each for each in said if each["severity"] == "error"]
+    return [each["message"].split(' is "')[1][:-1] for each in said if each["severity"] == "information"]
 
 
 MISSING = [

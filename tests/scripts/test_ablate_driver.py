@@ -14,6 +14,7 @@ from lrpe_md.scripts.ablate import report as ablate_report
 from lrpe_md.scripts.ablate import report_sizes
 from lrpe_md.scripts.ablate import tasks as ablate_tasks
 from lrpe_md.scripts.ablate.tasks import TASKS, Comparison, overrides
+from lrpe_md.scripts.common import plots
 from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.common.plots import choose_looks, split_series
 from lrpe_md.scripts.train.outcome import largest_rise
@@ -209,13 +210,13 @@ def test_numbers_of_the_table(task, tmp_path):
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # one training diverged
     assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
-    assert "2,000 steps of 64, bf16, compiled" in table
+    assert "2,000 steps with batches of 64, bf16, compiled" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds say little: the interval is 12.7 standard errors wide" in two
+    assert "Two seeds say little: the interval is ± 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single
@@ -308,8 +309,8 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.steps > 10).all()
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
-    assert "As many steps as 0.2 s take" in text
-    assert "| steps | s that count |" in text
+    assert "As many steps as fit into 0.2 s" in text
+    assert "| steps | seconds counted |" in text
 
 
 def test_attention_of_single_encodings():
@@ -334,3 +335,23 @@ def test_a_plot_has_at_most_eight_series():
     looks = [choose_looks(group) for group in split_series(names)]
     assert looks[0]["rotate"] == looks[1]["rotate"]
     assert all(len({tuple(look.values()) for look in each.values()}) == len(each) for each in looks)
+
+
+def test_an_encoding_looks_the_same_in_every_plot():
+    names = ["none", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus", "cosine-softplus-phase"]
+    alone = {name: choose_looks([name])[name] for name in names}
+    assert choose_looks(names) == alone == choose_looks(names[::-1])
+    assert len({look["color"] for look in alone.values()}) == len(names) - 1
+    assert alone["cosine-softplus-phase"]["color"] == alone["cosine-softplus"]["color"]
+    assert choose_looks(["rotate", "wan"])["wan"]["color"] != alone["rotate"]["color"]
+
+
+def test_each_plot_is_saved_for_light_and_for_dark_pages(tmp_path):
+    figure, axis = plots.plt.subplots(figsize=(1, 1))
+    axis.set_title("title")
+    plots.save(figure, tmp_path / "a.png")
+    light, dark = (plots.plt.imread(tmp_path / f"a{kind}.png")[..., :3] for kind in ("", "-dark"))
+    assert light[0, 0].min() == 1
+    assert dark[0, 0].max() < 0.2
+    assert light.min() < 0.1
+    assert dark.max() > 0.8

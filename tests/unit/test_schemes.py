@@ -365,7 +365,7 @@ def test_drawing_a_custom_preset(tmp_path):
     assert similarity[1, 2] == similarity.max() == 1
     with pytest.raises(ValueError, match="head: expected 0 to 0, got 3"):
         lrpe_md.show(OWN, head=3)
-    with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a preset that is made"):
+    with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a Preset, which already has them"):
         lrpe_md.show(preset(OWN), head_dim=4)
 
 
