@@ -144,16 +144,16 @@ def main(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     if (number is None) != (npz is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
-    if not prompts and npz is None:
+    options["out"] = options["out"] or run / "sheet.png"
+    sheet = Sheet(**options)
+    painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
+    if not prompts and npz is None and painter.condition["kind"] != "none":
         raise typer.BadParameter(
             "--prompt: expected at least one for a run of `train diffusion`, got none; pass --prompt TEXT, or "
             "--prompt '' for images without a prompt"
         )
-    options["out"] = options["out"] or run / "sheet.png"
-    sheet = Sheet(**options)
-    painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if number is None or npz is None:
-        sample_images(run, painter, prompts, seed, sheet)
+        sample_images(run, painter, prompts or [""], seed, sheet)
     else:
         sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
 

@@ -355,7 +355,7 @@ def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {"checkpoint.pt", "history.csv", "result.json", "samples.npz", "samples.png"}
+    assert names == {"checkpoint.pt", "history.csv", "model.safetensors", "result.json", "samples.npz", "samples.png"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -470,10 +470,15 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         ("labels", ["--prompt", "3"], "--prompt: unknown '3'"),
         ("none", ["--prompt", "red"], "--prompt: expected none, the model was trained without captions or classes"),
         ("features", ["--prompt", "a tile"], "--encoder: expected the text model that made the features"),
-        ("latents", ["--size", "10x8"], ""),
-        ("latents", ["--size", "9x8"], "--size: expected multiples of 2, the model's patch, got 9x8"),
+        ("latents", ["--prompt", "green", "--size", "10x8"], ""),
+        (
+            "latents",
+            ["--prompt", "green", "--size", "9x8"],
+            "--size: expected multiples of 2, the model's patch, got 9x8",
+        ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
-        ("labels", ["--sampler", "ddim"], "--sampler: unknown 'ddim'"),
+        ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
+        ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
         ("labels", ["--prompt-file", "absent.txt"], "--prompt-file absent.txt: can't be read as text"),
     ],
 )
