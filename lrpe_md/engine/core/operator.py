@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -126,10 +127,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
     if not HAS_TRITON:
         if asked:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
-        warnings.warn(
-            "lrpe_md: triton is not installed, so the slower reference runs on this GPU",
-            RuntimeWarning, stacklevel=7,  # the user's call
-        )  # fmt: skip
+        _warn("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
         return False
     if torch.is_grad_enabled():
         for t in constants:
@@ -158,11 +156,19 @@ def warn_of_interpreter() -> None:
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        warnings.warn(
+        _warn(
             f"lrpe_md: the interpreter of Triton {triton.__version__} (TRITON_INTERPRET=1) rounds a fused multiply-add "
-            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'",
-            RuntimeWarning, stacklevel=8,
-        )  # fmt: skip
+            "twice, so that angles are off by up to 1e-4; use Triton 3.9 or later, or impl='reference'"
+        )
+
+
+def _warn(message: str) -> None:
+    """Warn at the first frame outside of this package."""
+    level, package = 2, __name__.partition(".")[0]
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 # --- schemas -----------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def run(
         origin = None if grid.origin is None else grid.origin_row
         tables = Tables(omega, phase, None, origin, None, None, amplitude)
         call = Call(known.spec, known.layout, tables, known.launches, weights)
-    if target is None and call.tables.phase is phase:
+    if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
         impl = options.impl
         if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
             ys = ENCODE.refer(call, xs)
