@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from lrpe_md import __version__
@@ -87,9 +88,7 @@ def main() -> None:
     elif name in ("-h", "--help"):
         print(describe_usage())
     else:
-        from lrpe_md.checks import suggest
-
+        close = get_close_matches(name, EVERYTHING, n=1)  # lrpe_md.checks.suggest would import torch
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         known = ", ".join(EVERYTHING)
-        raise SystemExit(
-            f"lrpe-md: expected one of {known}, got {name!r}{suggest(name, list(EVERYTHING))}. Run `lrpe-md --help`."
-        )
+        raise SystemExit(f"lrpe-md: expected one of {known}, got {name!r}{hint}. Run `lrpe-md --help`.")
