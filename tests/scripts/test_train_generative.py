@@ -327,6 +327,42 @@ def test_a_folder_of_images_and_videos_is_refused(tmp_path):
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text_attention", ["cross", "single"])
+def test_blocks_of_published_models(data, tmp_path, text_attention):
+    """Options of the blocks reach the model, also the one that samples; checkpointing changes no weight."""
+    options = {"mlp": "swiglu", "modulation": "shared", "reg_tokens": 2, "text_attention": text_attention}
+    options = {**data["features"], **options}
+    plain = diffusion.run(config(options, tmp_path / "plain"))
+    saving = diffusion.run(config({**options, "checkpointing": True}, tmp_path / "saving"))
+    assert saving["held_out"] == plain["held_out"]
+    names = weights(tmp_path / "plain").keys()
+    assert any("table" in name for name in names)
+    assert any("reg_token" in name for name in names)
+    assert any("cross" in name for name in names) == (text_attention == "cross")
+    encoder = data["latents"]["data"].parent / "text"
+    given = ["--prompt", "a red tile", "--encoder", encoder, "--steps", 1, "--device", "cpu", "--images", 1]
+    done = invoke("sample", tmp_path / "plain", *given)
+    assert done.exit_code == 0, done.output
+
+
+def test_published_sizes(data, tmp_path):
+    found = config({**data["labels"], "model": "S/4"}, tmp_path)
+    assert (found.patch, found.dim, found.depth, found.heads) == (4, 384, 12, 6)
+    for wrong, message in {
+        "M/2": "--model: unknown 'M'",
+        "XL": "--model: expected SIZE/PATCH",
+        "B/0": "got B/0",
+    }.items():
+        with pytest.raises(typer.BadParameter, match=message):
+            config({**data["labels"], "model": wrong}, tmp_path)
+
+
+def test_labels_have_no_text_to_read(data, tmp_path):
+    with pytest.raises(typer.BadParameter, match="--text-attention cross: text_attention: expected 'joint'"):
+        diffusion.run(config({**data["labels"], "text_attention": "cross"}, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 class Killed(Exception):
     pass
 

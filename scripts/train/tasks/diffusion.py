@@ -21,13 +21,13 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ....models.dit import DiT
+from ....models.dit import SIZES, DiT
 from ....models.flow import Prediction, Times, draw_times, flow_matching_loss
 from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import OPTIMISER, RUN, describe, option
+from ..config import MODEL, OPTIMISER, RUN, describe, option
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -70,10 +70,24 @@ class DiffusionTraining(GenerativeTraining):
     )
     encoding: str = option("rotate", CAPTIONED.help)
     attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
+    model: str = option(
+        "", "Published size, such as XL/2, in place of --patch, --dim, --depth and --heads.", panel=MODEL
+    )
     patch: int = option(2, "Height and width of a patch, in pixels or latents.", least=1)
     dim: int = option(256, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
     heads: int = option(4, "Number of attention heads.", least=1)
+    mlp: str = option("gelu", "MLP of the blocks: gelu, gelu_tanh or swiglu.", panel=MODEL)
+    modulation: str = option(
+        "block", "Layers from time to shifts, scales and gates: one for each block, or one shared.", panel=MODEL
+    )
+    reg_tokens: int = option(0, "Number of register tokens.", least=0, off=True, panel=MODEL)
+    text_attention: str = option(
+        "joint", "How patches read text: joint (weights of their own), single (the same weights) or cross.", panel=MODEL
+    )
+    checkpointing: bool = option(
+        False, "Recompute the blocks in the backward pass, to save memory.", free=True, panel=MODEL
+    )
     text_dim: int = option(256, "Width of the text encoder or of class embeddings.", least=1)
     text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
     text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
@@ -104,6 +118,11 @@ class DiffusionTraining(GenerativeTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, value in size_of(self.model).items() if self.model else ():
+            object.__setattr__(self, name, value)  # the fields of a configuration are frozen
+        choose("--mlp", [self.mlp], ("gelu", "gelu_tanh", "swiglu"))
+        choose("--modulation", [self.modulation], ("block", "shared"))
+        choose("--text-attention", [self.text_attention], ("joint", "single", "cross"))
         choose("--attention", [self.attention], CAPTIONED.attentions)
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
@@ -116,7 +135,7 @@ class DiffusionTraining(GenerativeTraining):
             raise typer.BadParameter(
                 f"--patch {self.patch}: expected a divisor of {self.latents['shape'][-1]}, the size of the latents"
             )
-        self.check_encoding(DiT, model_arguments(self))
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
 
     @cached_property
     def latents(self) -> dict[str, Any] | None:
@@ -138,8 +157,20 @@ class DiffusionTraining(GenerativeTraining):
         return Sampling(self.sampler, self.sample_steps, self.guidance, cast(Prediction, self.prediction))
 
 
+def size_of(name: str) -> dict[str, int]:
+    """Return the options of a published size."""
+    size, _, patch = name.partition("/")
+    choose("--model", [size], SIZES)
+    if not patch.isdecimal() or not int(patch):
+        raise typer.BadParameter(f"--model: expected SIZE/PATCH, such as XL/2, got {name}")
+    sizes = SIZES[size]
+    return {"patch": int(patch), "dim": sizes["embed_dim"], "depth": sizes["depth"], "heads": sizes["num_heads"]}
+
+
 def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
     return {
+        "mlp": config.mlp, "modulation": config.modulation, "reg_tokens": config.reg_tokens,
+        "text_attention": config.text_attention,
         "num_axes": config.num_axes, "in_chans": 3 if config.latents is None else config.latents["shape"][2],
         "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         **CAPTIONED.arguments(config.encoding, config.attention),
@@ -152,7 +183,12 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
         encoder = source.condition.encoder()
-    return DiT(text_encoder=encoder, **model_arguments(config))
+    try:
+        model = DiT(text_encoder=encoder, **model_arguments(config))
+    except ValueError as error:
+        raise typer.BadParameter(f"--text-attention {config.text_attention}: {error}") from error
+    model.set_grad_checkpointing(config.checkpointing)
+    return model
 
 
 def open_source(config: DiffusionTraining, device: torch.device) -> Source:
