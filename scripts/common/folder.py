@@ -29,8 +29,8 @@ def require_checkout(option: str) -> None:
 
 
 def shown(path: Path) -> str:
-    """Return a path in the checkout as the help shows it, relative to the root."""
-    return path.relative_to(ROOT).as_posix()
+    """Return a path as the help shows it: in the checkout relative to the root."""
+    return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
 
 
 class SaveError(OSError):

@@ -31,4 +31,5 @@ def test_the_drawings(tmp_path):
     from lrpe_md.scripts.visualize.kernel import DRAWINGS, main
 
     main(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(DRAWINGS)
+    both = {name.replace(".svg", f"{mode}.svg") for name in DRAWINGS for mode in ("", "-dark")}
+    assert {path.name for path in tmp_path.iterdir()} == both

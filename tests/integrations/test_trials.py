@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lrpe_md.scripts.adapters import trial
-from lrpe_md.scripts.adapters.__main__ import app
+from lrpe_md.scripts.adapters.app import app
 from torch import nn
 from typer.testing import CliRunner
 
