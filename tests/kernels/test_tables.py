@@ -15,9 +15,7 @@ PACKAGE = Path(lrpe_md.__file__).parent
 TESTS = Path(__file__).parents[1]
 
 ENTRY = """
-    "square": Activation(
-        lambda x, dim: x * x, lambda dx_bar, x, x_bar, dim: 2 * x * dx_bar, never_negative=True
-    ),
+    "square": Activation(lambda x, dim: x * x, never_negative=True),
     "softmax": Activation("""
 FORWARD = """
     elif V.act == "square":
@@ -82,7 +80,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lrpe_md.engine import launch
+from lrpe_md.engine.encode import launch
 from lrpe_md.engine.core.call import Options, Variant
 from lrpe_md.engine.kernels.activations import activate, activate_backward
 import triton.language as tl
