@@ -4,8 +4,8 @@ A copy shares the globals of its original, so that whatever is patched there lat
 looks up ``apply_rotary_emb``, the copy looks up a private name, which is added to where the original one is found: the
 globals of a function, a module, or a module that a function imports from when it runs.
 
-:class:`ForwardCopy` has globals of its own instead: a private name in ``torch.nn.functional`` would keep the model
-alive that the replacement belongs to.
+:class:`ForwardCopy` has globals of its own instead, because a private name in ``torch.nn.functional`` would keep the
+replacement's model alive.
 """
 
 from __future__ import annotations

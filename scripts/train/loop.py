@@ -344,7 +344,7 @@ class Trainer:
         return loss
 
     def _is_regular(self, step: int) -> bool:
-        """Whether a run of more steps has a row of the history here, too."""
+        """Return whether a longer run has a row of the history at this step, too."""
         config = self.config
         return step % config.log_every == 0 or (config.validate_every > 0 and step % config.validate_every == 0)
 

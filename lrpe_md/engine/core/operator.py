@@ -320,7 +320,7 @@ class Operator(ABC):
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
         """Return the options of a forward that a backward follows, and how many of its results a user gets."""
-        raise NotImplementedError  # of operators without options
+        raise NotImplementedError("an operator with options defines it")
 
     # --- a call, from the choice of the path to a launch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -39,14 +39,13 @@ def run(
     target: Target | None = None,
 ) -> Any:
     """Run :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate` on one tensor, or on q and k."""
-    if type(positions) is Packed:
-        where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
-        return encode_packed(lambda *views: run(options, views, omega, where, phase, amplitude, norm, into), xs)
     given = positions if type(positions) is GivenTables else None
-    if given is not None and _are_packed(xs):
-        refuse_mixing(options.dim)
-        into = _of_views(target, xs)
-        return encode_packed(lambda *views: run(options, views, omega, given, phase, amplitude, norm, into), xs)
+    if type(positions) is Packed or (given is not None and _are_packed(xs)):
+
+        def encode(views: tuple[Tensor, ...], where: Any, into: Target | None) -> Any:
+            return run(options, views, omega, where, phase, amplitude, norm, into)
+
+        return _encode_views(encode, xs, positions, options.dim, target)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
@@ -214,6 +213,19 @@ def _run_apart(
     return ys
 
 
+def _encode_views(
+    encode: Callable[..., Any], xs: tuple[Tensor, ...], positions: Packed | GivenTables, dim: int | None, target: Any
+) -> Any:
+    """Encode packed tokens (N, H, D) as views (1, H, N, D): call ``encode(views, positions, target)``."""
+    where: Any = positions
+    if isinstance(positions, Packed):
+        where = unpack_positions(positions, dim)
+    else:
+        refuse_mixing(dim)
+    into = _of_views(target, xs)
+    return encode_packed(lambda *views: encode(views, where, into), xs)
+
+
 def _count_groups(phase: Any) -> int:
     """Groups of phases that q and k have in common."""
     several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
@@ -233,15 +245,12 @@ def run_part(
     target: Target | None = None,
 ) -> Any:
     """The cosine map of the channels that ``rotary_dim`` says; the others pass as x̄, side by side with it."""
-    if type(positions) is Packed:
-        where, into = unpack_positions(positions, options.dim), _of_views(target, xs)
-        return encode_packed(lambda *views: run_part(options, views, omega, where, phase, amplitude, norm, into), xs)
-    if type(positions) is GivenTables and _are_packed(xs):
-        refuse_mixing(options.dim)
-        into = _of_views(target, xs)
-        return encode_packed(
-            lambda *views: run_part(options, views, omega, positions, phase, amplitude, norm, into), xs
-        )
+    if type(positions) is Packed or (type(positions) is GivenTables and _are_packed(xs)):
+
+        def encode(views: tuple[Tensor, ...], where: Any, into: Target | None) -> Any:
+            return run_part(options, views, omega, where, phase, amplitude, norm, into)
+
+        return _encode_views(encode, xs, positions, options.dim, target)
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):

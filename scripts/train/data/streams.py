@@ -30,7 +30,7 @@ TEST_NAMES = ("validation", "val", "test")
 HUB = "hf:"
 INDEX = 1  # version of the cached index of a shard
 BLOCK = 512  # bytes, of a tar
-# Errors of files that are missing, short, or not what their name says.
+# Raised for files that are missing, cut short, or of another format than their name says.
 UNREADABLE = (OSError, EOFError, ValueError, SyntaxError, KeyError, Image.DecompressionBombError)
 
 
