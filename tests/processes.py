@@ -4,13 +4,21 @@ Forks of the test's own process can't use autograd once it has.
 """
 
 import multiprocessing
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["run_two"]
+__all__ = ["free_port", "run_two"]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:

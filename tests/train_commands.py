@@ -1,12 +1,17 @@
-"""Run ``lrpe-md train`` in this process, as a command line."""
+"""Run ``lrpe-md train`` in this process, as a command line, and stop trainings in the middle."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 from lrpe_md.scripts.train.app import app
 from typer.testing import CliRunner, Result
 
-__all__ = ["flags", "invoke", "output_of"]
+__all__ = ["Killed", "die_after", "flags", "invoke", "output_of"]
+
+
+class Killed(Exception):
+    pass
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -30,3 +35,15 @@ def output_of(*arguments: Any, code: int = 2) -> str:
     done = invoke(*arguments)
     assert done.exit_code == code, done.output
     return done.output
+
+
+def die_after(calls: int, function: Callable[..., Any], error: type[BaseException] = Killed) -> Callable[..., Any]:
+    """Return a function that raises ``error`` instead of a call beyond this number of calls."""
+    numbers = count(1)
+
+    def dying(*args: Any) -> Any:
+        if next(numbers) > calls:
+            raise error
+        return function(*args)
+
+    return dying

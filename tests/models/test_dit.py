@@ -78,18 +78,22 @@ def inputs(*size, batch=2, dtype=torch.float32):
 # --- the backbone ----------------------------------------------------------------------------------------
 
 
-def test_adaln_zero_begins_as_the_identity():
-    model = dit(randomized=False, encoding="rotate", depth=3)
-    x, t, text = inputs()
+def assert_blocks_are_the_identity(model, x, t, text, depth):
     seen = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, args, out: seen.append((args[:2], out)))
     assert not model(x, t, text).any()
-    assert len(seen) == 3
+    assert len(seen) == depth
     for before, after in seen:
         for a, b in zip(before, after, strict=True):
             assert a.std() > 0
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_adaln_zero_begins_as_the_identity():
+    model = dit(randomized=False, encoding="rotate", depth=3)
+    x, t, text = inputs()
+    assert_blocks_are_the_identity(model, x, t, text, 3)
     model(x, t, text).sum().backward()
     assert model.head.weight.grad.abs().max() > 0
 

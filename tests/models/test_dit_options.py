@@ -15,6 +15,7 @@ from lrpe_md.models import blocks
 from lrpe_md.models.dit import SIZES, DiT
 from lrpe_md.models.flow import flow_matching_loss, guided
 from lrpe_md.models.text import LabelEncoder, Text, TextEncoder, tokenize
+from test_dit import assert_blocks_are_the_identity
 
 OPTIONS = {
     "cross": {"text_attention": "cross"},
@@ -68,16 +69,7 @@ parametrize_options = pytest.mark.parametrize("name", OPTIONS)
 
 @parametrize_options
 def test_blocks_begin_as_the_identity(name):
-    model, (x, t, text) = dit(name, seed=None), inputs()
-    seen = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda _, args, out: seen.append((args[:2], out)))
-    assert not model(x, t, text).any()
-    assert len(seen) == 2
-    for before, after in seen:
-        for a, b in zip(before, after, strict=True):
-            assert a.std() > 0
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert_blocks_are_the_identity(dit(name, seed=None), *inputs(), 2)
 
 
 @parametrize_options

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lrpe_md.scripts.train.app import app
 from PIL import Image
 from test_train_video import DECODERS, write_video
-from typer.testing import CliRunner, Result
+from train_commands import invoke
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 200, 0), "red": (255, 0, 0)}
 SMALL: dict[str, Any] = {
@@ -19,10 +18,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 PIXELS: dict[str, Any] = {"size": 8, "test_size": 12}
 CLIPS: dict[str, Any] = {"size": 8, "test_size": 0, "frames": 3, "every": 2, "segment": 12}
-
-
-def invoke(*args: Any) -> Result:
-    return CliRunner().invoke(app, [*map(str, args)], env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 def write_classes(folder: Path, each: int = 8) -> Path:

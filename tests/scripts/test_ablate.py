@@ -19,6 +19,7 @@ from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.tasks import digits
 from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from train_commands import die_after
 from typer.testing import CliRunner, Result
 
 ROOT = Path(__file__).parents[2]
@@ -208,15 +209,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, monkeypatch: pytes
     whole, batch = digits.run(config(tmp_path / "whole", **few)), digits.batch
     expected = torch.load(tmp_path / "whole" / "checkpoint.pt")
     for kill in range(7):
-        calls = []
-
-        def dying(*args: Any, kill: int = kill, calls: list = calls) -> Any:
-            calls.append(1)
-            if len(calls) > kill:
-                raise KeyboardInterrupt
-            return batch(*args)
-
-        monkeypatch.setattr(digits, "batch", dying)
+        monkeypatch.setattr(digits, "batch", die_after(kill, batch, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             digits.run(config(tmp_path / f"{kill}", **few))
         monkeypatch.setattr(digits, "batch", batch)

@@ -32,7 +32,7 @@ from lrpe_md.scripts.train.tasks import image as train_image
 from lrpe_md.scripts.train.tasks.image import ImageTraining
 from PIL import Image
 from test_train_image import write_folders
-from train_commands import output_of
+from train_commands import die_after, output_of
 
 SMALL = {
     "steps": 5, "batch": 8, "lr": 3e-3, "warmup": 2, "ema": 0.5, "device": "cpu", "log_every": 2, "save_every": 2,
@@ -262,16 +262,8 @@ def test_unknown_policy_is_refused(tmp_path):
 
 def run_killed(config: ImageTraining, kill: int, monkeypatch) -> None:
     """Train until ``kill`` micro-batches have been made, in the main process."""
-    make, calls = train_image.augmented_batch, []
-
-    def dying(*args):
-        calls.append(1)
-        if len(calls) > kill:
-            raise KeyboardInterrupt
-        return make(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(train_image, "augmented_batch", dying)
+        patch.setattr(train_image, "augmented_batch", die_after(kill, train_image.augmented_batch, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_image.run(config)
 

@@ -10,7 +10,7 @@ from lrpe_md.scripts.train.data.videos import VideoError
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from test_train_video import DECODERS, write_video
-from train_commands import output_of
+from train_commands import die_after, output_of
 
 pytestmark = pytest.mark.skipif(not DECODERS, reason="needs PyAV or OpenCV")
 
@@ -90,15 +90,8 @@ def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, mon
     assert result["accuracy"]["extrapolated"]["4x8x8"] == 100
     assert result["classes"] == ["bright", "dark"]
     assert (result["chance"], result["train_videos"] + result["test_videos"]) == (50, 20)
-    config, calls, make = VideoTraining(out=tmp_path / "cut", **options), [], train_video.labelled_batch
-
-    def dying(*args):
-        calls.append(1)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-        return make(*args)
-
-    monkeypatch.setattr(train_video, "labelled_batch", dying)
+    config, make = VideoTraining(out=tmp_path / "cut", **options), train_video.labelled_batch
+    monkeypatch.setattr(train_video, "labelled_batch", die_after(5, make, KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train_video.run(config)
     monkeypatch.setattr(train_video, "labelled_batch", make)

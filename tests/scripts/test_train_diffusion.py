@@ -29,6 +29,7 @@ from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining, run
+from train_commands import Killed, die_after
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
 SMALL = {
@@ -228,29 +229,13 @@ def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
     assert model.reference is None
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("stop", [7, 12])
 def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, stop):
     """Kill a step after the checkpoint, and after the last step before the results are written."""
     whole = run(config(folder, tmp_path / "whole", encoding="rotate-mixed"))
-    calls = []
-    original = train_diffusion.loss
-
-    def dying(*args):
-        calls.append(1)
-        if len(calls) > stop:
-            raise Killed
-        return original(*args)
-
-    def dying_late(*args):
-        raise Killed
-
-    monkeypatch.setattr(train_diffusion, "loss", dying)
+    monkeypatch.setattr(train_diffusion, "loss", die_after(stop, train_diffusion.loss))
     if stop == SMALL["steps"]:
-        monkeypatch.setattr(Evaluation, "evaluate", dying_late)
+        monkeypatch.setattr(Evaluation, "evaluate", die_after(0, Evaluation.evaluate))
     part = config(folder, tmp_path / "part", encoding="rotate-mixed")
     with pytest.raises(Killed):
         run(part)

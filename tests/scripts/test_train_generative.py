@@ -16,7 +16,6 @@ from generative_data import (
     COLOURS,
     PIXELS,
     SMALL,
-    invoke,
     write_all,
     write_captions,
     write_classes,
@@ -34,6 +33,7 @@ from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
 from PIL import Image
 from test_train_image import write_folders, write_idx
+from train_commands import Killed, die_after, invoke
 
 CPU = torch.device("cpu")
 KINDS = ("labels", "none", "latents", "features", "clips", "film latents")
@@ -363,25 +363,13 @@ def test_labels_have_no_text_to_read(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
     """A training that was killed after its checkpoint ends with the weights of one that was not."""
     options = {**data[kind], "accumulate": 2}
     whole = diffusion.run(config(options, tmp_path / "whole"))
-    original, calls = diffusion.loss, []
-
-    def dying(*args: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) > 6:
-            raise Killed
-        return original(*args)
-
     with monkeypatch.context() as patched:
-        patched.setattr(diffusion, "loss", dying)
+        patched.setattr(diffusion, "loss", die_after(6, diffusion.loss))
         with pytest.raises(Killed):
             diffusion.run(config(options, tmp_path / "part"))
     again = diffusion.run(config(options, tmp_path / "part", workers=2))
@@ -419,16 +407,9 @@ def test_samples_on_the_way(data, tmp_path, monkeypatch):
     """Sheets do not change the training, and a run with sheets but no regular checkpoint can be resumed."""
     options = {**data["labels"], "save_every": 100}
     plain = diffusion.run(config(options, tmp_path / "plain"))
-    shown, original, calls = config(options, tmp_path / "shown", sample_every=2), diffusion.loss, []
-
-    def dying(*args: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) > 3:
-            raise Killed
-        return original(*args)
-
+    shown = config(options, tmp_path / "shown", sample_every=2)
     with monkeypatch.context() as patched:
-        patched.setattr(diffusion, "loss", dying)
+        patched.setattr(diffusion, "loss", die_after(3, diffusion.loss))
         with pytest.raises(Killed):
             diffusion.run(shown)
     assert (tmp_path / "shown" / "samples-0000002.png").exists()

@@ -23,7 +23,7 @@ from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from lrpe_md.scripts.train.weights import start_from
 from PIL import Image
 from torch import nn
-from train_commands import flags, output_of
+from train_commands import die_after, flags, output_of
 
 from lrpe_md import CosineMd, Grid
 
@@ -242,15 +242,8 @@ def test_resumed_run_equals_uninterrupted_run(data, tmp_path, monkeypatch):
     few = {**SMALL, "steps": 5, "save_every": 2, "erase": 0.5, "encoding": "cosine-softplus-phase"}
     weights, batch = [], train_image.batch
     for kill in (99, 1, 4):
-        config, calls = ImageTraining(data=data, out=tmp_path / f"{kill}", **few), []
-
-        def dying(*args, kill=kill, calls=calls):
-            calls.append(1)
-            if len(calls) > kill:
-                raise KeyboardInterrupt
-            return batch(*args)
-
-        monkeypatch.setattr(train_image, "batch", dying)
+        config = ImageTraining(data=data, out=tmp_path / f"{kill}", **few)
+        monkeypatch.setattr(train_image, "batch", die_after(kill, batch, KeyboardInterrupt))
         if kill < 5:
             with pytest.raises(KeyboardInterrupt):
                 train_image.run(config)

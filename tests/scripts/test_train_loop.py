@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,10 @@ from lrpe_md.scripts.train import loop
 from lrpe_md.scripts.train.config import Training, settings_of
 from lrpe_md.scripts.train.loop import Trainer
 from lrpe_md.scripts.train.order import divide, prepare_ahead, shuffle
+from processes import free_port
 from torch import nn
 from torch.nn import functional as F
+from train_commands import Killed
 
 
 class Toy(nn.Module):
@@ -29,10 +30,6 @@ class Toy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks[0](x))
-
-
-class Killed(Exception):
-    pass
 
 
 X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 2
@@ -259,12 +256,6 @@ def worker(rank: int, ports: list[int], out: Path) -> None:
         if sharding == "fsdp":
             assert all(hasattr(p, "placements") for p in trainer.raw.parameters())
         torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_two_processes_equal_one(tmp_path, monkeypatch):

@@ -24,8 +24,8 @@ from lrpe_md.scripts.train.schedules import Schedule
 from lrpe_md.scripts.train.tasks import digits
 from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from lrpe_md.scripts.train.weights import start_from
-from test_train_loop import TOY, Killed, same, toy_batch, toy_train
-from train_commands import invoke, output_of
+from test_train_loop import TOY, same, toy_batch, toy_train
+from train_commands import Killed, invoke, output_of
 
 ROOT = Path(__file__).parents[2]
 TINY = {"warmup": 1, "limit": 64, "device": "cpu", "progress": False, "tensorboard": False}

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from lrpe_md.scripts.ablate.tasks import TASKS
 from PIL import Image
+from processes import free_port
 from test_streams import write_shards
 from test_train_clips import write_classes
 from test_train_image import write_idx
@@ -64,9 +64,7 @@ def run_program(rank: int, port: int, arguments: list[str]) -> None:
 
 
 def on_two_processes(arguments: list[str]) -> list[int | None]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # A fork can't use autograd after its parent has, so processes are forked from a server that has only imported.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lrpe_md.scripts.train.app", "torch.distributed.fsdp", "timm", "tensorboard"])
@@ -150,9 +148,7 @@ def interrupted_worker(rank: int, port: int, out: Path) -> None:
 
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=interrupted_worker, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in processes:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import typer
-from generative_data import SMALL, invoke, write_classes, write_films
+from generative_data import SMALL, write_classes, write_films
 from lrpe_md.scripts.train.data.values import Latents
 from lrpe_md.scripts.train.tasks import diffusion, vae
 from lrpe_md.scripts.train.tasks.vae import VaeTraining
 from lrpe_md.scripts.train.vae import load_vae
 from PIL import Image
+from train_commands import Killed, die_after, invoke
 
 MODEL = {"dim", "depth", "heads", "text_dim", "text_depth", "sample_steps"}
 
@@ -59,29 +60,18 @@ def test_a_saved_vae_has_the_averaged_weights(tmp_path):
     assert loaded.shift_factor == pytest.approx(about["latent_mean"])
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_killed_training_resumes_bit_equal(tmp_path, monkeypatch, stop):
     """Kill a step after the checkpoint, and after the last step before the VAE is written."""
     data = write_classes(tmp_path / "classes")
     whole = vae.run(config(data, tmp_path / "whole"))
-    original, calls = vae.loss, []
-
-    def dying(*args: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) > stop:
-            raise Killed
-        return original(*args)
 
     def dying_late(*args: Any) -> None:
         (tmp_path / "part" / "vae.part").mkdir()
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(vae, "loss", dying)
+        patched.setattr(vae, "loss", die_after(stop, vae.loss))
         patched.setattr(vae, "save_vae", dying_late)
         with pytest.raises(Killed):
             vae.run(config(data, tmp_path / "part"))
