@@ -24,7 +24,7 @@ from lrpe_md.scripts.train import samples
 from lrpe_md.scripts.train.app import app
 from lrpe_md.scripts.train.data.pictures import open_pictures
 from lrpe_md.scripts.train.data.records import Split
-from lrpe_md.scripts.train.data.values import digest_of
+from lrpe_md.scripts.train.data.values import hash_data
 from lrpe_md.scripts.train.encodings import CAPTIONED
 from lrpe_md.scripts.train.generation import Evaluation
 from lrpe_md.scripts.train.tasks import diffusion as train_diffusion
@@ -66,7 +66,7 @@ def load(path, size=8, parts=4, fold=0, limit=None, without=""):
     images, records = pictures.read(size), pictures.records
     return SimpleNamespace(
         images=images, captions=records.captions, held_out=records.held_out(path, split),
-        digest=digest_of(images, records),
+        digest=hash_data(images, records),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ..config import Training, describe, option
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
 from .records import CONDITIONS, Records, Split
-from .values import LATENTS, Clips, Latents, Pixels, Values, digest_of
+from .values import LATENTS, Clips, Latents, Pixels, Values, hash_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +142,14 @@ def load_source(
         return Source(latents, condition, chosen[~held_out], chosen[held_out], latents.about["digest"], latents.about)
     if is_footage(path):
         films, frames = open_films(path, max(sizes), split, config.condition)
-        digest = digest_of(frames, films.records)
+        digest = hash_data(frames, films.records)
         return _clips(config, Pixels.at_sizes(frames, sizes, config.flip, device), films, digest, encoding)
     pictures = open_pictures(path, split, condition=config.condition, without=config.without)
     held_out = pictures.records.held_out(path, split)
     images = pictures.read(max(sizes))
     return Source(
         Pixels.at_sizes(images, sizes, config.flip, device), make_condition(pictures.records, encoding),
-        np.flatnonzero(~held_out), np.flatnonzero(held_out), digest_of(images, pictures.records),
+        np.flatnonzero(~held_out), np.flatnonzero(held_out), hash_data(images, pictures.records),
     )  # fmt: skip
 
 

@@ -211,6 +211,6 @@ class Clips:
         return x.unflatten(0, frames.shape).transpose(1, 2).contiguous()
 
 
-def digest_of(images: Tensor, records: Records) -> int:
+def hash_data(images: Tensor, records: Records) -> int:
     """Hash the training data."""
     return zlib.crc32(str(records.digest).encode(), zlib.crc32(images.numpy().tobytes()))
