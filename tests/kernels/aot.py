@@ -7,7 +7,6 @@ of values of all options that a compiled kernel depends on. It prints one JSON l
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import re
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its interpreter"
 
@@ -171,7 +170,7 @@ class Recorder:
     def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
         found = []
         for args, kwargs in self.calls:
-            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl")}
+            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion")}
             values = dict(zip(self.fn.arg_names, args, strict=False))
             values |= {k: v for k, v in kwargs.items() if k not in options}
             signature, constexprs = {}, {}
@@ -308,13 +307,13 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
     remainders: products s·w whose whole turns are removed by fma(s, w, n), with -n whole. counted_twice: those of them
     whose rounding error fma(s, w, -s·w) is added as well, which happens if the compiler contracts p - round(p).
     counted: whether turns are counted in integers, of 2^-32. narrow: loads and stores of a single 16-bit element.
-    early: work before the wait for the previous kernel. split: loads before and after the first barrier. From LLVM's
-    code, also the results of count_open.
+    early: work before the wait for the previous kernel. split: loads before and after the first barrier. contracted:
+    products that the compiler fused into sums.
     """
     ptx, definitions = asm.get("ptx", ""), {}
     for line in ptx.splitlines():
         if found := re.match(r"\s*(\S+)\s+(%\w+), (.*);", line):
-            definitions[found[2]] = (found[1], [operand.strip() for operand in found[3].split(",")])
+            definitions[found[2]] = (found[1].replace(".rn", ""), [operand.strip() for operand in found[3].split(",")])
 
     def constant(value: str) -> str:
         op, operands = definitions.get(value, ("mov", [value]))
@@ -329,7 +328,7 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
 
     exact, residues = set(), set()
     for op, operands in definitions.values():
-        if op != "fma.rn.f32" or is_zero(operands[2]):
+        if op != "fma.f32" or is_zero(operands[2]):
             continue
         *factors, addend = operands
         op, operands = definitions.get(addend, ("", []))
@@ -339,7 +338,7 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
             continue
         value = unsigned(addend)
         op, operands = definitions.get(value, ("", []))
-        product = op.startswith("mul") or (op == "fma.rn.f32" and is_zero(operands[2]))
+        product = op.startswith("mul") or (op == "fma.f32" and is_zero(operands[2]))
         if product and sorted(map(unsigned, operands[:2])) == sorted(factors):
             residues.add(tuple(sorted(factors)))
     narrow = len(re.findall(r"(?:ld|st)\.global\.b16", ptx))
@@ -348,98 +347,19 @@ def findings(asm: dict[str, Any]) -> dict[str, Any]:
     early = sorted(set(re.findall(r"griddepcontrol\.(\w+)", ptx)))
     split = [part.count("ld.global") for part in ptx.partition("bar.sync")[::2]]
     found = {"counted_twice": twice, "counted": counted, "narrow": narrow, "early": early, "split": split}
-    return {"remainders": len(exact), **found, **count_open(asm.get("llir", ""))}
+    return {"remainders": len(exact), **found, "contracted": count_contracted(asm)}
 
 
-class Made(NamedTuple):
-    """The instruction that defines a value in LLVM's code."""
-
-    op: str
-    values: list[str]
-    narrow: bool  # is float32
-    vector: bool
-    exchanged: bool  # comes from another thread
-
-    @property
-    def sums(self) -> bool:
-        """Adds two values, neither of them constant."""
-        return self.op in ("fadd", "fsub") and len(self.values) == 2
-
-    @property
-    def multiplies(self) -> bool:
-        return self.op == "fmul" and self.narrow and len(self.values) == 2
-
-
-class Use(NamedTuple):
-    """An instruction that uses a value, and the vector element that it uses."""
-
-    op: str
-    element: str
-    user: str
-
-
-EXCHANGES = ("shfl", "llvm.amdgcn.")
-MOVES = ("extractelement", "insertelement", "shufflevector")  # move elements of vectors
-
-
-def count_open(llir: str) -> dict[str, int]:
-    """Count float32 operations where the compiler may choose which product to fuse; rows.py avoids them.
-
-    open_products: products with several uses, one of which is a sum. Products that threads exchange before they are
-    added do not count. open_sums: sums of two products; for differences the order of the operands decides which one is
-    fused.
-
-    A product has two non-constant factors. Sums with a constant do not count, nor do products that pass a select, phi
-    or sign, nor vectors, except for their extracted elements.
-    """
-    made: dict[str, Made] = {}
-    uses: dict[str, list[Use]] = collections.defaultdict(list)
-    for line in llir.splitlines():
-        found = re.match(r"\s*(%\S+) = (?:tail )?(\w+)(.*)", line.partition(", !dbg")[0])
-        name, op, rest = found.groups() if found else ("", "", line)
-        values = re.findall(r"%[\w.]+", rest)
-        element = rest.rpartition(" ")[2] if op == "extractelement" else ""
-        exchanged = any(each in line for each in EXCHANGES)
-        made[name] = Made(op, values, "float" in rest, " x float>" in rest, exchanged)
-        for value in set(values):
-            uses[value].append(Use("sum" if made[name].sums else op, element, name))
-
-    def is_product(name: str) -> bool:
-        """Return whether a value, or an element of a vector, is a product."""
-        if name in made and made[name].op in MOVES:
-            return any(map(is_product, made[name].values[: 1 if made[name].op == "extractelement" else 2]))
-        return name in made and made[name].multiplies
-
-    def list_uses(name: str) -> list[list[str]]:
-        """List the uses of a number, or of each element of a vector.
-
-        Elements count as far as they are extracted, since LLVM adds whole vectors even if it needs only some elements.
-        """
-        elements: dict[str, list[str]] = collections.defaultdict(list)
-        for use in uses[name]:
-            taken = use.op == "extractelement"
-            elements[use.element] += [each.op for each in uses[use.user]] if taken else [use.op]
-        if made[name].vector:
-            elements.pop("", None)
-        return list(elements.values())
-
-    def is_exchanged(name: str) -> bool:
-        """Return whether the value's bits are exchanged between threads."""
-        bits = [use.user for use in uses[name] if use.op == "bitcast"]
-        return any(made[use.user].exchanged for each in bits for use in uses[each])
-
-    products = [name for name, each in made.items() if each.multiplies and not is_exchanged(name)]
-    several = [ops for name in products for ops in list_uses(name) if len(ops) > 1]
-    adds = [each.values for each in made.values() if each.op == "fadd" and each.narrow and each.sums]
-    return {
-        "open_products": sum("sum" in ops for ops in several),
-        "open_sums": sum(all(map(is_product, values)) for values in adds),
-    }
+def count_contracted(asm: dict[str, Any]) -> int:
+    """Count multiply-adds in PTX that the kernel's source doesn't contain; gfx942 has no PTX."""
+    written = re.findall(r"call (<\d+ x )?\w+>? @llvm\.(?:nvvm\.)?(?:fma|fmuladd)\b", asm.get("llir", ""))
+    explicit = sum(int(size[1:-3]) if size else 1 for size in written)
+    return max(0, len(re.findall(r"\bfma\.r", asm.get("ptx", ""))) - explicit)
 
 
 @triton.jit
-def leaves_products_open(p_s, p_w, p_out):
-    """Example of code that the kernels must avoid."""
+def contracts_products(p_s, p_w, p_out):
+    """Example of code that is only right if the compiler doesn't contract products."""
     o = tl.arange(0, 128)
     s, w = tl.load(p_s + o), tl.load(p_w + o)
     product = s * w
@@ -454,7 +374,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.target == "wrong":
         signature = dict.fromkeys(("p_s", "p_w", "p_out"), "*fp32")
-        kernel = triton.compile(ASTSource(leaves_products_open, signature, {}), target=TARGETS["sm_90"])
+        kernel = triton.compile(ASTSource(contracts_products, signature, {}), target=TARGETS["sm_90"])
         print(json.dumps(findings(kernel.asm)))
         return
     if args.target == "coverage":

@@ -123,7 +123,7 @@ def main() -> None:
         row = SimpleNamespace(
             kernel=name, case=str(case), label=label, error=error, shared=shared, shuffles=ptx.count("shfl.sync"),
             loads={kind: ptx.count(f"ld.shared.{kind}") for kind in ("b16", "v2.b32", "v4.b32")},
-            seconds=round(time.perf_counter() - begin, 2), **aot.count_open(asm.get("llir", "")),
+            seconds=round(time.perf_counter() - begin, 2), contracted=aot.count_contracted(asm),
         )  # fmt: skip
         print(json.dumps(vars(row)), flush=True)
 

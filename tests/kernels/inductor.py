@@ -24,7 +24,7 @@ assert "TRITON_INTERPRET" not in os.environ, "compiling needs triton without its
 
 import torch
 import triton
-from aot import count_open
+from aot import count_contracted
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
@@ -41,6 +41,7 @@ from lrpe_md import Coordinates, Grid, Norm
 from lrpe_md.engine.core.call import CosSin, GivenTables, Needs, Options, Weights
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
+from lrpe_md.engine.core.recording import COMPILER_OPTIONS
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
@@ -151,7 +152,7 @@ def caused_by(error: BaseException | None, kind: type) -> bool:
 
 
 def compile_kernels(code: str) -> dict[str, dict[str, int]]:
-    """Return the registers of each lrpe-md kernel in the code, and the results of count_open."""
+    """Return the registers of each lrpe-md kernel in the code, and its contracted products."""
     found = {}
     for name, source in re.findall(r"async_compile\.triton\('(fixed_\w+)', '''(.*?)''', device_str", code, re.DOTALL):
         tuners: list[Any] = []
@@ -161,11 +162,12 @@ def compile_kernels(code: str) -> dict[str, dict[str, int]]:
             exec(compile(source, path, "exec"), {"__name__": name, "__file__": path})
         ((fn, meta, cfg),) = tuners
         options = {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **meta.get("backend_options", {})}
+        options |= {key: meta[key] for key in COMPILER_OPTIONS if key in meta}
         constants = {**meta["constants"], **cfg.kwargs}
         made = triton.compile(
             ASTSource(fn, meta["signature"], constants, meta["configs"][0]), target=TARGET, options=options
         )
-        found[name] = {"registers": count_registers(made.asm["cubin"]), **count_open(made.asm["llir"])}
+        found[name] = {"registers": count_registers(made.asm["cubin"]), "contracted": count_contracted(made.asm)}
     return found
 
 
@@ -399,7 +401,7 @@ def main() -> None:
                 "joined": [int(n) for n in re.findall(r"triton_\w*join\w*\.run\(.*?, (\d+), stream", body)],
                 "operators": re.findall(r"torch\.ops\.lrpe_md\.(\w+)", body),
                 "registers": {**{name: each["registers"] for name, each in kernels.items()}, **make_launchers(code)},
-                "open": [name for name, each in kernels.items() if each["open_products"] or each["open_sums"]],
+                "contracted": [name for name, each in kernels.items() if each["contracted"]],
                 "loose": loose._asdict(),
                 "launchers": len(re.findall(r"fixed_\w+_launcher_\d+\(", body)),
                 "defined": len(re.findall(r"^fixed_\w+ = async_compile", code, re.MULTILINE)),

@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..inductor.private import storage_of
 from .call import Variant
 
-__all__ = ["Record", "Start", "UnrecordableError", "is_recording", "record", "start"]
+__all__ = ["COMPILER_OPTIONS", "Record", "Start", "UnrecordableError", "is_recording", "record", "start"]
+
+# Compilers fuse a product into a sum that it is added to, and choose which one by the code around it. Without fusion,
+# kernels show the formula, and each rounds it alike.
+COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
 class Start(NamedTuple):
@@ -44,8 +48,8 @@ def start(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, o
     """Launch a kernel; while :func:`record` is active, write down that it would be."""
     current = _current.get()
     if current is None:
-        return kernel[(programs,)](*args, V=variant, **options)
-    current.starts.append(Start(kernel, programs, args, variant, options))
+        return kernel[(programs,)](*args, V=variant, **COMPILER_OPTIONS, **options)
+    current.starts.append(Start(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
     return None
 
 

@@ -21,7 +21,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from torch import Tensor
 from ..._ops import ops
 from ..core.call import Variant
 from ..core.memory import split_projection
-from ..core.recording import Start, UnrecordableError, record
+from ..core.recording import COMPILER_OPTIONS, Start, UnrecordableError, record
 from .private import storage_of
 
 __all__ = ["SOURCE", "register", "register_join"]
@@ -431,7 +431,7 @@ def _node_type() -> Any:
 
         def codegen(self, wrapper: Any) -> None:
             if not _needs_launcher(self.start):
-                with nullcontext() if V.graph.cpp_wrapper else _launch_by_torch(wrapper):
+                with _define_fixed(wrapper, by_torch=not V.graph.cpp_wrapper):
                     return super().codegen(wrapper)
             name, num_tensors = self.start.kernel.fn.__name__, len(self.inputs)
             constants = self.fixed.numbers, self.fixed.types, self.start.variant
@@ -454,19 +454,22 @@ def _node_type() -> Any:
 
 
 @contextmanager
-def _launch_by_torch(wrapper: Any) -> Iterator[None]:
-    """Define kernels as user kernels that Inductor's C++ launcher starts, like its own.
+def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
+    """Define kernels with COMPILER_OPTIONS, which Inductor hands on from torch 2.14 on.
 
-    Inductor starts user kernels with Triton's launcher, because they may be tuned. That launcher takes twice as long,
-    and gets our constants anew at each launch. Our kernels have one configuration.
-
+    by_torch: let Inductor's C++ launcher start them, like its own kernels. Inductor starts user kernels with Triton's
+    launcher, because they may be tuned. That launcher takes twice as long, and gets our constants anew at each launch.
+    Our kernels have one configuration.
     """
     define = wrapper.define_kernel
 
     def define_fixed(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
         source, end, rest = body.rpartition("''', device_str")
+        if not _takes_options():
+            source = source.replace("triton_meta={", f"triton_meta={{{str(COMPILER_OPTIONS)[1:-1]}, ", 1)
         made = re.search(r"@triton_heuristics.*?^def (\w+)", source, re.DOTALL | re.MULTILINE)
-        kind = f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n" if made else ""
+        by_triton = made is None or not by_torch
+        kind = "" if by_triton else f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n"
         return define(name, source + kind + end + rest, *args, **kwargs)
 
     wrapper.define_kernel = define_fixed

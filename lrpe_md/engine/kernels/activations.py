@@ -8,8 +8,6 @@ exp(x) = 2^(x log2 e) is then off by the rounding of its argument, a relative 6e
 import triton
 import triton.language as tl
 
-from .rows import round_product
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,7 +68,7 @@ def activate(x, V: tl.constexpr):
     elif V.act == "sigmoid":
         return sigmoid(x, V)
     elif V.act == "silu":
-        return round_product(x, sigmoid(x, V))
+        return x * sigmoid(x, V)
     elif V.act == "softplus":
         return _add_log1p(exp(-tl.abs(x), V), tl.maximum(x, 0.0), V)
     else:
@@ -85,11 +83,11 @@ def activate_backward(x, x_bar, dx_bar, V: tl.constexpr):
     elif V.act == "relu":
         return tl.where(x <= 0.0, 0.0, dx_bar)
     elif V.act == "sigmoid":
-        return round_product(dx_bar * x_bar, 1.0 - x_bar)
+        return dx_bar * x_bar * (1.0 - x_bar)
     elif V.act == "silu":
         s = sigmoid(x, V)
-        return round_product(dx_bar * s, 1.0 + x * (1.0 - s))
+        return dx_bar * s * (1.0 + x * (1.0 - s))
     elif V.act == "softplus":
-        return round_product(dx_bar, sigmoid(x, V))
+        return dx_bar * sigmoid(x, V)
     else:
         tl.static_assert(False, "this activation has no branch in kernels/activations.py: activate_backward")

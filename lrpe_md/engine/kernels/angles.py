@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .rows import add_product
 from .tiles import zeros
 
 # 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if V.fast), unevaluated sums of two float32.
@@ -132,7 +131,7 @@ def mark_not_finite(loaded):
     """1 for each channel that has a frequency or a phase that is not finite, which integers can't say; otherwise 0."""
     zero = loaded[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(loaded)):
-        zero = add_product(zero, loaded[i].to(tl.float32), 0.0)
+        zero += loaded[i].to(tl.float32) * 0.0
     return (zero != zero).to(tl.uint32)
 
 
@@ -283,7 +282,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         a, odd = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
             part = a  # Σ of s·hi less whole units, each exact to rounding
-            low = s * w_lo + 0.0  # Σ of what the float32 hi leaves out; + 0: a sum, no product that another joins
+            low = s * w_lo  # Σ of what the float32 hi leaves out
         else:
             part += a
             low += s * w_lo
@@ -296,7 +295,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         a, odd = drop_turns(f_hi, one, ANY_SIZE=True)
         on_grid = m_g[:, None]
         part += tl.where(on_grid, a, 0.0)
-        low += tl.where(on_grid, add_product(f_lo * one, f_hi, C_LO * UNIT) * LOW, 0.0)
+        low += tl.where(on_grid, tl.fma(f_hi, tl.full(f_hi.shape, C_LO * UNIT, tl.float32), f_lo * one) * LOW, 0.0)
         half += tl.where(on_grid, odd, 0)
     if V.fast:  # the hardware's functions bear a few turns more
         angles = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)

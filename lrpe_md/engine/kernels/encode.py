@@ -34,7 +34,6 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
-from .rows import add_product, round_product, subtract_product
 from .signature import kernel, unpack
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
 from .tables import load_cos_sin, point_to_tables, split_turn, zero_turn
@@ -64,12 +63,12 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
 
     """
     if V.map == "cosine":
-        return round_product(x_bar[0], cos), round_product(x_bar[0], sin)
+        return x_bar[0] * cos, x_bar[0] * sin
     elif V.map == "rotate":
         a, b = x_bar[0], x_bar[1]
         cos_a, cos_b = split_turn(cos, V=V)
         sin_a, sin_b = split_turn(sin, V=V)
-        return subtract_product(a * cos_a, b, sin_a), add_product(a * sin_b, b, cos_b)
+        return a * cos_a - b * sin_a, a * sin_b + b * cos_b
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
 
@@ -79,12 +78,12 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
     """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ, or the transposed map of tables."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
-        return (add_product(dy_cos * cos, dy_sin, sin),)
+        return (dy_cos * cos + dy_sin * sin,)
     elif V.map == "rotate":
         da, db = dy
         cos_a, cos_b = split_turn(cos, V=V)
         sin_a, sin_b = split_turn(sin, V=V)
-        return add_product(da * cos_a, db, sin_b), subtract_product(db * cos_b, da, sin_a)
+        return da * cos_a + db * sin_b, db * cos_b - da * sin_a
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
 
@@ -94,9 +93,9 @@ def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
     """dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ); a db̄ - b dā."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
-        return round_product(x_bar[0], subtract_product(dy_sin * cos, dy_cos, sin))
+        return x_bar[0] * (dy_sin * cos - dy_cos * sin)
     elif V.map == "rotate":
-        return subtract_product(x_bar[0] * dx_bar[1], x_bar[1], dx_bar[0])
+        return x_bar[0] * dx_bar[1] - x_bar[1] * dx_bar[0]
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: form_angle_gradient")
 

@@ -36,7 +36,7 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
-from .rows import add_row_products, add_rows, round_product, scale_row, sum_row
+from .rows import add_row_products, add_rows, scale_row, sum_row
 from .signature import kernel, unpack
 from .tables import point_to_tables
 from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
@@ -136,12 +136,12 @@ def measure(fetched, H, share, V: tl.constexpr):
         total = to_tiles(fetched[0], V=V)
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
-        mean = round_product(sum_row(total, V=V, AXIS=None), share)
+        mean = sum_row(total, V=V, AXIS=None) * share
         # What rounding took from the mean: else equal channels would not become 0.
         rest = centre(fetched[0], mean, o_h < H, V=V)
         for i in tl.static_range(1, len(fetched)):
             rest = add_rows(rest, centre(fetched[i], mean, i * V.block_n + o_h < H, V=V))
-        mean += round_product(sum_row(rest, V=V, AXIS=None), share)
+        mean += sum_row(rest, V=V, AXIS=None) * share
     squares = ()
     for i in tl.static_range(len(fetched)):
         x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
@@ -279,7 +279,7 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
         total = g if i == 0 else add_rows(total, g)
     dot = sum_row(dots, V=V, AXIS=None) * share
     if V.norm == "layer":
-        return dot, round_product(sum_row(total, V=V, AXIS=None), share)
+        return dot, sum_row(total, V=V, AXIS=None) * share
     else:
         return dot, dot
 

@@ -34,7 +34,7 @@ from .features import (
     turn_block,
     zero_gated_tokens,
 )
-from .rows import add_product, add_rows, round_product, scale_row
+from .rows import add_rows, scale_row
 from .signature import kernel, unpack
 from .tiles import move_tokens
 
@@ -70,7 +70,7 @@ def add_scaled(total, x, weight):
     """total + weight x of each token, tile by tile."""
     result = ()
     for i in tl.static_range(len(x)):
-        result += (add_product(total[i], x[i], weight[:, None]),)
+        result += (total[i] + x[i] * weight[:, None],)
     return result
 
 
@@ -95,9 +95,9 @@ def to_rows(Z):
 @triton.jit
 def row_dot(x, y):
     """x · y of each token."""
-    total = tl.sum(round_product(x[0], y[0]), axis=1)
+    total = tl.sum(x[0] * y[0], axis=1)
     for i in tl.static_range(1, len(x)):
-        total += tl.sum(round_product(x[i], y[i]), axis=1)
+        total += tl.sum(x[i] * y[i], axis=1)
     return total
 
 
@@ -371,7 +371,7 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
         added = ()
         for j in tl.static_range(len(weights)):
             if V.operand != "same":
-                products = round_product(weights[j].to(tl.float32)[:, None], dangles)
+                products = weights[j].to(tl.float32)[:, None] * dangles
                 added += (total[j] + sum_shared(products, V=V),)
             else:
                 added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)

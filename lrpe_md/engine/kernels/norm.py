@@ -10,10 +10,7 @@ import triton.language as tl
 from .rows import (
     add_row_products,
     mask_rest,
-    round_multiple,
-    round_product,
     scale_row,
-    subtract_product,
     sum_row,
     sum_row_products,
 )
@@ -45,9 +42,9 @@ def normalise_row(x, V: tl.constexpr):
     """x̂ of a row's tiles, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
-        mean = round_multiple(sum_row(x, V=V), SHARE)
+        mean = sum_row(x, V=V) * SHARE
         # What rounding took from the mean: else equal channels would not become 0.
-        mean += round_multiple(sum_row(subtract_mean(x, mean[:, None], V=V), V=V), SHARE)
+        mean += sum_row(subtract_mean(x, mean[:, None], V=V), V=V) * SHARE
         centred = subtract_mean(x, mean[:, None], V=V)
     else:
         centred = x
@@ -63,7 +60,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
     dot = (sum_row_products(g, x_hat, V=V) * SHARE)[:, None]
     mean = dot * 0.0
     if V.norm == "layer":
-        mean = round_multiple(sum_row(g, V=V), SHARE)[:, None]
+        mean = (sum_row(g, V=V) * SHARE)[:, None]
     return combine_gradient(g, x_hat, scale, dot, mean, V=V)
 
 
@@ -73,9 +70,9 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
     dx = ()
     for i in tl.static_range(len(g)):
         if V.norm == "layer":
-            dx += (scale * subtract_product(g[i] - mean, x_hat[i], dot),)
+            dx += (scale * (g[i] - mean - x_hat[i] * dot),)
         else:
-            dx += (scale * subtract_product(g[i], x_hat[i], dot),)
+            dx += (scale * (g[i] - x_hat[i] * dot),)
     return dx
 
 
@@ -139,7 +136,7 @@ def apply_weight(x, weights, V: tl.constexpr):
     weighed = ()
     for i in tl.static_range(len(x)):
         if V.has_weight:
-            weighed += (round_product(x[i], weights[i]),)
+            weighed += (x[i] * weights[i],)
         else:
             weighed += (x[i],)
     return weighed

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .activations import exp, reciprocal
-from .rows import mask_rest, round_product, scale_row, sum_row, sum_row_products
+from .rows import mask_rest, scale_row, sum_row, sum_row_products
 from .signature import kernel, unpack
 from .tiles import first_channel, load, point_to_row, store
 
@@ -27,7 +27,7 @@ def softmax_features_backward(x_bar, dx_bar, V: tl.constexpr):
     dot = sum_row_products(x_bar, dx_bar, V=V)[:, None]
     dx = ()
     for i in tl.static_range(len(x_bar)):
-        dx += (round_product(x_bar[i], dx_bar[i] - dot),)
+        dx += (x_bar[i] * (dx_bar[i] - dot),)
     return dx
 
 
@@ -85,7 +85,7 @@ def softmax_sequence_kernel(
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
             x_bar = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V)
-            dot += tl.sum(round_product(x_bar, g), axis=0)
+            dot += tl.sum(x_bar * g, axis=0)
         for n0 in range(0, N, V.block_n):
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
