@@ -170,7 +170,9 @@ class Recorder:
     def sources(self) -> list[tuple[str, ASTSource, dict[str, Any]]]:
         found = []
         for args, kwargs in self.calls:
-            options = {k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion")}
+            options = {
+                k: v for k, v in kwargs.items() if k in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion")
+            }
             values = dict(zip(self.fn.arg_names, args, strict=False))
             values |= {k: v for k, v in kwargs.items() if k not in options}
             signature, constexprs = {}, {}
