@@ -70,6 +70,25 @@ def test_saved_tensors_have_the_declared_shapes(mask, return_state, state, cut):
     assert kept or not (cut == "many pieces" or state or return_state)
 
 
+@pytest.mark.parametrize("map", ["cosine", None])
+@pytest.mark.parametrize("head_dim", [1, 3])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_outputs_do_not_share_memory(mask, head_dim, map):
+    q = torch.rand(1, 1, 5, head_dim, requires_grad=True)
+    omega = None if map is None else torch.rand(1, head_dim, 1, requires_grad=True)
+    width = head_dim if map is None else 2 * head_dim
+    state = [torch.rand(1, 1, *size, requires_grad=True) for size in ((width, head_dim), (head_dim,))]
+    o, last = linear_attention(
+        q, q, q, map=map, omega=omega, positions=None if map is None else Grid((5,)), is_causal=mask == "causal",
+        state=tuple(state), return_state=True, impl="triton",
+    )  # fmt: skip
+    outs = (o, *last)
+    leaves = [q, *state] if omega is None else [q, *state, omega]
+    for tensors in (outs, torch.autograd.grad(outs, leaves, [torch.ones_like(t) for t in outs])):
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+        assert all(t.storage_offset() == 0 for t in tensors)
+
+
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"block": 700}], ids=str)
 def test_a_trace_leaves_no_table(options):
     """Tables are cached forever, so a trace, which makes fake ones, must not cache them."""

@@ -715,13 +715,15 @@ def split_state(work: Work, last: Tensor) -> list[Tensor]:
     order = order_of(work, True)
     size = sizes.v_dim * sizes.num_features
     matrix, sums = last.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
-    matrix = matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT
-    if order is not None:
-        matrix = matrix.index_select(2, order)
-        if work.call.attention.normalizer == "encoded":
-            sums = sums.index_select(2, order)
-    matrix = matrix.contiguous()
-    return [matrix, sums.contiguous()] if sizes.num_sums else [matrix]
+    matrix = _copy_features(matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT, order)
+    if not sizes.num_sums:
+        return [matrix]
+    return [matrix, _copy_features(sums, order if work.call.attention.normalizer == "encoded" else None)]
+
+
+def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
+    """Copy a state, its features in another order. Compiled code needs aligned outputs with memory of their own."""
+    return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
