@@ -169,6 +169,13 @@ def _text(model: Any, batch: int, size: tuple[int, ...]) -> Arguments:
     return {"input_ids": torch.randint(model.config.vocab_size, (batch, *size)), "use_cache": False}
 
 
+def _vision(model: Any, batch: int, size: tuple[int, ...]) -> Arguments:
+    config = model.config
+    pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    grids = torch.tensor([[1, *size]] * batch)
+    return {"hidden_states": _draw(batch * math.prod(size), pixels), "grid_thw": grids}
+
+
 def _image(model: Any, batch: int, size: tuple[int, ...]) -> Arguments:
     patches = model.patch_embed.patch_size if hasattr(model, "patch_embed") else [model.config.patch_size] * 2
     pixels = [n * patch for n, patch in zip(size, patches, strict=True)]
@@ -198,6 +205,21 @@ HOSTED: dict[str, Hosted] = {
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 40960,
         },
         _text, (8192,),
+    ),
+    "qwen3_vl": Hosted(
+        "transformers", "Qwen3VLTextConfig Qwen3VLTextModel",
+        {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 262144,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+        },
+        _text, (8192,),
+    ),
+    "qwen3_vl_vision": Hosted(
+        "transformers", "Qwen3VLVisionConfig Qwen3VLVisionModel", {"depth": 6, "deepstack_visual_indexes": [1, 3, 5]},
+        _vision, (32, 32), 16,
     ),
     "llama": Hosted(
         "transformers", "LlamaConfig LlamaModel",

@@ -28,6 +28,20 @@ TINY = {
     "hunyuan_video": (HEADS | {"in_channels": 4, "text_embed_dim": 8, "rope_axes_dim": (4, 6, 6)}, (2, 3, 4)),
     "ltx": (HEADS | {"in_channels": 8, "caption_channels": 8, "cross_attention_dim": 32}, (2, 3, 4)),
     "qwen3": (TEXT | {"head_dim": 8}, (12,)), "llama": (TEXT, (12,)),
+    "qwen3_vl": (
+        TEXT | {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+        (12,),
+    ),
+    "qwen3_vl_vision": (
+        {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32,
+         "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        (4, 6),
+    ),
     "dinov3": ({"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "image_size": 64}, (3, 4)),
     "eva02": ({"embed_dim": 48, "num_heads": 2, "img_size": (42, 56)}, (3, 4)),
     "rope_mixed": ({"embed_dim": 48, "num_heads": 2, "img_size": (48, 64)}, (3, 4)),
