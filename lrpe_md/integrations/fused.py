@@ -90,7 +90,7 @@ def _fuse_qwen3(impl: Impl) -> tuple[Method, Method]:
     return rotate_both, forward
 
 
-# --- diffusers: FLUX, Wan, HunyuanVideo ------------------------------------------------------------------------------
+# --- diffusers: FLUX, Wan, HunyuanVideo, LTX-Video -------------------------------------------------------------------
 
 
 class _Rotating:
@@ -134,12 +134,18 @@ def _group_wan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
     return {("norm_q", "norm_k"): tuple(t.transpose(1, 2) for t in tables)} if is_self else None
 
 
+def _group_ltx(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
+    if not _is_pair(tables, 3) or text is not None:
+        return None
+    return {("norm_q", "norm_k"): tuple(t.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for t in tables)}
+
+
 def _group_hunyuan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
     return {("norm_q", "norm_k"): tables} if _is_pair(tables, 2) else None
 
 
 def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl) -> tuple[Method, Method]:
-    """Fuse a processor whose norms are over a head (FLUX, HunyuanVideo) or over all heads (Wan)."""
+    """Fuse a processor whose norms are over a head (FLUX, HunyuanVideo) or over all heads (Wan, LTX-Video)."""
 
     def call(
         plain: Method, copied: Method, processor: Any, attn: Any, hidden_states: Tensor,
@@ -147,9 +153,11 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
         rotary_emb: Any = None,
     ) -> Any:  # fmt: skip
         text, tables = encoder_hidden_states, image_rotary_emb if rotary_emb is None else rotary_emb
-        heads = attn.heads if group is _group_wan else 0
+        heads = attn.heads if group in (_group_wan, _group_ltx) else 0
         norms: dict[str, Any] = {}
-        groups = group(attn, text, tables)
+        # On a CPU a norm that is fused saves no time, and takes more calls in Python.
+        pays = group is not _group_ltx or hidden_states.is_cuda or impl == "triton"
+        groups = group(attn, text, tables) if pays else None
         for names, own in (groups or {}).items():
             q_norm, k_norm = (getattr(attn, name, None) for name in names)
             over = (heads, heads) if heads else None
@@ -206,7 +214,7 @@ _QWEN3 = (_fuse_qwen3, {"q_norm": "_fused_norm", "k_norm": "_fused_norm"}, {"_fu
 _TIMM = (_fuse_timm, {"num_prefix_tokens": "_fused_prefix", "torch": "_fused_torch"}, {"_fused_prefix": (0, None)})
 _DIFFUSERS = {
     "flux.FluxAttnProcessor": _group_flux, "wan.WanAttnProcessor": _group_wan,
-    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _group_hunyuan,
+    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _group_hunyuan, "ltx.LTXVideoAttnProcessor": _group_ltx,
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
 # Names of methods → a function that makes their parts, names that their copies look up, and attributes.

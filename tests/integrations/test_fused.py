@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lrpe_md import adapt_rotary, rotate
+from lrpe_md.engine.core.launching import INTERPRETING
 from lrpe_md.integrations import fused, plans, restore_rotary
 
 CASES = {  # launches: tensors, whether with a norm, and tokens in front
@@ -17,6 +18,7 @@ CASES = {  # launches: tensors, whether with a norm, and tokens in front
     "flux": [(1, True, 0)] * 6,  # q and k of text, of the image, and of the single stream
     "wan": [(1, True, 0)] * 4,
     "hunyuan video": [(1, True, 0)] * 4,
+    "ltx": [(1, False, 0)] * 4,  # see test_ltx_fuses_its_norms_in_kernels
     "Qwen3VL": [(2, False, 0), (2, True, 0), (2, True, 0)],  # the tower's, and the text's
 }
 
@@ -49,6 +51,14 @@ def test_launches(name, launches):
     launches.clear()
     models.same(model, adapted, call, x)
     assert launches == CASES[name]
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
+def test_ltx_fuses_its_norms_in_kernels(launches):
+    model, x = models.ltx(num_layers=1), torch.randn(2, 30, 4)
+    adapted = adapt_rotary(copy.deepcopy(model), impl="triton")
+    models.same(model, adapted, models.call_ltx, x)
+    assert launches[-2:] == [(1, True, 0)] * 2
 
 
 def norms(model):

@@ -70,9 +70,9 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
     dx = ()
     for i in tl.static_range(len(g)):
         if V.norm == "layer":
-            dx += (scale * (g[i] - mean - x_hat[i] * dot),)
+            dx += (scale * tl.fma(x_hat[i], dot * -1.0, g[i] - mean),)
         else:
-            dx += (scale * (g[i] - x_hat[i] * dot),)
+            dx += (scale * tl.fma(x_hat[i], dot * -1.0, g[i]),)
     return dx
 
 
@@ -149,8 +149,8 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
         COUNT: tl.constexpr = len(V.begins)
         shifted = ()
         for i in tl.static_range(COUNT):
-            weighed = x_hat[i] * weights[i] if V.has_weight else x_hat[i]
-            shifted += (weighed + weights[len(weights) - COUNT + i],)
+            bias = weights[len(weights) - COUNT + i]
+            shifted += (tl.fma(x_hat[i], weights[i], bias) if V.has_weight else x_hat[i] + bias,)
         return shifted
     else:
         return apply_weight(x_hat, weights, V=V)

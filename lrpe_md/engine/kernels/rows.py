@@ -32,7 +32,7 @@ def sum_row_products(x, y, V: tl.constexpr):
     FIRST: tl.constexpr = 2 if V.num_turned == 2 else 1
     first = x[0] * y[0]
     if FIRST == 2:
-        first += x[1] * y[1]
+        first = tl.fma(x[1], y[1], first)
     total = tl.sum(first, axis=1)
     for i in tl.static_range(FIRST, len(x)):
         total += tl.sum(x[i] * y[i], axis=1)
@@ -60,5 +60,5 @@ def add_row_products(total, x, y):
     """total + x y, tile by tile; total: a row, or () before the first products."""
     sums = ()
     for i in tl.static_range(len(x)):
-        sums += (x[i] * y[i] if len(total) == 0 else total[i] + x[i] * y[i],)
+        sums += (x[i] * y[i] if len(total) == 0 else tl.fma(x[i], y[i], total[i]),)
     return sums
