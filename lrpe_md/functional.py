@@ -119,8 +119,9 @@ def cosine(
 
     Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
     in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the
-    reference, which is differentiable to any order and also with respect to the coordinates, the amplitude and tables.
-    Not with out, which is for where no gradient is recorded.
+    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude. Tables
+    have a gradient, too, which costs as much as the reference. Not with out, which is for where no gradient is
+    recorded.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, before anything is launched.

@@ -68,20 +68,38 @@ def test_gradients_of_a_norm(device):
     assert torch.autograd.gradgradcheck(f, (*xs, weight), fast_mode=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_to_tables_need_the_reference(kind, device):
-    """The reference differentiates by tables; the kernels refuse."""
+@parametrize_each("kind impl options", KINDS, IMPLS, [{}, {"act": "none"}, {"norm": Norm("layer")}, {"inverse": True}])
+def test_gradients_to_tables(kind, impl, options, device):
     xs, tables = draw(device, kind)
     leaves = [t.requires_grad_() for t in (tables if isinstance(tables, tuple) else (tables,))]
 
     def f(*args):
-        return encode(*args[:2], args[2:] if len(args) == 4 else args[2])
+        given = args[2:] if len(args) == 4 else args[2]
+        return rotate(*args[:2], tables=given, prefix=1, impl=impl, **{"act": "silu", **options})
 
     assert torch.autograd.gradcheck(f, (*xs, *leaves), fast_mode=True)
-    with torch.no_grad():
-        rotate(*xs, tables=tables, prefix=1, impl="triton")
-    with pytest.raises(ValueError, match="tables: the kernels give no gradient"):
-        encode(*xs, tables, impl="triton")
+    assert torch.autograd.gradgradcheck(f, (*xs, *leaves), fast_mode=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_to_tables_of_the_cosine_map(impl, device):
+    xs, tables = draw(device, "full")
+    leaves = [t.requires_grad_() for t in tables]
+
+    def f(q, k, *tables):
+        return cosine(q, k, tables=tables, act="relu", impl=impl)
+
+    assert torch.autograd.gradcheck(f, (*xs, *leaves), fast_mode=True)
+
+
+def test_gradients_to_one_of_the_tables(device):
+    xs, (cos, sin) = draw(device, "pairs")
+    leaf = sin.requires_grad_()
+
+    def f(sin):
+        return rotate(*(x.detach() for x in xs), tables=(cos, sin), impl="triton")
+
+    assert torch.autograd.gradcheck(f, leaf, fast_mode=True)
 
 
 def test_only_tables_are_saved_by_a_linear_map(device):
@@ -118,14 +136,15 @@ def test_transforms(device):
         grad(lambda q: rotate(q, tables=tables, prefix=1, impl="triton").sum())(q)
 
 
-@parametrize_each("kind impl dynamic", KINDS, IMPLS, [False, True])
-def test_compile_training(kind, impl, dynamic, device):
+@parametrize_each("kind impl dynamic learned", KINDS, IMPLS, [False, True], [False, True])
+def test_compile_training(kind, impl, dynamic, learned, device):
     xs, tables = draw(device, kind, torch.float32)
 
     def f(*args):
         return sum(y.sin().sum() for y in encode(*args[:2], args[2:] if len(args) == 4 else args[2], impl=impl))
 
-    args = (*xs, *(tables if isinstance(tables, tuple) else (tables,)))
+    args = (*xs, *(t.requires_grad_(learned) for t in (tables if isinstance(tables, tuple) else (tables,))))
+    xs = args if learned else xs
     expected = torch.autograd.grad(f(*args), xs)
     backend = tracing(device) if dynamic and impl == "auto" else "inductor"
     compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)

@@ -320,8 +320,7 @@ def test_timm_compiles():
 def test_timm_on_a_gpu(name, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the patch embedding
     vit = timm_vit(name, patch_drop_rate=0.4).cuda()
-    impl = "auto" if name == "mixed" else "triton"  # the kernels give no gradient to tables
-    adapted, x = adapt_rotary(copy.deepcopy(vit), impl=impl), image(vit).cuda()
+    adapted, x = adapt_rotary(copy.deepcopy(vit), impl="triton"), image(vit).cuda()
     same(vit, adapted, logits, x)
     same(vit.train(), adapted.train(), logits, x, seed=3)
 
@@ -651,8 +650,6 @@ def test_kernels(name, monkeypatch):
     """The Triton kernels, in the interpreter."""
     build, call, x = SMALL_WAN if name == "wan" else ALL[name]
     model, impls = build(), []
-    if name == "mixed":  # the kernels give no gradient to tables
-        model.rope.freqs.requires_grad_(False)
 
     def recorded(*xs, **kwargs):
         if threading.current_thread() is threading.main_thread():

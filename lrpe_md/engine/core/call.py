@@ -221,6 +221,7 @@ class Needs(NamedTuple):
     omega: bool = False
     phase: bool = False
     norm: bool = False  # all of γ and β that there are
+    tables: bool = False  # cos and sin
 
 
 class Call(NamedTuple):

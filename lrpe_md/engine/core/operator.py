@@ -134,8 +134,8 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
             if t is not None and t.requires_grad:
                 if asked:
                     raise ValueError(
-                        "positions, amplitude, tables: the kernels give no gradient to coords, scale or shift, nor to "
-                        "amplitude, cos or sin; use impl='auto' or detach them"
+                        "positions, amplitude: the kernels give no gradient to coords, scale or shift, nor to "
+                        "amplitude; use impl='auto' or detach them"
                     )
                 return False
     if transformed:
@@ -384,6 +384,18 @@ class Operator(ABC):
             return self.launcher(call).forward(call, inputs, *options)
         return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
 
+    def launch_backward(
+        self,
+        call: Any,
+        grads: Sequence[Tensor],
+        inputs: Any,
+        kept: Sequence[Tensor],
+        needs: Any,
+        outs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Run the kernels of a backward. outs: where to write the gradients of the rows."""
+        return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+
     def backward(
         self,
         call: Any,
@@ -396,7 +408,7 @@ class Operator(ABC):
     ) -> list[Tensor]:
         """Return the gradients. outs: where to write those of the rows, for the launcher."""
         if direct:
-            return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+            return self.launch_backward(call, grads, inputs, kept, needs, outs)
         given, call = self.write_inputs(inputs), self.flatten(call)
         return self.backward_op(list(grads), *given, list(kept), *call, *needs, SOURCE)
 
@@ -461,7 +473,7 @@ class Operator(ABC):
     def run_backward(self, grads: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Run the launcher on the arguments of the backward operator."""
         call, inputs, kept, needs = self._read_backward(args)
-        return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+        return self.launch_backward(call, grads, inputs, kept, needs, outs)
 
     def _refer_forward(self, *args: Any) -> list[Tensor]:
         with torch.no_grad():

@@ -70,7 +70,7 @@ def run(
             ys = ENCODE.refer(call, xs)
         else:  # what ENCODE.run does
             tables = call.tables
-            learned, constants = (tables.omega, phase, *weights), (*tables[2:], *call.cos_sin[:2])
+            learned, constants = (tables.omega, phase, *weights, *call.cos_sin[:2]), tables[2:]
             ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, transforming())
     elif target is None:
         ys = run_checked(call, xs, phase, options.impl, direct)

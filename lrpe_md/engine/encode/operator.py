@@ -12,6 +12,7 @@ from ... import reference
 from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part
+from ..inductor.private import record_again
 
 __all__ = ["ENCODE", "run_into"]
 
@@ -28,8 +29,8 @@ def run_into(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | 
 
 
 class Encode(Operator):
-    """The learned tensors are omega, phase and the weights of a norm. Softmax over the sequence keeps statistics
-    (2, B, H, D) for the backward: the maximum and the sum."""
+    """The learned tensors are omega, phase, the weights of a norm, and tables. Softmax over the sequence keeps
+    statistics (2, B, H, D) for the backward: the maximum and the sum."""
 
     def import_launcher(self, call: Call) -> Any:
         from . import heads, launch
@@ -50,26 +51,27 @@ class Encode(Operator):
         return (list(inputs),)
 
     def learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
-        return call.tables.omega, call.tables.phase, *call.weights
+        return call.tables.omega, call.tables.phase, *call.weights, *call.cos_sin[:2]
 
     def constants(self, call: Call) -> tuple[Tensor | None, ...]:
-        return *call.tables[2:], *call.cos_sin[:2]
+        return call.tables[2:]
 
     def replace(
         self, call: Call, inputs: Xs, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[Call, Xs]:
-        omega, phase, *weights = learned
+        omega, phase, *weights, cos, sin = learned
         tables = call.tables._replace(omega=omega, phase=phase)
-        return call._replace(tables=tables, weights=Weights(*weights)), tuple(rows)
+        cos_sin = call.cos_sin._replace(cos=cos, sin=sin)
+        return call._replace(tables=tables, weights=Weights(*weights), cos_sin=cos_sin), tuple(rows)
 
     def gather(self, call: Call, rows: Xs, learned: tuple[Tensor | None, ...]) -> Xs:
         return rows
 
     def read_needs(self, wanted: Sequence[bool]) -> Needs:
-        return Needs(wanted[0], wanted[1], any(wanted[2:]))
+        return Needs(wanted[0], wanted[1], any(wanted[2:6]), any(wanted[6:]))
 
     def list_needs(self, needs: Needs, call: Call, inputs: Xs) -> tuple[bool, ...]:
-        return needs.omega, needs.phase, *(needs.norm,) * len(call.weights)
+        return needs.omega, needs.phase, *(needs.norm,) * len(call.weights), needs.tables, needs.tables
 
     def refer(self, call: Call, inputs: Xs) -> tuple[Tensor, ...]:
         spec, tables, layout = call.spec, call.tables, call.layout
@@ -102,6 +104,27 @@ class Encode(Operator):
             for x in inputs:
                 out.append(x.new_empty(2, x.shape[0], x.shape[1], x.shape[3], dtype=accumulator(x.dtype)))
         return out
+
+    def launch_backward(
+        self,
+        call: Call,
+        grads: Sequence[Tensor],
+        inputs: Xs,
+        kept: Sequence[Tensor],
+        needs: Needs,
+        outs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        found = super().launch_backward(call, grads, inputs, kept, needs._replace(tables=False), outs)
+        return found + (self._differentiate_tables(call, grads, inputs) if needs.tables else [])
+
+    def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
+        """Return the gradients of cos and sin by the reference: the kernels have none."""
+        with torch.enable_grad(), record_again():
+            cos, sin = (None if t is None else t.detach().requires_grad_() for t in call.cos_sin[:2])
+            call = call._replace(cos_sin=call.cos_sin._replace(cos=cos, sin=sin))
+            ys = self.refer(call, tuple(x.detach() for x in xs))
+            found = torch.autograd.grad(ys, call.cos_sin.given, grads)
+        return [t.detach().clone(memory_format=torch.contiguous_format) for t in found]
 
     def shape_gradients(self, call: Call, inputs: Xs, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
