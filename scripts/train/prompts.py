@@ -109,7 +109,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
             )
 
 
-def lay_over(trained: int, grid: tuple[int, int]) -> tuple[int, int]:
+def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
     """Return a grid with as many patches as in training, in the image's proportions."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
@@ -151,7 +151,7 @@ class Painter:
         if latents is not None:
             self.decoder = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
             self.decoder.scale, self.decoder.shift = latents["scale"], latents["shift"]
-            self.factor = latents["size"] // latents["shape"][-1]
+            self.factor = latents["factor"]
         self.encoder = None
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
@@ -205,11 +205,14 @@ class Painter:
         text: from :meth:`encode`, a condition for each sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
-        trained = self.settings["size"]
-        reference = None
-        if size != (trained, trained) and sheet.positions == "rescaled":
+        trained, sizes, reference = self.settings["size"], self.settings["trained"], None
+        area = math.sqrt(size[0] * size[1])
+        if size[0] == size[1] and size[0] in sizes:
+            pass
+        elif sheet.positions == "rescaled":
             grid = tuple(n // self.settings["patch"] for n in noise.shape[-2:])
-            reference = lay_over(trained // self.multiple, (grid[0], grid[1]))
+            nearest = min(max(area, min(sizes)), max(sizes))  # sizes between the trained ones keep their grid
+            reference = lay_over(nearest / self.multiple, (grid[0], grid[1]))
             reference = (None, *reference) if self.model.num_axes == 3 else reference
         self.model.reference = reference
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
@@ -221,7 +224,7 @@ class Painter:
             with torch.autocast("cuda", precision) if cast else nullcontext():
                 found = draw_samples(
                     self.model, noise[rows].to(self.device), _rows(text, rows), sampling, negative=negative,
-                    shift=math.sqrt(size[0] * size[1]) / trained,
+                    shift=area / trained,
                 ).float()  # fmt: skip
             yield (found if self.decoder is None else self.decoder.decode(found)).cpu()
 

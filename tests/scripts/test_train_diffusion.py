@@ -66,7 +66,7 @@ def load(path, size=8, parts=4, fold=0, limit=None, without=""):
     images, records = pictures.read(size), pictures.records
     return SimpleNamespace(
         images=images, captions=records.captions, held_out=records.held_out(path, split),
-        digest=hash_data(images, records),
+        digest=hash_data([images], records),
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
 
     model = train_diffusion.build(chosen, source)
     torch.nn.init.normal_(model.head.weight)
-    evaluation = train_diffusion.make_evaluation(chosen, source)
+    evaluation = train_diffusion.make_evaluation(chosen, source, torch.device("cpu"))
     first = evaluation.evaluate(model, nullcontext)
     torch.randn(5)
     assert evaluation.evaluate(model, nullcontext) == first

@@ -150,8 +150,8 @@ def test_latents_equal_those_of_the_vae(tmp_path):
         for view, wanted in enumerate((plain, mirrored)):
             torch.testing.assert_close(found[:, view], getattr(wanted, name), rtol=1e-4, atol=1e-5)
     about = json.loads((tmp_path / "latents" / "latents.json").read_text())
-    assert about["shape"] == [24, 2, 3, 4, 4]
-    assert (about["scale"], about["shift"], about["size"], about["vae"]) == (2.0, 0.25, 8, str(vae))
+    assert (about["number"], about["channels"], about["factor"], about["shapes"]) == (24, 3, 2, {"8": [[8, 8]]})
+    assert (about["scale"], about["shift"], about["vae"]) == (2.0, 0.25, str(vae))
     stored = Latents(tmp_path / "latents", True, CPU)
     assert stored.records.classes == ("blue", "green", "red")
     indices = np.array([3, 20])
@@ -394,7 +394,9 @@ def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, ki
     monkeypatch.setattr(diffusion, "loss", fixed)
     monkeypatch.setattr(Evaluation, "evaluate", lambda *args: {})
     monkeypatch.setattr(Latents, "batch", lambda self, indices, size, draws=None: self.mean_of(indices))
-    monkeypatch.setattr(Latents, "mean_of", lambda self, i: torch.from_numpy(self.mean[i, 0]).float(), raising=False)
+    monkeypatch.setattr(
+        Latents, "mean_of", lambda self, i: torch.from_numpy(self.arrays[8, 0][0][i, 0]).float(), raising=False
+    )
     options = {**data[kind], "steps": 2, "samples": 1}
     for name, accumulate in (("whole", 1), ("parts", 2)):
         diffusion.run(config(options, tmp_path / name, accumulate=accumulate))

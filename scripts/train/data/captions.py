@@ -20,6 +20,7 @@ import typer
 from PIL import Image, ImageOps
 
 from .images import Images, Labelled
+from .streams import measure_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
@@ -172,9 +173,23 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
     return Image.alpha_composite(white, rgba).convert("RGB")
 
 
+def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
+    """Return height and width of an image of ``path``, upright, without decoding it."""
+    try:
+        return measure_image(read())
+    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
+
+
 def crop_square(image: Image.Image, size: int) -> np.ndarray:
     """Return the central square of an image, resized to (size, size, 3)."""
-    side = min(image.size)
-    left, top = ((n - side) // 2 for n in image.size)
-    square = image.crop((left, top, left + side, top + side))
-    return np.asarray(square.resize((size, size), Image.Resampling.LANCZOS))
+    return crop(image, (size, size))
+
+
+def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
+    """Return the largest central part of an image with the proportions of a shape, resized to (*shape, 3)."""
+    (height, width), (across, down) = shape, image.size
+    across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
+    left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2
+    part = image.crop((left, top, left + max(across, 1), top + max(down, 1)))
+    return np.asarray(part.resize((width, height), Image.Resampling.LANCZOS))
