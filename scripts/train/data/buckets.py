@@ -81,12 +81,9 @@ class Sizes:
         if self.max_ratio == 1:
             return [(size, size)]
         step = max(1, round(base / STEPS / self.multiple)) * self.multiple
-        rounded = [
-            (height, self._round(base**2 / height))
-            for height in range(base % step or step, int(base * self.max_ratio) + 1, step)
-        ]
-        limit = self.max_ratio * (1 + 1e-9)
-        chosen = [(height, width) for height, width in rounded if 1 / limit <= height / width <= limit]
+        sides = [(short, self._round(base**2 / short)) for short in range(base % step or step, base, step)]
+        wide = [(short, long) for short, long in sides if short < long <= self.max_ratio * short]
+        chosen = [*wide, (base, base), *((long, short) for short, long in reversed(wide))]
         return [(self._round(height * size / base), self._round(width * size / base)) for height, width in chosen]
 
     def _round(self, length: float) -> int:

@@ -138,7 +138,9 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     width, height = image.size
-    lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+    # Pillow decodes a PNG to look for EXIF data behind its pixels.
+    exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+    lies = exif.get(ExifTags.Base.Orientation, 1) > 4
     return (width, height) if lies else (height, width)
 
 
