@@ -79,7 +79,8 @@ class Evaluation:
         return int(self.source.values.buckets(indices[:1])[0])
 
     def _read(self, indices: np.ndarray, size: int) -> tuple[Tensor, Any]:
-        return send_to_device(self.source.batch(indices, size), self.device)
+        found: Any = send_to_device(self.source.batch(indices, size), self.device)
+        return found
 
     @torch.no_grad()
     def losses(self, model: Any, setting: Setting, autocast: Any) -> list[float]:

@@ -210,7 +210,7 @@ def test_latents_of_buckets_equal_those_of_the_vae(tmp_path):
     assert config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1).dynamic_shapes is None
     with pytest.raises(typer.BadParameter, match=r"--patch 2: expected a divisor of 3, 5.*`train latents --patch`"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=2)
-    with pytest.raises(typer.BadParameter, match="--max-ratio 2.0: latents keep their sizes"):
+    with pytest.raises(typer.BadParameter, match=r"--max-ratio 2\.0: latents keep their sizes"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1, max_ratio=2.0)
     with pytest.raises(typer.BadParameter, match="--cuda-graphs: expected one shape for all steps"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1, compile=True, cuda_graphs=True)
@@ -250,9 +250,9 @@ def test_streams_have_captions_classes_and_test_parts(tmp_path):
     assert data.records.classes == tuple(sorted(COLOURS))
     assert data.records.held_out(hub, Split(4)).tolist() == [False] * 18 + [True] * 6
     assert [data.measure(i) for i in range(3)] == list(RATIOS)
+    (tmp_path / "bare").mkdir()
+    write_bare(tmp_path / "bare" / "a.tar")
     with pytest.raises(typer.BadParameter, match=r"sample '00000'.*expected a caption in \.txt"):
-        (tmp_path / "bare").mkdir()
-        write_bare(tmp_path / "bare" / "a.tar")
         open_pictures(tmp_path / "bare", Split(4), condition="captions")
 
 
@@ -294,9 +294,8 @@ def test_a_broken_sample_stops_a_diffusion_training_and_loses_nothing(tmp_path, 
     whole, stat = shard.path.read_bytes(), shard.path.stat()
     at = int(shard.offsets[sample, shard.fields.index("png")]) + 41  # compressed pixels, behind the size
     shard.path.write_bytes(whole[:at] + bytes(6) + whole[at + 6 :])
-    with pytest.raises(
-        DataError, match=rf"{shard.path.name}, sample '{shard.keys[sample]}' .*the same command resumes"
-    ):
+    place = rf"{shard.path.name}, sample '{shard.keys[sample]}' .*the same command resumes"
+    with pytest.raises(DataError, match=place):
         diffusion.run(chosen)
     assert torch.load(chosen.out / "checkpoint.pt")["step"] == step
     shard.path.write_bytes(whole)

@@ -96,8 +96,8 @@ def outside(folder: Path) -> None:
 
 WRONG = {
     "outside of a class": (outside, {}, "expected each image in the folder of its class, as cats/1.png, got 1 outside"),
-    "no captions": (lambda folder: None, {"condition": "captions"}, "images without a NAME.txt beside them"),
-    "nothing held out": (lambda folder: None, {"parts": 10**6}, "0 of 24 images are held out by --parts 1000000"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt beside each of 24 images"),
+    "all held out": (lambda folder: None, {"parts": 1}, "to hold out, got 0 and 24 of 24 with 24 different names"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
     "features of classes": (
         lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected data with captions",

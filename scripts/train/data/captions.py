@@ -89,7 +89,14 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if without:
         raise typer.BadParameter(f"--without {without}: there is no table of captions in {path} that has fields")
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
-    _refuse(path, "images without a NAME.txt beside them", (name for name, text in beside.items() if text not in files))
+    alone = [name for name, text in beside.items() if text not in files]
+    if alone:
+        some = ", ".join(alone[:3]) + (", .." if len(alone) > 3 else "")
+        raise typer.BadParameter(
+            f"--data {path}: expected a caption in NAME.txt beside each of {len(beside)} images, got "
+            f"{len(beside) - len(alone)} (none for {some}); add the others, or pass --condition none or labels to "
+            "train without captions"
+        )
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
     _refuse(path, "captions without an image", (n for n in captions if n.removesuffix(".txt") not in texts))

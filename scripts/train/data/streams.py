@@ -384,7 +384,7 @@ class HubSource:
 
     @property
     def fields(self) -> set[str]:
-        return {self.renamed.get(key, key) for key in self.data.features}
+        return {self.renamed.get(key, key) for key in list(self.data.features)}
 
     def measure(self, index: int) -> tuple[int, int]:
         import datasets

@@ -283,11 +283,11 @@ class Latents:
         if self.flip and draws is not None:
             views = mirrored(draws).astype(np.int64)
         x = sent(mean[rows, views], self.device).float()
-        for std in deviations if draws is not None else ():
+        if deviations and draws is not None:
             # The seed is the first draw, so that threads that prepare batches ahead need no state.
             generator = torch.Generator(self.device).manual_seed(int(draws[0]))
             noise = torch.randn(x.shape, generator=generator, device=self.device)
-            x = x + sent(std[rows, views], self.device).float() * noise
+            x = x + sent(deviations[0][rows, views], self.device).float() * noise
         return (x - self.about["shift"]) * self.about["scale"]
 
 
