@@ -8,7 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,6 +90,13 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
                 yield take(int(group), int(made[group]) * batch), draws
             made[group] += 1
             step += 1
+
+
+def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
+    """Return the steps of a training in which each batch comes from one group."""
+    if len(groups) == 1:
+        return partial(shuffle, len(groups[0]), batch, seed)
+    return partial(shuffle_groups, groups, batch, seed)
 
 
 def steps_per_epoch(num: int, batch: int) -> int:

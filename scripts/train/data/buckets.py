@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import typer
 
+from ..order import Steps, order_groups
+
 Shape: TypeAlias = tuple[int, int]  # height and width in pixels
 STEPS = 16  # heights of buckets differ by this share of the size
 
@@ -41,6 +43,20 @@ class Buckets:
     def members(self, bucket: int) -> np.ndarray:
         """Return the samples of a bucket, in order."""
         return np.flatnonzero(self.of == bucket)
+
+    def order(self, batch: int, seed: int) -> Steps:
+        """Return the steps of a training at all sizes, each of one size and one bucket.
+
+        A sample's number in a step is its index, plus N for each size before that of the step.
+        """
+        parts = [np.flatnonzero(self.of == bucket) for bucket in np.unique(self.of)]
+        groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
+        return order_groups(groups, batch, seed)
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, Shape]:
+        """Return the samples of a batch and their shape; numbers: as :meth:`order` yields them."""
+        turn, indices = int(numbers[0]) // len(self.of), numbers % len(self.of)
+        return indices, list(self.shapes.values())[turn][self.find(indices)]
 
     def find(self, indices: np.ndarray) -> int:
         """Return the bucket of a batch.

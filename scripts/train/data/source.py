@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ from torch import Tensor
 from ...common.options import choose
 from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
 from ..config import Training, describe, option
-from ..order import Steps, shuffle, shuffle_groups
-from .buckets import Sizes, parse_mixed
+from ..order import Steps
+from .buckets import Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
 from .records import CONDITIONS, Records, Split
@@ -103,24 +102,15 @@ class Source:
         """Sizes to train at."""
         return self.values.sizes[: self.num_trained]
 
-    @property
-    def num_shapes(self) -> int:
-        """Number of shapes in training."""
-        return self.num_trained * len(np.unique(self.values.buckets(self.train)))
-
     def order(self, batch: int, seed: int) -> Steps:
         """Return the samples of the steps, for :meth:`train_batch`. A step has samples of one size and one bucket."""
-        if self.num_shapes == 1:
-            return partial(shuffle, len(self.train), batch, seed)
-        buckets = self.values.buckets(self.train)
-        groups = [np.flatnonzero(buckets == bucket) for bucket in np.unique(buckets)]
-        groups = [members + i * len(self.train) for i in range(self.num_trained) for members in groups]
-        return partial(shuffle_groups, groups, batch, seed)
+        buckets = Buckets({size: [] for size in self.trained}, self.values.buckets(self.train))
+        return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
         """Return values and conditions of training samples; those from ``len(train)`` on have the next size."""
         turn = int(numbers[0]) // len(self.train)
-        return self.batch(self.train[numbers - turn * len(self.train)], self.trained[turn], draws)
+        return self.batch(self.train[numbers % len(self.train)], self.trained[turn], draws)
 
     @property
     def is_streamed(self) -> bool:
