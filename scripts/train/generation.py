@@ -118,7 +118,7 @@ class Evaluation:
         parts = split_by_bucket(self.source, chosen, len(chosen))
         columns: dict[str, list[Tensor]] = {name: [] for name in (HELD_OUT, *(each.name for each in self.settings))}
         for part in parts:
-            x, text = self._read(part, self.source.values.sizes[-1])
+            x, text = self._read(part, max(self.source.values.sizes))
             columns[HELD_OUT] += self.pixels(x)
             for setting in self.settings:
                 noise = self._noise(part, setting.size, 0)
