@@ -40,7 +40,7 @@ from ..train.tasks.diffusion import DiffusionTraining
 
 __all__ = ["main"]
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "model", "batch", "workers", "train_ms", "bare_ms", "ratio", "turns", "trained_per_second", "loaded_per_second",
     "gpu", "versions", "commit",
 )  # fmt: skip

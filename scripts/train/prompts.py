@@ -166,6 +166,19 @@ class Painter:
         frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
 
+    def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
+        """Return the grid that the positions of an image of this size are laid over, None for one unit a patch.
+
+        Areas between the smallest and the largest trained one keep their own grid.
+        """
+        trained: list[int] = self.settings["trained"]
+        area = math.sqrt(size[0] * size[1])
+        nearest = min(max(area, min(trained)), max(trained))
+        if size == (nearest, nearest):
+            return None
+        found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))
+        return (None, *found) if self.model.num_axes == 3 else found
+
     def encode(self, prompts: list[str]) -> Any:
         """Return what the model takes as text for these prompts: captions, or names or numbers of classes.
 
@@ -205,16 +218,7 @@ class Painter:
         text: from :meth:`encode`, a condition for each sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
-        trained, sizes, reference = self.settings["size"], self.settings["trained"], None
-        area = math.sqrt(size[0] * size[1])
-        if size[0] == size[1] and size[0] in sizes:
-            pass
-        elif sheet.positions == "rescaled":
-            grid = tuple(n // self.settings["patch"] for n in noise.shape[-2:])
-            nearest = min(max(area, min(sizes)), max(sizes))  # sizes between the trained ones keep their grid
-            reference = lay_over(nearest / self.multiple, (grid[0], grid[1]))
-            reference = (None, *reference) if self.model.num_axes == 3 else reference
-        self.model.reference = reference
+        self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative])
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
@@ -224,7 +228,7 @@ class Painter:
             with torch.autocast("cuda", precision) if cast else nullcontext():
                 found = draw_samples(
                     self.model, noise[rows].to(self.device), _rows(text, rows), sampling, negative=negative,
-                    shift=area / trained,
+                    shift=math.sqrt(size[0] * size[1]) / self.settings["size"],
                 ).float()  # fmt: skip
             yield (found if self.decoder is None else self.decoder.decode(found)).cpu()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from generative_data import COLOURS, RATIOS, SMALL, write_captioned_shards, write_hub, write_ratios, write_vae
+from lrpe_md.scripts.train.checkpoint import read_checkpoint
 from lrpe_md.scripts.train.conditions import EncoderSize
 from lrpe_md.scripts.train.data import videos
 from lrpe_md.scripts.train.data.buckets import Sizes, parse_mixed
@@ -24,6 +25,7 @@ from lrpe_md.scripts.train.data.source import Encoding, load_source
 from lrpe_md.scripts.train.data.streams import ShardSource, find_shards, index_shard
 from lrpe_md.scripts.train.data.values import Decoded, Latents
 from lrpe_md.scripts.train.order import DataError, divide, shuffle_groups
+from lrpe_md.scripts.train.prompts import Painter
 from lrpe_md.scripts.train.tasks import diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
@@ -185,6 +187,21 @@ def test_rescaled_positions_follow_the_bucket(tmp_path):
         assert model.reference == tuple(n // 2 for n in shape)
         grids.add(model.reference)
     assert len(grids) == 3
+
+
+def test_positions_of_samples_follow_the_trained_sizes(tmp_path):
+    options = {"data": write_ratios(tmp_path / "ratios"), **WIDE, "mix_sizes": "12"}
+    diffusion.run(config(options, tmp_path / "run", steps=1))
+    painter = Painter(read_checkpoint(tmp_path / "run" / "checkpoint.pt"), CPU)
+    assert painter.reference((8, 8)) is None
+    assert painter.reference((12, 12)) is None
+    assert painter.reference((6, 10)) == (3, 5)
+    assert painter.reference((8, 12)) == (4, 6)  # between the trained sizes
+    assert painter.reference((24, 24)) == (6, 6)  # laid over the largest one
+    assert painter.reference((4, 4)) == (4, 4)  # and over the smallest one
+    given = ["--prompt", "red", "--size", "8x12", "--steps", 1, "--images", 1, "--device", "cpu"]
+    done = invoke("sample", tmp_path / "run", *given)
+    assert done.exit_code == 0, done.output
 
 
 def test_latents_of_buckets_equal_those_of_the_vae(tmp_path):

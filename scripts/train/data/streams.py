@@ -384,7 +384,8 @@ class HubSource:
 
     @property
     def fields(self) -> set[str]:
-        return {self.renamed.get(key, key) for key in list(self.data.features)}
+        columns: list[str] = list(self.data.features)
+        return {self.renamed.get(key, key) for key in columns}
 
     def measure(self, index: int) -> tuple[int, int]:
         import datasets
