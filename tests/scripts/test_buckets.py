@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,18 @@ def test_rescaled_positions_follow_the_bucket(tmp_path):
         assert model.reference == tuple(n // 2 for n in shape)
         grids.add(model.reference)
     assert len(grids) == 3
+
+
+def test_held_out_images_are_shown_at_the_largest_size(tmp_path):
+    options = {"data": write_ratios(tmp_path / "ratios"), **WIDE, "mix_sizes": "4"}
+    chosen = config(options, tmp_path / "run")
+    source = diffusion.open_source(chosen, CPU)
+    model, evaluation = diffusion.build(chosen, source), diffusion.make_evaluation(chosen, source, CPU)
+    names, columns = evaluation.draw(model, chosen.sampling, 6, nullcontext)
+    assert len(names) == 6
+    assert columns["held out"].shape == columns["8x8"].shape == (6, 3, 10, 10)  # wide and tall, with white margins
+    assert max(columns["4x4"].shape[2:]) < 8
+    assert (columns["held out"].amin((1, 3)) == 1).any(1).sum() >= 1  # rows of a margin
 
 
 def test_positions_of_samples_follow_the_trained_sizes(tmp_path):
