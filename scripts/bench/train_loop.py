@@ -72,44 +72,44 @@ class Turns:
     Args:
         bare: a step of the bare loop.
         steps: of a turn.
-        skipped: first steps of a turn of the training, which use batches that were prepared during the other's turn.
+        warmup: first steps of a turn of the training, which use batches that were prepared during the other's turn.
         number: of turns.
         synchronize: waits for the device.
 
     Attributes:
-        train, others: milliseconds a step of each turn.
+        train_times, bare_times: milliseconds a step of each turn.
     """
 
     bare: Callable[[], Any]
     steps: int
-    skipped: int
+    warmup: int
     number: int
     synchronize: Callable[[], Any]
-    train: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
+    train_times: list[float] = field(default_factory=list)
+    bare_times: list[float] = field(default_factory=list)
     began: float = 0.0
     done: int = 0
 
     @property
     def total(self) -> int:
-        """Steps of the training that all turns and a first one, which compiles, need."""
-        return (self.number + 1) * (self.skipped + self.steps)
+        """Steps of the training, with a first turn that compiles and is not timed."""
+        return (self.number + 1) * (self.warmup + self.steps)
 
     def after_step(self) -> bool:
         self.done += 1
-        place = self.done % (self.skipped + self.steps)
-        if place == self.skipped:
+        place = self.done % (self.warmup + self.steps)
+        if place == self.warmup:
             self.synchronize()
             self.began = time.perf_counter()
         if place:
             return False
         self.synchronize()
         elapsed = time.perf_counter() - self.began
-        if self.done > self.skipped + self.steps:
-            self.train.append(1e3 * elapsed / self.steps)
-            self.others.append(self._time_bare())
+        if self.done > self.warmup + self.steps:
+            self.train_times.append(1e3 * elapsed / self.steps)
+            self.bare_times.append(self._time_bare())
         else:
-            self.bare()  # the first call compiles nothing new, but fills caches
+            self.bare()  # allocates its memory before it is timed
         return False
 
     def _time_bare(self) -> float:
@@ -173,11 +173,12 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
     trainer.last = run.total
     trainer.fit(order, make, partial(diffusion.loss, config), after_step=run.after_step)
     loaded = count_loaded(make, itertools.islice(order(0), 10**6), config.workers, seconds, synchronize)
-    train, others = (float(np.median(times)) for times in (run.train, run.others))
+    train_ms, bare_ms = (float(np.median(times)) for times in (run.train_times, run.bare_times))
+    ratio = float(np.median(np.array(run.bare_times) / np.array(run.train_times)))
     return {
-        "model": config.model or "tiny", "batch": config.batch, "workers": config.workers, "train_ms": train,
-        "bare_ms": others, "ratio": float(np.median(np.array(run.others) / np.array(run.train))), "turns": turns,
-        "trained_per_second": 1e3 * config.batch / train, "loaded_per_second": loaded,
+        "model": config.model or "tiny", "batch": config.batch, "workers": config.workers, "train_ms": train_ms,
+        "bare_ms": bare_ms, "ratio": ratio, "turns": turns, "trained_per_second": 1e3 * config.batch / train_ms,
+        "loaded_per_second": loaded,
     }  # fmt: skip
 
 

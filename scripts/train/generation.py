@@ -57,9 +57,9 @@ class Evaluation:
     @property
     def settings(self) -> list[Setting]:
         """The trained sizes, and a larger one with extrapolated and with rescaled positions, if there is one."""
-        trained = self.source.trained
-        found = [Setting(self._name(size), size) for size in trained]
-        for size in self.source.values.sizes[len(trained) :]:
+        train_sizes = self.source.train_sizes
+        found = [Setting(self._name(size), size) for size in train_sizes]
+        for size in self.source.values.sizes[len(train_sizes) :]:
             name = self._name(size)
             found += [Setting(f"{name} extrapolated", size), Setting(f"{name} rescaled", size, True)]
         return found
@@ -72,7 +72,7 @@ class Evaluation:
         """Return the grid that the positions of a batch are laid over: that of its bucket at the trained size."""
         if not setting.is_rescaled:
             return None
-        shape = self.source.values.shape(self.source.trained[0], self._bucket(indices))
+        shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))
         return tuple(n // p for n, p in zip(shape, self.patch_size, strict=True))
 
     def _bucket(self, indices: np.ndarray) -> int:
@@ -124,7 +124,7 @@ class Evaluation:
                 noise = self._noise(part, setting.size, 0)
                 model.reference = self._reference(setting, part)
                 with autocast():
-                    found = draw_samples(model, noise, text, sampling, shift=setting.size / self.source.trained[0])
+                    found = draw_samples(model, noise, text, sampling, shift=setting.size / self.source.train_sizes[0])
                 columns[setting.name] += self.pixels(found)
         model.reference = None
         names = self.source.names(np.concatenate(parts))

@@ -171,9 +171,9 @@ class Painter:
 
         Areas between the smallest and the largest trained one keep their own grid.
         """
-        trained: list[int] = self.settings["trained"]
+        sizes: list[int] = self.settings["train_sizes"]
         area = math.sqrt(size[0] * size[1])
-        nearest = min(max(area, min(trained)), max(trained))
+        nearest = min(max(area, min(sizes)), max(sizes))
         if size == (nearest, nearest):
             return None
         found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))

@@ -45,15 +45,21 @@ def test_cpu_timings_need_smoke():
 
 
 def test_turns_time_both_loops_without_the_first_steps(monkeypatch):
-    clock = iter(np.arange(0.0, 100.0))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    calls = []
-    run = train_loop.Turns(lambda: calls.append(1), steps=2, skipped=3, number=2, synchronize=lambda: None)
+    """By this clock a step of the training takes a second, one of the bare loop ten."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def advance(seconds):
+        clock[0] += seconds
+
+    run = train_loop.Turns(lambda: advance(10), steps=2, warmup=3, number=2, synchronize=lambda: None)
     assert run.total == 15
     for _ in range(run.total):
+        advance(1)
         assert not run.after_step()
-    assert run.train == run.others == [500.0, 500.0]  # a second by the clock for two steps
-    assert len(calls) == 1 + 2 * 2
+    assert run.train_times == [1000.0, 1000.0]
+    assert run.bare_times == [10_000.0, 10_000.0]
+    assert clock[0] == 15 + 10 * (1 + 2 * 2)
 
 
 def test_bare_step_is_a_step_of_the_training(tmp_path):

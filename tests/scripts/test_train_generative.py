@@ -387,8 +387,8 @@ def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
 
 def read_means(latents: Latents, indices: np.ndarray, size: int, draws: Any = None) -> torch.Tensor:
     """Read latents without noise."""
-    mean = latents.arrays[size, latents.sorted.find(indices)][0]
-    return torch.from_numpy(mean[latents.sorted.rows[indices], 0]).float()
+    mean = latents.arrays[size, latents.assignment.find(indices)][0]
+    return torch.from_numpy(mean[latents.assignment.rows[indices], 0]).float()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import typer
 from ..order import Steps, order_groups
 
 Shape: TypeAlias = tuple[int, int]  # height and width in pixels
-STEPS = 16  # heights of buckets differ by this share of the size
+STEPS = 16  # short sides of neighbouring buckets differ by the size divided by this
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,25 @@ class Sizes:
     """Sizes to train and to test at. A size is the square root of an image's area, in pixels.
 
     Args:
-        trained: sizes to train at; each batch has one of them.
-        tested: other sizes to test at.
+        train: sizes to train at; each batch has one of them.
+        test: other sizes to test at.
         multiple: divisor of all heights and widths.
         max_ratio: largest ratio of the sides; 1 crops images to squares.
     """
 
-    trained: tuple[int, ...]
-    tested: tuple[int, ...] = ()
+    train: tuple[int, ...]
+    test: tuple[int, ...] = ()
     multiple: int = 1
     max_ratio: float = 1.0
 
     @property
     def values(self) -> tuple[int, ...]:
         """All sizes, those of the training first."""
-        return tuple(dict.fromkeys((*self.trained, *self.tested)))
+        return tuple(dict.fromkeys((*self.train, *self.test)))
 
     def shapes(self, size: int) -> list[Shape]:
         """Return the shapes of all buckets at a size, from wide to tall."""
-        base = self.trained[0]
+        base = self.train[0]
         if self.max_ratio == 1:
             return [(size, size)]
         step = max(1, round(base / STEPS / self.multiple)) * self.multiple
@@ -110,7 +110,7 @@ class Sizes:
 
         sides: heights and widths, (N, 2).
         """
-        shapes = np.array(self.shapes(self.trained[0]))
+        shapes = np.array(self.shapes(self.train[0]))
         ratios, wanted = np.log(sides[:, 0] / sides[:, 1]), np.log(shapes[:, 0] / shapes[:, 1])
         nearest = np.abs(ratios[:, None] - wanted).argmin(1)
         used, of = np.unique(nearest, return_inverse=True)

@@ -67,7 +67,7 @@ class GenerativeTraining(Training):
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
 
     @property
-    def trained_sizes(self) -> tuple[int, ...]:
+    def train_sizes(self) -> tuple[int, ...]:
         """Sizes to train at, in pixels; latents keep theirs."""
         return parse_mixed(self.mix_sizes, self.size, 1)
 
@@ -86,7 +86,7 @@ class Source:
         train, held_out: numbers of the samples.
         digest: hash of the data.
         latents: latents.json, for latents.
-        num_trained: how many of the sizes of the values are trained at, the first ones.
+        num_train_sizes: how many of the sizes of the values are trained at, the first ones.
     """
 
     values: Values
@@ -95,22 +95,22 @@ class Source:
     held_out: np.ndarray
     digest: Any
     latents: dict[str, Any] | None = None
-    num_trained: int = 1
+    num_train_sizes: int = 1
 
     @property
-    def trained(self) -> tuple[int, ...]:
+    def train_sizes(self) -> tuple[int, ...]:
         """Sizes to train at."""
-        return self.values.sizes[: self.num_trained]
+        return self.values.sizes[: self.num_train_sizes]
 
     def order(self, batch: int, seed: int) -> Steps:
         """Return the samples of the steps, for :meth:`train_batch`. A step has samples of one size and one bucket."""
-        buckets = Buckets({size: [] for size in self.trained}, self.values.buckets(self.train))
+        buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
         """Return values and conditions of training samples; those from ``len(train)`` on have the next size."""
         turn = int(numbers[0]) // len(self.train)
-        return self.batch(self.train[numbers % len(self.train)], self.trained[turn], draws)
+        return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
     @property
     def is_streamed(self) -> bool:
@@ -200,9 +200,9 @@ def load_source(
         shapes = buckets.shapes[max(sizes.values)]
         parts = [pictures.read(shape, buckets.members(bucket)) for bucket, shape in enumerate(shapes)]
         values, digest = load_pixels(parts, buckets, config.flip, device), hash_data(parts, pictures.records)
-    condition, numbers = make_condition(pictures.records, encoding), len(sizes.trained)
+    condition, numbers = make_condition(pictures.records, encoding), len(sizes.train)
     return Source(
-        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, num_trained=numbers
+        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, num_train_sizes=numbers
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def _clips(
     values = Clips(frames, starts, config.frames, config.every)
     about = frames.about if isinstance(frames, Latents) else None
     condition = make_condition(films.records.take(owners), encoding)
-    trained = config.trained_sizes if about is None else frames.sizes
+    train_sizes = config.train_sizes if about is None else frames.sizes
     return Source(
-        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, about, len(trained)
+        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, about, len(train_sizes)
     )  # fmt: skip

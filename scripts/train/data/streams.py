@@ -140,8 +140,8 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
     width, height = image.size
     # Pillow decodes a PNG to look for EXIF data behind its pixels.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
-    lies = exif.get(ExifTags.Base.Orientation, 1) > 4
-    return (width, height) if lies else (height, width)
+    is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
+    return (width, height) if is_turned else (height, width)
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------

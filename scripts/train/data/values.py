@@ -120,7 +120,7 @@ class BucketedPixels:
     """Images of several shapes in memory; parts: those of each bucket."""
 
     parts: list[Pixels]
-    sorted: Buckets
+    assignment: Buckets
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -135,13 +135,13 @@ class BucketedPixels:
         return self.parts[0].device
 
     def buckets(self, indices: np.ndarray) -> np.ndarray:
-        return self.sorted.of[indices]
+        return self.assignment.of[indices]
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
         return self.parts[bucket].shape(size)
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        return self.parts[self.sorted.find(indices)].batch(self.sorted.rows[indices], size, draws)
+        return self.parts[self.assignment.find(indices)].batch(self.assignment.rows[indices], size, draws)
 
 
 def load_pixels(
@@ -160,12 +160,12 @@ class Decoded:
     """Images that are decoded when they are needed, on the CPU, for worker processes."""
 
     pictures: Pictures
-    sorted: Buckets
+    assignment: Buckets
     flip: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(self.sorted.shapes)
+        return tuple(self.assignment.shapes)
 
     @property
     def channels(self) -> int:
@@ -176,13 +176,13 @@ class Decoded:
         return torch.device("cpu")
 
     def buckets(self, indices: np.ndarray) -> np.ndarray:
-        return self.sorted.of[indices]
+        return self.assignment.of[indices]
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
-        return self.sorted.shapes[size][bucket]
+        return self.assignment.shapes[size][bucket]
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        shape = self.sorted.shapes[size][self.sorted.find(indices)]
+        shape = self.assignment.shapes[size][self.assignment.find(indices)]
         found = np.stack([crop(self.pictures.open(int(i)), shape) for i in indices])
         x = torch.from_numpy(found).permute(0, 3, 1, 2).float() / 127.5 - 1
         if self.flip and draws is not None:
@@ -212,7 +212,7 @@ class Latents:
         about: the content of latents.json.
         records: of the images, or of the videos.
         lengths: frames of each video; None: images.
-        sorted: buckets of the images or frames, with their shapes in pixels.
+        assignment: buckets of the images or frames, with their shapes in pixels.
 
     Raises:
         typer.BadParameter: a damaged folder, or --flip without mirrored latents.
@@ -230,14 +230,14 @@ class Latents:
         shapes = {int(size): [(h, w) for h, w in each] for size, each in self.about["shapes"].items()}
         is_bucketed = sum(map(len, shapes.values())) > 1
         of = self._load(BUCKETS) if is_bucketed else np.zeros(self.about["number"], np.int64)
-        self.sorted = Buckets(shapes, of)
+        self.assignment = Buckets(shapes, of)
         names = ("mean",) if self.about["sampled"] else ("mean", "std")
         self.arrays = {
             (size, bucket): [
                 self._array(array_name(name, size, bucket, is_bucketed), bucket, shapes[size][bucket]) for name in names
             ]
             for size in shapes
-            for bucket in range(self.sorted.number)
+            for bucket in range(self.assignment.number)
         }
 
     def _load(self, name: str) -> np.ndarray:
@@ -250,7 +250,7 @@ class Latents:
 
     def _array(self, file: str, bucket: int, shape: Shape) -> np.ndarray:
         """(N, 1 or 2 views, C, h, w)."""
-        factor, number = self.about["factor"], int((self.sorted.of == bucket).sum())
+        factor, number = self.about["factor"], int((self.assignment.of == bucket).sum())
         found = self._load(file)
         wanted = (number, 1 + self.about["flip"], self.about["channels"], *(n // factor for n in shape))
         if found.shape != wanted:
@@ -261,7 +261,7 @@ class Latents:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(self.sorted.shapes)
+        return tuple(self.assignment.shapes)
 
     @property
     def channels(self) -> int:
@@ -272,14 +272,14 @@ class Latents:
         return self._device
 
     def buckets(self, indices: np.ndarray) -> np.ndarray:
-        return self.sorted.of[indices]
+        return self.assignment.of[indices]
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
-        return tuple(n // self.about["factor"] for n in self.sorted.shapes[size][bucket])
+        return tuple(n // self.about["factor"] for n in self.assignment.shapes[size][bucket])
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        mean, *deviations = self.arrays[size, self.sorted.find(indices)]
-        rows, views = self.sorted.rows[indices], np.zeros(len(indices), np.int64)
+        mean, *deviations = self.arrays[size, self.assignment.find(indices)]
+        rows, views = self.assignment.rows[indices], np.zeros(len(indices), np.int64)
         if self.flip and draws is not None:
             views = mirrored(draws).astype(np.int64)
         x = sent(mean[rows, views], self.device).float()

@@ -158,7 +158,7 @@ class DiffusionTraining(GenerativeTraining):
     @property
     def dynamic_shapes(self) -> bool | None:
         if self.latents is None:
-            return None if self.max_ratio > 1 or len(self.trained_sizes) > 1 else False
+            return None if self.max_ratio > 1 or len(self.train_sizes) > 1 else False
         return None if sum(map(len, self.latents["shapes"].values())) > 1 else False
 
     @cached_property
@@ -216,8 +216,8 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
 
 
 def open_source(config: DiffusionTraining, device: torch.device) -> Source:
-    tested = (config.test_size,) if config.test_size else ()
-    sizes = Sizes(config.trained_sizes, tested, config.patch, config.max_ratio)
+    test = (config.test_size,) if config.test_size else ()
+    sizes = Sizes(config.train_sizes, test, config.patch, config.max_ratio)
     return load_source(config, sizes, device, Encoding(config.text_encoder, config.text_features))
 
 
@@ -307,7 +307,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         return True
 
     settings = {"model": model_arguments(config), "digest": source.digest, "condition": source.condition.settings}
-    settings |= {"size": source.trained[0], "trained": list(source.trained)}
+    settings |= {"size": source.train_sizes[0], "train_sizes": list(source.train_sizes)}
     if source.latents is not None:
         settings |= {"latents": source.latents}
     steps, make = source.order(config.batch, config.seed), partial(batch, config, source)

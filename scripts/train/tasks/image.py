@@ -165,13 +165,13 @@ class ImageTraining(Training):
             object.__setattr__(self, name, value)  # of a frozen dataclass, before anybody reads it
 
     @property
-    def trained(self) -> Sizes:
+    def train_sizes(self) -> Sizes:
         """Sizes to train at."""
         return Sizes(parse_mixed(self.mix_sizes, self.size, self.patch), (), self.patch, self.max_ratio)
 
     @property
     def dynamic_shapes(self) -> bool | None:
-        return None if self.max_ratio > 1 or len(self.trained.trained) > 1 else False
+        return None if self.max_ratio > 1 or len(self.train_sizes.train) > 1 else False
 
     @property
     def mixes(self) -> bool:
@@ -257,13 +257,13 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
         typer.BadParameter: --max-ratio for images that were cropped to squares.
     """
     if config.max_ratio == 1:
-        return config.trained.sort(np.ones((len(train), 2)))
+        return config.train_sizes.sort(np.ones((len(train), 2)))
     if isinstance(train, Images):
         raise typer.BadParameter(
             f"--max-ratio {config.max_ratio}: these images are squares in memory; pass --stream for a folder of images"
         )
     with ThreadPoolExecutor(8) as pool:
-        return config.trained.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
+        return config.train_sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
 
 
 def batch(
