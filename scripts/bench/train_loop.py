@@ -1,6 +1,6 @@
 """Compare `train diffusion` on latents with a bare loop over the same compiled model. Writes a CSV.
 
-    lrpe-md bench train-loop --model B/2 --out b2.csv
+    lrpe-md bench train-loop --model B/2 --model XL/2 --out train-loop.csv
 
 The latents have random values and the shape of images of 256 pixels: 4 × 32 × 32, mean and standard deviation, with
 1,000 classes. The loop of the training reads, samples and sends them, logs and checks. The bare loop repeats forward,
@@ -161,6 +161,7 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
         turns: of each.
         seconds: that the loader is timed.
     """
+    torch.compiler.reset()  # the code of an earlier model
     accelerator = begin(config)
     device = accelerator.device
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
@@ -183,11 +184,14 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Published size and patch, such as B/2 or XL/2.")] = "B/2",
-    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 128,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Published size and patch, such as B/2; repeatable. (default: B/2 and XL/2)"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 64,
     workers: Annotated[int, typer.Option(min=0, help="Threads that prepare batches.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 40,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each loop.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each loop.")] = 3,
     number: Annotated[int, typer.Option(min=1, help="Number of latents on the disk.")] = 8192,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
@@ -200,25 +204,29 @@ def main(
         raise typer.BadParameter(
             "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
         )
-    where = choose_device(device)
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "latents"
-        data.mkdir()
-        sizes: dict[str, Any] = TINY if smoke else {"model": model, "precision": "bf16", "compile": True}
-        config = DiffusionTraining(
-            data=write_random_latents(data, number, 8 if smoke else 32), out=Path(folder) / "run", batch=batch,
-            workers=workers, device=device, tensorboard=False, progress=False, save_every=10**9, warmup=10,
-            steps=10**6, schedule="constant", **sizes,
-        )  # fmt: skip
-        row = {**measure(config, steps, turns, 0.2 if smoke else 5.0), **measured_on(where, commit)}
+    here = measured_on(choose_device(device), commit)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="", encoding="utf-8") as file:
+    with out.open("w", newline="", encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerow(row)
-    Console(soft_wrap=True).print(
-        f"{row['model']}, batch {batch}: {row['train_ms']:.1f} ms a step, {row['bare_ms']:.1f} ms in the bare loop, "
-        f"ratio {row['ratio']:.3f}; the loader prepares {row['loaded_per_second']:.0f} samples/s, the model takes "
-        f"{row['trained_per_second']:.0f}",
-        markup=False,
+        data = write_random_latents(Path(folder), number, 8 if smoke else 32)
+        for name in [""] if smoke else model or ["B/2", "XL/2"]:
+            sizes: dict[str, Any] = TINY if smoke else {"model": name, "precision": "bf16", "compile": True}
+            config = DiffusionTraining(
+                data=data, out=Path(folder) / f"run-{name.replace('/', '-')}", batch=batch, workers=workers,
+                device=device, tensorboard=False, progress=False, save_every=10**9, warmup=10, steps=10**6,
+                schedule="constant", log_every=steps + 2 * workers + 2, **sizes,
+            )  # fmt: skip
+            row = {**measure(config, steps, turns, 0.2 if smoke else 3.0), **here}
+            writer.writerow(row)
+            file.flush()
+            Console(soft_wrap=True).print(describe(row), markup=False)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Summarise a row of the CSV."""
+    return (
+        f"{row['model']}, batch {row['batch']}: {row['train_ms']:.1f} ms a step, {row['bare_ms']:.1f} ms in the bare "
+        f"loop, ratio {row['ratio']:.3f}; the loader prepares {row['loaded_per_second']:.0f} samples/s, the model "
+        f"takes {row['trained_per_second']:.0f}"
     )
