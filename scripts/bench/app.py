@@ -20,6 +20,7 @@ from . import (
     operators,
     report,
     tables,
+    train_loop,
     training,
     tune,
 )
@@ -49,6 +50,7 @@ COMMANDS = {
     "decode": Command(decode.main, OPERATORS, "--workload decode-1"),
     "compiled": Command(compiled.main, OPERATORS, "--map rotate"),
     "training": Command(training.main, STEPS, "--models vit_b --modes compiled"),
+    "train-loop": Command(train_loop.main, STEPS, "--model B/2"),
     "linear-scaling": Command(linear_scaling.main, STEPS, "--backbones vit --tokens 4096,65536"),
     "tune": Command(tune.main, MAINTENANCE, '--only "rotate forward"'),
     "counters": Command(counters.main, MAINTENANCE, "--out counters.csv"),

@@ -209,7 +209,8 @@ class ImageBackbone(Backbone):
         return Images(random_bytes(num, 1, self.config.size, self.config.size), torch.arange(num) % 10)
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
-        return (self.images(num).to(device),)
+        images = self.images(num).to(device)
+        return ((images, self.script.sort_images(self.config, images)),)
 
     def loss(self, model: Any, *inputs: Tensor) -> Tensor:
         return self.script.loss(self.config, model, inputs)

@@ -140,6 +140,11 @@ class Training:
             )
 
     @property
+    def dynamic_shapes(self) -> bool | None:
+        """``dynamic`` of torch.compile: False if all steps have one shape, None if they have several."""
+        return False
+
+    @property
     def mixed_precision(self) -> str:
         """The precision on this machine."""
         if self.precision != "auto":

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from accelerate.utils import send_to_device
+from torch import Tensor
 
 from ...models.flow import Prediction, flow_matching_loss
 from .data.source import Source
 from .distance import frechet_distance
 from .samplers import Sampling, draw_samples
-from .samples import HELD_OUT
+from .samples import HELD_OUT, pad_together
 from .vae import Decoder
 
 TIMES = 8  # at which the held-out loss is measured
@@ -22,11 +23,11 @@ BATCH = 64
 
 
 class Setting(NamedTuple):
-    """Size to evaluate at, in pixels, and the grid that positions are laid over (None: one unit a patch)."""
+    """Size to evaluate at, in pixels, and whether positions are laid over the trained grid (else one unit a patch)."""
 
     name: str
     size: int
-    reference: tuple[int, ...] | None
+    is_rescaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Evaluation:
         decoder: of latents; None: the values are pixels.
         prediction: of the model.
         limit: held-out samples at most.
+        device: where the model is.
     """
 
     source: Source
@@ -46,6 +48,7 @@ class Evaluation:
     decoder: Decoder | None
     prediction: Prediction
     limit: int
+    device: torch.device
 
     @property
     def held_out(self) -> np.ndarray:
@@ -53,42 +56,55 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """The trained size, and a larger one with extrapolated and with rescaled positions, if there is one."""
-        trained, *others = self.source.values.sizes
-        shape = self.source.values.shape(trained)
-        grid = tuple(n // p for n, p in zip(shape, self.patch_size, strict=True))
-        found = [Setting(self._name(trained), trained, None)]
-        for size in others:
+        """The trained sizes, and a larger one with extrapolated and with rescaled positions, if there is one."""
+        train_sizes = self.source.train_sizes
+        found = [Setting(self._name(size), size) for size in train_sizes]
+        for size in self.source.values.sizes[len(train_sizes) :]:
             name = self._name(size)
-            found += [Setting(f"{name} extrapolated", size, None), Setting(f"{name} rescaled", size, grid)]
+            found += [Setting(f"{name} extrapolated", size), Setting(f"{name} rescaled", size, True)]
         return found
 
     def _name(self, size: int) -> str:
         frames = self.source.values.shape(size)[:-2]
         return "x".join(map(str, (*frames, size, size)))
 
+    def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
+        """Return the grid that the positions of a batch are laid over: that of its bucket at the trained size."""
+        if not setting.is_rescaled:
+            return None
+        shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))
+        return tuple(n // p for n, p in zip(shape, self.patch_size, strict=True))
+
+    def _bucket(self, indices: np.ndarray) -> int:
+        return int(self.source.values.buckets(indices[:1])[0])
+
+    def _read(self, indices: np.ndarray, size: int) -> tuple[Tensor, Any]:
+        found: Any = send_to_device(self.source.batch(indices, size), self.device)
+        return found
+
     @torch.no_grad()
-    def losses(self, model: nn.Module, size: int, autocast: Any) -> list[float]:
+    def losses(self, model: Any, setting: Setting, autocast: Any) -> list[float]:
         """Return the mean loss at times (i + ½) / TIMES, with the same noise for every model."""
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros(TIMES, dtype=torch.float64)
-        for part in _batches(self.held_out):
-            x, text = self.source.batch(part, size)
+        for part in split_by_bucket(self.source, self.held_out, BATCH):
+            x, text = self._read(part, setting.size)
+            model.reference = self._reference(setting, part)
             for i in range(TIMES):
                 noise = torch.randn(x.shape, generator=generator).to(x.device)
                 t = torch.full((len(x),), (i + 0.5) / TIMES, device=x.device)
                 with autocast():
                     found = flow_matching_loss(model, x, text, t, noise, prediction=self.prediction)
                 totals[i] += found.sum().item()
+        model.reference = None
         return (totals / len(self.held_out)).tolist()
 
     def evaluate(self, model: Any, autocast: Any) -> dict[str, Any]:
         """Return the held-out loss at each setting."""
         results: dict[str, Any] = {"test_pairs": len(self.held_out)}
-        for name, size, model.reference in self.settings:
-            losses = self.losses(model, size, autocast)
-            results[name] = {"loss": sum(losses) / TIMES, "by_time": losses}
-        model.reference = None
+        for setting in self.settings:
+            losses = self.losses(model, setting, autocast)
+            results[setting.name] = {"loss": sum(losses) / TIMES, "by_time": losses}
         return results
 
     @torch.no_grad()
@@ -99,15 +115,20 @@ class Evaluation:
         """
         held_out = self.source.held_out
         chosen = held_out[np.linspace(0, len(held_out) - 1, min(num, len(held_out))).astype(int)]
-        x, text = self.source.batch(chosen, self.source.values.sizes[-1])
-        columns = {HELD_OUT: self.pixels(x)}
-        for name, size, model.reference in self.settings:
-            noise = self._noise(len(chosen), size, 0)
-            with autocast():
-                found = draw_samples(model, noise, text, sampling, shift=size / self.source.values.sizes[0])
-            columns[name] = self.pixels(found)
+        parts = split_by_bucket(self.source, chosen, len(chosen))
+        columns: dict[str, list[Tensor]] = {name: [] for name in (HELD_OUT, *(each.name for each in self.settings))}
+        for part in parts:
+            x, text = self._read(part, max(self.source.values.sizes))
+            columns[HELD_OUT] += self.pixels(x)
+            for setting in self.settings:
+                noise = self._noise(part, setting.size, 0)
+                model.reference = self._reference(setting, part)
+                with autocast():
+                    found = draw_samples(model, noise, text, sampling, shift=setting.size / self.source.train_sizes[0])
+                columns[setting.name] += self.pixels(found)
         model.reference = None
-        return self.source.names(chosen), columns
+        names = self.source.names(np.concatenate(parts))
+        return names, {name: pad_together(images) for name, images in columns.items()}
 
     @torch.no_grad()
     def distance(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> float:
@@ -115,23 +136,24 @@ class Evaluation:
         conditions."""
         size = self.source.values.sizes[0]
         order = np.random.default_rng(0).permutation(len(self.source.train))[:num]
-        chosen = self.source.train[np.sort(order)]
+        parts = split_by_bucket(self.source, self.source.train[np.sort(order)], BATCH)
 
         def generated() -> Iterator[Tensor]:
-            for i, part in enumerate(_batches(chosen)):
-                noise = self._noise(len(part), size, i)
-                text = self.source.condition.inputs(part, self.source.values.device)
+            for i, part in enumerate(parts):
+                noise = self._noise(part, size, i)
+                text = self.source.condition.inputs(part, self.device)
                 with autocast():
                     found = draw_samples(model, noise, text, sampling)
                 yield as_images(self.pixels(found))
 
-        real = (as_images(self.pixels(self.source.values.batch(part, size))) for part in _batches(chosen))
-        return frechet_distance(real, generated(), device=self.source.values.device)
+        real = (as_images(self.pixels(self._read(part, size)[0])) for part in parts)
+        return frechet_distance(real, generated(), device=self.device)
 
-    def _noise(self, num: int, size: int, seed: int) -> Tensor:
+    def _noise(self, indices: np.ndarray, size: int, seed: int) -> Tensor:
+        """Return noise for samples of one bucket."""
         values = self.source.values
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(num, values.channels, *values.shape(size), generator=generator).to(values.device)
+        shape = len(indices), values.channels, *values.shape(size, self._bucket(indices))
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     def pixels(self, x: Tensor) -> Tensor:
         """Decode values to pixels (B, 3, [frames,] H, W) in [-1, 1]."""
@@ -144,5 +166,8 @@ def as_images(pixels: Tensor) -> Tensor:
     return images.float().nan_to_num().clamp(-1, 1).add(1).mul(127.5).round().byte()
 
 
-def _batches(indices: np.ndarray) -> list[np.ndarray]:
-    return [indices[i : i + BATCH] for i in range(0, len(indices), BATCH)]
+def split_by_bucket(source: Source, indices: np.ndarray, size: int) -> list[np.ndarray]:
+    """Split samples into batches of at most ``size``, each of one bucket."""
+    buckets = source.values.buckets(indices)
+    groups = [indices[buckets == bucket] for bucket in np.unique(buckets)]
+    return [group[i : i + size] for group in groups for i in range(0, len(group), size)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,16 +17,17 @@ import torch
 import typer
 from numpy.lib.format import open_memmap
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor
 
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose
-from .data.footage import find_films, is_footage
-from .data.pictures import open_pictures
+from .data.buckets import Buckets, Shape, Sizes, parse_mixed
+from .data.footage import find_films, is_footage, sort_films
+from .data.pictures import Pictures, open_pictures
 from .data.records import CONDITIONS, Records, Split
-from .data.values import FORMAT, LATENTS, RECORDS
+from .data.values import BUCKETS, FORMAT, LATENTS, RECORDS, array_name
 from .data.videos import decode
 from .text_features import DTYPES
 from .vae import BATCH, Decoder, load_vae
@@ -36,13 +37,13 @@ class Options(NamedTuple):
     """Options of stored latents.
 
     Args:
-        size: height and width of the images, in pixels.
+        sizes: of the images.
         flip: also encode mirrored images.
         sampled: store one sample instead of mean and standard deviation.
         dtype: of the arrays.
     """
 
-    size: int
+    sizes: Sizes
     flip: bool
     sampled: bool
     dtype: Any
@@ -53,11 +54,24 @@ def main(
     data: Annotated[Path, typer.Option(help="Images (folder, zip, .npz, idx files) or videos (file or folder).")],
     out: Annotated[Path, typer.Option(help="New folder for the latents.")],
     size: Annotated[int, typer.Option(min=1, help="Height and width of the images, in pixels.")] = 256,
+    mix_sizes: Annotated[str, typer.Option(help="Other sizes to train at, in pixels, separated by commas.")] = "",
+    max_ratio: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Largest ratio of the sides. 1 crops to squares; above 1, images keep their aspect ratio, in buckets "
+            "of about --size² pixels.",
+        ),
+    ] = 1.0,
+    patch: Annotated[int, typer.Option(min=1, help="Sides of latents are multiples of this patch of the model.")] = 1,
     condition: Annotated[
         str, typer.Option(help="captions, labels, none, or auto: captions or labels if the data has them.")
     ] = "auto",
     without: Annotated[
         str, typer.Option(help="Field of the table of captions; rows where it is true are left out.")
+    ] = "",
+    label: Annotated[
+        str, typer.Option(help="Field that is the class, of a table, of .json in shards, or of a data set.")
     ] = "",
     limit: Annotated[int, typer.Option(min=0, help="Number of images or videos to use; 0 uses all.")] = 0,
     flip: Annotated[bool, typer.Option(help="Also encode mirrored images, for `train diffusion --flip`.")] = False,
@@ -73,72 +87,107 @@ def main(
     choose("--condition", [condition], CONDITIONS)
     on = choose_device(device)
     coder = Decoder(load_vae(vae), on)
-    if size % coder.factor:
-        raise typer.BadParameter(f"--size: expected a multiple of {coder.factor}, the VAE's factor, got {size}")
-    images = open_images(data, Split(1, limit=limit or None), condition, without, size)
+    multiple = coder.factor * patch
+    if size % multiple:
+        raise typer.BadParameter(
+            f"--size: expected a multiple of {multiple}, the VAE's factor times --patch, got {size}"
+        )  # fmt: skip
+    sizes = Sizes(parse_mixed(mix_sizes, size, multiple), multiple=multiple, max_ratio=max_ratio)
+    if is_footage(data):
+        images = open_films(data, Split(1, limit=limit or None), condition, sizes)
+    else:
+        images = open_images(
+            open_pictures(data, Split(1, limit=limit or None), condition=condition, without=without, label=label), sizes
+        )
     torch.manual_seed(seed)
     with new_folder(out) as part:
-        about = write_latents(part, coder, images, Options(size, flip, sampled, DTYPES[dtype]))
+        about = write_latents(part, coder, images, Options(sizes, flip, sampled, DTYPES[dtype]))
         about |= {"format": FORMAT, "vae": vae, "weights": coder.digest, "lengths": images.lengths}
         (part / RECORDS).write_text(json.dumps(images.records.to_json()), encoding="utf-8")
         (part / LATENTS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    Console(stderr=True).print(f"{out}: {about['shape'][0]} latents of {'×'.join(map(str, about['shape'][2:]))}")
+    shown = ", ".join(f"{h}×{w}" for each in about["shapes"].values() for h, w in each)
+    Console(stderr=True).print(f"{out}: latents of {about['number']} images of {shown} pixels")
 
 
 class Images(NamedTuple):
-    """Images, or frames of videos, in batches.
+    """Images, or frames of videos.
 
     Args:
-        batches: uint8 (B, 3, size, size), at most ``BATCH`` of them.
-        number: of all images or frames.
+        read: returns the images of a bucket in a shape: uint8 (B, 3, height, width), at most ``BATCH`` at a time.
         records: of the images, or of the videos.
+        buckets: of the images or frames.
         lengths: frames of each video; None: images.
     """
 
-    batches: Iterator[Tensor]
-    number: int
+    read: Callable[[int, Shape], Iterator[Tensor]]
     records: Records
+    buckets: Buckets
     lengths: list[int] | None
 
 
-def open_images(path: Path, split: Split, condition: str, without: str, size: int) -> Images:
-    if is_footage(path):
-        files, records = find_films(path, split, condition)
-        lengths = [len(decode(file, 8)) for file in files]
-        return Images(
-            (part for file in files for part in decode(file, size).split(BATCH)), sum(lengths), records, lengths
-        )
-    pictures = open_pictures(path, split, condition=condition, without=without)
-    starts = range(0, len(pictures), BATCH)
-    batches = (pictures.read(size, range(i, min(i + BATCH, len(pictures)))) for i in starts)
-    return Images(batches, len(pictures), pictures.records, None)
+def open_images(pictures: Pictures, sizes: Sizes) -> Images:
+    buckets = pictures.sort(sizes)
+
+    def read(bucket: int, shape: Shape) -> Iterator[Tensor]:
+        members = buckets.members(bucket)
+        return (pictures.read(shape, members[i : i + BATCH]) for i in range(0, len(members), BATCH))
+
+    return Images(read, pictures.records, buckets, None)
+
+
+def open_films(path: Path, split: Split, condition: str, sizes: Sizes) -> Images:
+    files, records = find_films(path, split, condition)
+    films, lengths = sort_films(files, sizes), [len(decode(file, 8)) for file in files]
+
+    def read(bucket: int, shape: Shape) -> Iterator[Tensor]:
+        return (part for i in films.members(bucket) for part in decode(files[i], shape).split(BATCH))
+
+    return Images(read, records, Buckets(films.shapes, films.of.repeat(lengths)), lengths)
 
 
 def write_latents(folder: Path, coder: Decoder, images: Images, options: Options) -> dict[str, Any]:
-    """Write mean.npy and std.npy, (N, 1 or 2 views, C, h, w): as the VAE gives them, neither scaled nor shifted."""
-    side = options.size // coder.factor
-    shape = images.number, 1 + options.flip, coder.channels, side, side
-    names = ("mean",) if options.sampled else ("mean", "std")
-    arrays = {name: open_memmap(folder / f"{name}.npy", mode="w+", dtype=options.dtype, shape=shape) for name in names}
-    digest, first = hashlib.sha256(repr(images.records.digest).encode()), 0
-    total = (images.number + BATCH - 1) // BATCH
-    for batch in track(images.batches, "encoding images", total, console=Console(stderr=True)):
-        pixels = batch.float() / 127.5 - 1
-        rows = slice(first, first + len(batch))
-        for view, seen in enumerate((pixels, pixels.flip(-1))[: 1 + options.flip]):
-            mean, std = coder.encode(seen)
-            if options.sampled:
-                mean = mean + std * torch.randn(mean.shape).to(mean.device)
-            for name, value in zip(names, (mean, std), strict=False):
-                arrays[name][rows, view] = value.cpu().numpy()
-        for array in arrays.values():
-            if not np.isfinite(array[rows]).all():
-                raise typer.BadParameter("--dtype float16: latents are beyond its range; use float32")
-            digest.update(array[rows].tobytes())
-        first += len(batch)
-    for array in arrays.values():
-        array.flush()
+    """Write mean.npy and std.npy, (N, 1 or 2 views, C, h, w): as the VAE gives them, neither scaled nor shifted.
+
+    With several sizes or buckets there is a file of each for each of them, and buckets.npy.
+    """
+    buckets, is_bucketed = images.buckets, sum(map(len, images.buckets.shapes.values())) > 1
+    digest = hashlib.sha256(repr((images.records.digest, buckets.shapes, buckets.of.tolist())).encode())
+    if is_bucketed:
+        np.save(folder / BUCKETS, buckets.of)
+    grids = [(size, bucket, shape) for size, each in buckets.shapes.items() for bucket, shape in enumerate(each)]
+    progress = Progress(console=Console(stderr=True))
+    bar = progress.add_task("encoding images", total=len(buckets.of) * len(buckets.shapes))
+    for size, bucket, shape in grids:
+        names = [array_name(name, size, bucket, is_bucketed) for name in ("mean", "std")[: 2 - options.sampled]]
+        number = len(buckets.members(bucket)), 1 + options.flip, coder.channels, *(n // coder.factor for n in shape)
+        arrays = [open_memmap(folder / name, mode="w+", dtype=options.dtype, shape=number) for name in names]
+        first = 0
+        with progress:
+            for batch in images.read(bucket, shape):
+                rows = slice(first, first + len(batch))
+                encode_batch(coder, batch, options, [array[rows] for array in arrays])
+                for array in arrays:
+                    digest.update(array[rows].tobytes())
+                first += len(batch)
+                progress.advance(bar, len(batch))
+        for array in arrays:
+            array.flush()
     return {
-        "shape": list(shape), "size": options.size, "scale": coder.scale, "shift": coder.shift, "flip": options.flip,
-        "sampled": options.sampled, "digest": digest.hexdigest(),
+        "number": len(buckets.of), "shapes": buckets.shapes, "factor": coder.factor, "channels": coder.channels,
+        "scale": coder.scale, "shift": coder.shift, "flip": options.flip, "sampled": options.sampled,
+        "digest": digest.hexdigest(),
     }  # fmt: skip
+
+
+def encode_batch(coder: Decoder, images: Tensor, options: Options, rows: list[np.ndarray]) -> None:
+    """Encode images (B, 3, height, width) into rows of the arrays, (B, 1 or 2 views, C, h, w)."""
+    pixels = images.float() / 127.5 - 1
+    for view, seen in enumerate((pixels, pixels.flip(-1))[: 1 + options.flip]):
+        mean, std = coder.encode(seen)
+        if options.sampled:
+            mean = mean + std * torch.randn(mean.shape).to(mean.device)
+        for row, value in zip(rows, (mean, std), strict=False):
+            row[:, view] = value.cpu().numpy()
+    for row in rows:
+        if not np.isfinite(row).all():
+            raise typer.BadParameter("--dtype float16: latents are beyond its range; use float32")

@@ -152,7 +152,7 @@ class Trainer:
             self._load(state)
         if config.compile:
             mode = "reduce-overhead" if config.cuda_graphs else None
-            self.raw.compile(dynamic=False, mode=mode)  # all steps have one size
+            self.raw.compile(dynamic=config.dynamic_shapes, mode=mode)
         wrapped = self.raw if config.sharding == "fsdp" else accelerator.prepare_model(self.raw)
         self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +43,60 @@ def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]
             generator, of = np.random.default_rng((seed, epoch)), epoch
             permutation, draws = generator.permutation(num), generator.integers(2**63, size=num)
         yield permutation[i * batch : (i + 1) * batch], draws[i * batch : (i + 1) * batch]
+
+
+def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
+    """Endless batches of shuffled indices from step ``start`` on, each batch from one group.
+
+    Every sample is drawn equally often, whatever the size of its group: a group with fewer samples than a batch fills
+    one in some epochs alone.
+
+    Args:
+        groups: indices of each group.
+
+    Yields:
+        see :func:`shuffle`.
+    """
+    sizes = np.array([len(group) for group in groups])
+    if sizes.sum() < batch:
+        raise typer.BadParameter(
+            f"--batch {batch}: there are {sizes.sum()} samples; make it smaller, or give more data"
+        )  # fmt: skip
+
+    @lru_cache(maxsize=2 * len(groups))
+    def permute(number: int, turn: int) -> np.ndarray:
+        return groups[number][np.random.default_rng((seed, 1, number, turn)).permutation(sizes[number])]
+
+    def take(number: int, first: int) -> np.ndarray:
+        """Return a batch of the sequence of all permutations of a group."""
+        turn, offset = divmod(first, int(sizes[number]))
+        parts = [permute(number, turn)[offset:]]
+        while sum(map(len, parts)) < batch:
+            turn += 1
+            parts.append(permute(number, turn))
+        return np.concatenate(parts)[:batch]
+
+    epoch = start * batch // int(sizes.sum())  # no later than the one that is sought
+    while (np.multiply(epoch + 1, sizes) // batch).sum() <= start:
+        epoch += 1
+    step = int((epoch * sizes // batch).sum())
+    for number in itertools.count(epoch):
+        made, until = number * sizes // batch, (number + 1) * sizes // batch
+        for group in np.random.default_rng((seed, 0, number)).permutation(
+            np.repeat(np.arange(len(sizes)), until - made)
+        ):
+            if step >= start:
+                draws = np.random.default_rng((seed, 2, step)).integers(2**63, size=batch)
+                yield take(int(group), int(made[group]) * batch), draws
+            made[group] += 1
+            step += 1
+
+
+def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
+    """Return the steps of a training in which each batch comes from one group."""
+    if len(groups) == 1:
+        return partial(shuffle, len(groups[0]), batch, seed)
+    return partial(shuffle_groups, groups, batch, seed)
 
 
 def steps_per_epoch(num: int, batch: int) -> int:

@@ -109,7 +109,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
             )
 
 
-def lay_over(trained: int, grid: tuple[int, int]) -> tuple[int, int]:
+def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
     """Return a grid with as many patches as in training, in the image's proportions."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
@@ -151,7 +151,7 @@ class Painter:
         if latents is not None:
             self.decoder = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
             self.decoder.scale, self.decoder.shift = latents["scale"], latents["shift"]
-            self.factor = latents["size"] // latents["shape"][-1]
+            self.factor = latents["factor"]
         self.encoder = None
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
@@ -165,6 +165,19 @@ class Painter:
         """Return the shape of a sample (C, [frames,] height, width), of an image of this size in pixels."""
         frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
+
+    def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
+        """Return the grid that the positions of an image of this size are laid over, None for one unit a patch.
+
+        Areas between the smallest and the largest trained one keep their own grid.
+        """
+        sizes: list[int] = self.settings["train_sizes"]
+        area = math.sqrt(size[0] * size[1])
+        nearest = min(max(area, min(sizes)), max(sizes))
+        if size == (nearest, nearest):
+            return None
+        found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))
+        return (None, *found) if self.model.num_axes == 3 else found
 
     def encode(self, prompts: list[str]) -> Any:
         """Return what the model takes as text for these prompts: captions, or names or numbers of classes.
@@ -205,13 +218,7 @@ class Painter:
         text: from :meth:`encode`, a condition for each sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
-        trained = self.settings["size"]
-        reference = None
-        if size != (trained, trained) and sheet.positions == "rescaled":
-            grid = tuple(n // self.settings["patch"] for n in noise.shape[-2:])
-            reference = lay_over(trained // self.multiple, (grid[0], grid[1]))
-            reference = (None, *reference) if self.model.num_axes == 3 else reference
-        self.model.reference = reference
+        self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative])
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
@@ -221,7 +228,7 @@ class Painter:
             with torch.autocast("cuda", precision) if cast else nullcontext():
                 found = draw_samples(
                     self.model, noise[rows].to(self.device), _rows(text, rows), sampling, negative=negative,
-                    shift=math.sqrt(size[0] * size[1]) / trained,
+                    shift=math.sqrt(size[0] * size[1]) / self.settings["size"],
                 ).float()  # fmt: skip
             yield (found if self.decoder is None else self.decoder.decode(found)).cpu()
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import typer
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..common.folder import save_whole
 from ..common.plots import plt
@@ -25,6 +27,17 @@ def pixels(images: Tensor) -> np.ndarray:
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
     return images.float().nan_to_num().clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+def pad_together(images: Sequence[Tensor]) -> Tensor:
+    """Stack images or videos (3, [frames,] H, W) of any sizes, with white margins around the smaller ones."""
+    height, width = (max(x.shape[axis] for x in images) for axis in (-2, -1))
+    padded = []
+    for x in images:
+        rows, columns = height - x.shape[-2], width - x.shape[-1]
+        margins = columns // 2, columns - columns // 2, rows // 2, rows - rows // 2
+        padded.append(F.pad(x, margins, value=1.0))
+    return torch.stack(padded)
 
 
 def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:

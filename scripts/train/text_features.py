@@ -105,7 +105,7 @@ def write_features(
 ) -> dict[str, Any]:
     """Write features.npy (N, L, C), mask.npy (N, L) and, if the model has them, pooled.npy (N, P).
 
-    L is the length of the longest caption. The first caption is the empty one.
+    L is the length of the longest caption; features of padding are 0. The first caption is the empty one.
     """
     parts = [captions[i : i + batch] for i in range(0, len(captions), batch)]
     tokens = (model.tokenizer(part, truncation=True, max_length=model.max_length)["input_ids"] for part in parts)
@@ -123,7 +123,7 @@ def write_features(
         text = model(part)
         assert text.features is not None
         assert text.mask is not None
-        arrays["features"][rows, : text.features.shape[1]] = text.features.cpu().numpy()
+        arrays["features"][rows, : text.features.shape[1]] = (text.features * text.mask[..., None]).cpu().numpy()
         arrays["mask"][rows, : text.mask.shape[1]] = text.mask.cpu().numpy()
         if text.pooled is not None:
             arrays["pooled"][rows] = text.pooled.cpu().numpy()

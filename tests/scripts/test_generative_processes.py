@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generative_data import SMALL, write_all
+from generative_data import KINDS, SMALL, write_all
 from lrpe_md.scripts.train.tasks import diffusion
 from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import load_vae
 from test_train_processes import SHARDINGS, on_two_processes
-
-KINDS = ("labels", "none", "latents", "features", "clips", "film latents")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from lrpe_md.scripts.train.data.streams import (
     open_image,
     split_source,
 )
-from lrpe_md.scripts.train.order import DataError
+from lrpe_md.scripts.train.order import DataError, shuffle
 from lrpe_md.scripts.train.tasks import image as train_image
 from lrpe_md.scripts.train.tasks.image import ImageTraining
 from PIL import Image
@@ -260,6 +260,51 @@ def test_unknown_policy_is_refused(tmp_path):
 # --- trainings -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["shards", "folder", "memory"])
+def test_mixed_sizes_and_buckets(kind, tmp_path, monkeypatch):
+    """A step has images of one shape; all shapes come; a killed run ends as if it had not been."""
+    shapes, loss = [], train_image.loss
+
+    def seen(config, model, images, mix=None):
+        shapes.append(tuple(images[0].shape[2:]))
+        return loss(config, model, images, mix)
+
+    monkeypatch.setattr(train_image, "loss", seen)
+    data = write_shards(tmp_path / "shards") if kind == "shards" else write_wide(tmp_path / "folder")
+    options = {**SMALL, "data": data, "mix_sizes": "12", "steps": 16, "save_every": 3}
+    options |= {"stream": True, "max_ratio": 2.5, "patch": 2} if kind == "folder" else {}
+    whole = ImageTraining(out=tmp_path / "whole", **options)
+    train_image.run(whole)
+    expected = {(8, 8), (12, 12)}
+    expected |= {(6, 10), (8, 16), (10, 6), (16, 8)} if kind == "folder" else set()
+    assert set(shapes) == expected
+    name, config = "batch" if kind == "memory" else "augmented_batch", ImageTraining(out=tmp_path / "part", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_image, name, die_after(5, getattr(train_image, name), KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_image.run(config)
+    train_image.run(ImageTraining(**{**vars(config), "workers": 2}))
+    found = weights_of(config)
+    assert all(torch.equal(value, found[name]) for name, value in weights_of(whole).items())
+
+
+def write_wide(folder: Path) -> Path:
+    """Write wide, square and tall images in two classes, a part of them for tests."""
+    for part in ("train", "val"):
+        for i in range(24):
+            path = folder / part / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture(i).resize(((20, 10), (12, 12), (10, 20))[i % 3]).save(path)
+    return folder
+
+
+def test_buckets_of_squares_in_memory_are_refused(tmp_path):
+    run = ["image", "--data", write_wide(tmp_path / "data"), "--out", tmp_path / "run", "--size", 8, "--patch", 2]
+    assert "--max-ratio 2.0: these images are squares in memory; pass --stream" in output_of(
+        *run, "--max-ratio", 2, "--test-sizes", "", "--batch", 4
+    )
+
+
 def run_killed(config: ImageTraining, kill: int, monkeypatch) -> None:
     """Train until ``kill`` micro-batches have been made, in the main process."""
     with monkeypatch.context() as patch:
@@ -297,7 +342,7 @@ def test_broken_sample_stops_the_training_and_loses_nothing(shards, tmp_path, wo
     train_image.run(whole)
     config = ImageTraining(out=tmp_path / "run", **options, workers=workers)
     data = load_stream(shards, 8)
-    order = [int(i) for step in range(6) for i in next(train_image.shuffle(len(data.train), 8, 0, step))[0]]
+    order = [int(i) for step in range(6) for i in next(shuffle(len(data.train), 8, 0, step))[0]]
     index = next(i for i in order[16:] if i not in order[:16])  # first needed after two steps
     broken_at = order.index(index) // 8
     shard, sample = data.train.stream.source._find(int(data.train.stream.indices[index]))

@@ -14,6 +14,7 @@ import torch
 import typer
 from generative_data import (
     COLOURS,
+    KINDS,
     PIXELS,
     SMALL,
     write_all,
@@ -36,7 +37,6 @@ from test_train_image import write_folders, write_idx
 from train_commands import Killed, die_after, invoke
 
 CPU = torch.device("cpu")
-KINDS = ("labels", "none", "latents", "features", "clips", "film latents")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def outside(folder: Path) -> None:
 
 WRONG = {
     "outside of a class": (outside, {}, "expected each image in the folder of its class, as cats/1.png, got 1 outside"),
-    "no captions": (lambda folder: None, {"condition": "captions"}, "images without a NAME.txt beside them"),
-    "nothing held out": (lambda folder: None, {"parts": 10**6}, "0 of 24 images are held out by --parts 1000000"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt beside each of 24 images"),
+    "all held out": (lambda folder: None, {"parts": 1}, "to hold out, got 0 and 24 of 24 with 24 different names"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
     "features of classes": (
         lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected data with captions",
@@ -150,8 +150,8 @@ def test_latents_equal_those_of_the_vae(tmp_path):
         for view, wanted in enumerate((plain, mirrored)):
             torch.testing.assert_close(found[:, view], getattr(wanted, name), rtol=1e-4, atol=1e-5)
     about = json.loads((tmp_path / "latents" / "latents.json").read_text())
-    assert about["shape"] == [24, 2, 3, 4, 4]
-    assert (about["scale"], about["shift"], about["size"], about["vae"]) == (2.0, 0.25, 8, str(vae))
+    assert (about["number"], about["channels"], about["factor"], about["shapes"]) == (24, 3, 2, {"8": [[8, 8]]})
+    assert (about["scale"], about["shift"], about["vae"]) == (2.0, 0.25, str(vae))
     stored = Latents(tmp_path / "latents", True, CPU)
     assert stored.records.classes == ("blue", "green", "red")
     indices = np.array([3, 20])
@@ -245,7 +245,8 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     assert found.mask[:, :length].tolist() == expected.mask.tolist()
     assert not found.mask[:, length:].any()
     seen = expected.mask[..., None]
-    torch.testing.assert_close(found.features[:, :length] * seen, expected.features * seen, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.features[:, :length], expected.features * seen, rtol=1e-4, atol=1e-5)
+    assert not found.features[:, length:].any()
     assert (found.pooled is None) == (kind == "t5")
     if kind == "clip":
         torch.testing.assert_close(found.pooled, expected.pooled, rtol=1e-4, atol=1e-5)
@@ -379,7 +380,15 @@ def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {"checkpoint.pt", "history.csv", "model.safetensors", "result.json", "samples.npz", "samples.png"}
+    expected_names = {"checkpoint.pt", "history.csv", "model.safetensors", "result.json", "samples.npz", "samples.png"}
+    assert names - {"words.txt"} == expected_names
+    assert ("words.txt" in names) == (kind == "shards")
+
+
+def read_means(latents: Latents, indices: np.ndarray, size: int, draws: Any = None) -> torch.Tensor:
+    """Read latents without noise."""
+    mean = latents.arrays[size, latents.assignment.find(indices)][0]
+    return torch.from_numpy(mean[latents.assignment.rows[indices], 0]).float()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -393,8 +402,7 @@ def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, ki
 
     monkeypatch.setattr(diffusion, "loss", fixed)
     monkeypatch.setattr(Evaluation, "evaluate", lambda *args: {})
-    monkeypatch.setattr(Latents, "batch", lambda self, indices, size, draws=None: self.mean_of(indices))
-    monkeypatch.setattr(Latents, "mean_of", lambda self, i: torch.from_numpy(self.mean[i, 0]).float(), raising=False)
+    monkeypatch.setattr(Latents, "batch", read_means)
     options = {**data[kind], "steps": 2, "samples": 1}
     for name, accumulate in (("whole", 1), ("parts", 2)):
         diffusion.run(config(options, tmp_path / name, accumulate=accumulate))
@@ -451,6 +459,7 @@ def runs(data, tmp_path_factory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
+NUMBERED = ("latents", "film latents", "bucketed clips", "hub")  # kinds whose prompt is the class of number 1
 PROMPTS: dict[str, list[Any]] = {
     "labels": ["--prompt", "red", "--prompt", "1", "--negative", "blue"],
     "none": [],
@@ -458,6 +467,11 @@ PROMPTS: dict[str, list[Any]] = {
     "features": ["--prompt", "a red tile", "--negative", "a tile"],
     "clips": ["--prompt", "dark"],
     "film latents": ["--prompt", "light"],
+    "buckets": ["--prompt", "red"],
+    "bucketed latents": ["--prompt", "blue"],
+    "bucketed clips": ["--prompt", "light"],
+    "shards": ["--prompt", "a red tile"],
+    "hub": ["--prompt", "green"],
 }
 
 
@@ -473,10 +487,10 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
     done = invoke("sample", runs[kind], *given, "--count", 18, "--npz", tmp_path / "samples.npz")
     assert done.exit_code == 0, done.output
     with np.load(tmp_path / "samples.npz") as file:
-        frames = (3,) if kind in ("clips", "film latents") else ()
+        frames = (3,) if kind in ("clips", "film latents", "bucketed clips") else ()
         assert file["arr_0"].shape == (18, *frames, 8, 8, 3)
         assert len(np.unique(file["arr_0"].reshape(18, -1), axis=0)) == 18
-        expected = {"labels": [2, 1], "latents": [1], "film latents": [1]}.get(kind, [0])
+        expected = {"labels": [2, 1], "buckets": [2]}.get(kind, [1 if kind in NUMBERED else 0])
         assert file["arr_1"].tolist() == (expected * 18)[:18]
 
 

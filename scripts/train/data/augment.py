@@ -33,20 +33,23 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def build_transform(size: int, policy: str, scale: float) -> Any:
-    """Return timm's random resized crop and automatic augmentation: an RGB image → (3, size, size) uint8.
+def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> Any:
+    """Return timm's random resized crop and automatic augmentation: an RGB image → (3, height, width) uint8.
 
     Args:
-        size: height and width.
+        size: height and width, or one number for both.
         policy: of timm, such as rand-m9-mstd0.5-inc1; "" for none.
-        scale: smallest share of the image's area that a crop shows; 1 takes the central square.
+        scale: smallest share of the image's area that a crop shows; 1 takes the largest central part.
 
     Raises:
         typer.BadParameter: timm does not know the policy.
     """
+    shape = (size, size) if isinstance(size, int) else size
+    ratio = shape[1] / shape[0]
     try:
         return create_transform(
-            size, is_training=True, scale=(scale, 1.0), ratio=(1.0, 1.0) if scale == 1 else None, hflip=0.0,
+            shape, is_training=True, scale=(scale, 1.0),
+            ratio=(ratio, ratio) if scale == 1 else (3 / 4 * ratio, 4 / 3 * ratio), hflip=0.0,
             color_jitter=0.0, auto_augment=policy or None, interpolation="bicubic", mean=(0.5, 0.5, 0.5),
             use_prefetcher=True,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import typer
 from PIL import Image, ImageOps
 
 from .images import Images, Labelled
+from .streams import measure_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
@@ -88,7 +89,14 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if without:
         raise typer.BadParameter(f"--without {without}: there is no table of captions in {path} that has fields")
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
-    _refuse(path, "images without a NAME.txt beside them", (name for name, text in beside.items() if text not in files))
+    alone = [name for name, text in beside.items() if text not in files]
+    if alone:
+        some = ", ".join(alone[:3]) + (", .." if len(alone) > 3 else "")
+        raise typer.BadParameter(
+            f"--data {path}: expected a caption in NAME.txt beside each of {len(beside)} images, got "
+            f"{len(beside) - len(alone)} (none for {some}); add the others, or pass --condition none or labels to "
+            "train without captions"
+        )
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
     _refuse(path, "captions without an image", (n for n in captions if n.removesuffix(".txt") not in texts))
@@ -172,9 +180,23 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
     return Image.alpha_composite(white, rgba).convert("RGB")
 
 
+def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
+    """Return height and width of an image of ``path``, upright, without decoding it."""
+    try:
+        return measure_image(read())
+    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
+
+
 def crop_square(image: Image.Image, size: int) -> np.ndarray:
     """Return the central square of an image, resized to (size, size, 3)."""
-    side = min(image.size)
-    left, top = ((n - side) // 2 for n in image.size)
-    square = image.crop((left, top, left + side, top + side))
-    return np.asarray(square.resize((size, size), Image.Resampling.LANCZOS))
+    return crop(image, (size, size))
+
+
+def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
+    """Return the largest central part of an image with the proportions of a shape, resized to (*shape, 3)."""
+    (height, width), (across, down) = shape, image.size
+    across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
+    left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2
+    part = image.crop((left, top, left + max(across, 1), top + max(down, 1)))
+    return np.asarray(part.resize((width, height), Image.Resampling.LANCZOS))

@@ -10,10 +10,11 @@ import torch
 import typer
 from torch import Tensor
 
+from .buckets import Buckets, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
 from .records import Records, Split
-from .videos import SUFFIXES, Footage, decode, find_videos, segments
+from .videos import SUFFIXES, Footage, decode, find_videos, measure, segments
 
 
 def is_footage(path: Path) -> bool:
@@ -61,11 +62,25 @@ def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Re
     return files, _records(path, files).with_condition(condition, path)
 
 
-def open_films(path: Path, size: int, split: Split, condition: str) -> tuple[Films, Tensor]:
-    """Decode the videos of a file or a folder: their records and lengths, and all frames (F, 3, size, size), uint8."""
+def sort_films(files: list[Path], sizes: Sizes) -> Buckets:
+    """Sort videos into buckets by their aspect ratio."""
+    return sizes.sort(np.ones((len(files), 2)) if sizes.max_ratio == 1 else np.array([measure(file) for file in files]))
+
+
+def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[Films, Buckets, list[Tensor]]:
+    """Decode the videos of a file or a folder.
+
+    Returns:
+        their records and lengths; the buckets of all frames; and the frames of each bucket, uint8 (F, 3, height,
+        width), at the largest size.
+    """
     files, records = find_films(path, split, condition)
-    frames = [decode(file, size) for file in files]
-    return Films(records, [len(each) for each in frames]), torch.cat(frames)
+    films = sort_films(files, sizes)
+    shapes = films.shapes[max(sizes.values)]
+    frames = [decode(file, shapes[bucket]) for file, bucket in zip(files, films.of, strict=True)]
+    lengths = [len(each) for each in frames]
+    parts = [torch.cat([frames[i] for i in films.members(bucket)]) for bucket in range(films.number)]
+    return Films(records, lengths), Buckets(films.shapes, films.of.repeat(lengths)), parts
 
 
 def _records(path: Path, files: list[Path]) -> Records:

@@ -6,9 +6,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,10 +17,14 @@ import typer
 from PIL import Image
 from torch import Tensor
 
-from .captions import SUFFIXES, TABLES, crop_square, decode, list_files, pair_up
+from .buckets import Buckets, Shape, Sizes
+from .captions import SUFFIXES, TABLES, Read, crop, decode, list_files, measure, pair_up
 from .images import IDX, MEMORY, TEST_FOLDERS, read_idx
 from .records import Records, Split
+from .streamed import open_streamed
+from .streams import is_stream
 
+T = TypeVar("T")
 ARRAYS = {"images": ("images", "arr_0", "x"), "labels": ("labels", "arr_1", "y")}  # names in an .npz
 
 
@@ -30,42 +35,72 @@ class Pictures:
     Args:
         records: of the images.
         open: returns the image of a number, in RGB.
+        measure: returns height and width of the image of a number.
+        content: hash of what a stream says about its content.
     """
 
     records: Records
     open: Callable[[int], Image.Image]
+    measure: Callable[[int], tuple[int, int]]
+    content: int = 0
+
+    @property
+    def digest(self) -> int:
+        """Hash the names, the captions or classes, and what a stream says about its content."""
+        return zlib.crc32(repr((self.records.names, self.records.digest, self.content)).encode())
 
     def __len__(self) -> int:
         return len(self.records.names)
 
-    def read(self, size: int, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
-        """Decode images, all unless told otherwise: uint8 (N, 3, size, size), the central square of each."""
+    def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
+        """Decode images, all unless told otherwise: uint8 (N, 3, height, width), the central part of each.
+
+        size: height and width, or one number for both.
+        """
+        height, width = (size, size) if isinstance(size, int) else size
         chosen = range(len(self)) if indices is None else indices
-        if (needed := len(chosen) * 3 * size**2) > MEMORY:
+        if (needed := len(chosen) * 3 * height * width) > MEMORY:
             raise typer.BadParameter(
-                f"--data: {len(chosen):,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
-                f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use a smaller --size, --limit, or latents"
+                f"--data: {len(chosen):,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
+                f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use --stream, a smaller --size, --limit, or latents"
             )
         with ThreadPoolExecutor(8) as pool:
-            squares = list(pool.map(lambda i: crop_square(self.open(int(i)), size), chosen))
-        return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
+            parts = list(pool.map(lambda i: crop(self.open(int(i)), (height, width)), chosen))
+        return torch.from_numpy(np.stack(parts)).permute(0, 3, 1, 2).contiguous()
+
+    def sort(self, sizes: Sizes) -> Buckets:
+        """Sort the images into buckets by their aspect ratio."""
+        if sizes.max_ratio == 1:
+            return sizes.sort(np.ones((len(self), 2)))
+        with ThreadPoolExecutor(8) as pool:
+            return sizes.sort(np.array(list(pool.map(self.measure, range(len(self))))))
 
     def take(self, indices: np.ndarray) -> Pictures:
         """Return some of the images."""
         if len(indices) == len(self):
             return self
-        return Pictures(self.records.take(indices), lambda i: self.open(int(indices[i])))
+        choose = partial(_choose, indices)
+        measure = partial(choose, self.measure)
+        return replace(self, records=self.records.take(indices), open=partial(choose, self.open), measure=measure)
 
 
-def open_pictures(path: Path, split: Split, *, condition: str = "auto", without: str = "") -> Pictures:
-    """Open the images of a folder, a zip, or an .npz.
+def _choose(indices: np.ndarray, function: Callable[[int], T], index: int) -> T:
+    return function(int(indices[index]))
+
+
+def open_pictures(
+    path: Path, split: Split, *, condition: str = "auto", without: str = "", label: str = ""
+) -> Pictures:  # fmt: skip
+    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face data set.
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`); CLASS/*.png, or train/CLASS/*.png and
-            val/CLASS/*.png; idx files as MNIST's; an .npz with images (N, H, W[, 3]) and labels (N,); or images alone.
+            val/CLASS/*.png; idx files as MNIST's; an .npz with images (N, H, W[, 3]) and labels (N,); images alone; or
+            what :func:`.streams.open_source` opens.
         split: which images to take.
         condition: one of ``CONDITIONS``. "auto": captions if there are any, else classes if there are any.
         without: a field of the table of captions; rows where it is true are left out.
+        label: a field of a table or of a stream that is the class.
 
     Raises:
         typer.BadParameter: nothing of the kind there.
@@ -74,19 +109,25 @@ def open_pictures(path: Path, split: Split, *, condition: str = "auto", without:
         found = _from_npz(path)
     elif path.is_dir() and any(path.glob("train-images-idx3-ubyte*")):
         found = _from_idx(path)
+    elif is_stream(path):
+        found = Pictures(*open_streamed(path, condition, label))
     else:
-        found = _from_files(path, condition, without)
-    found = Pictures(found.records.with_condition(condition, path), found.open)
+        found = _from_files(path, condition, without, label)
+    found = replace(found, records=found.records.with_condition(condition, path))
     return found.take(split.some(len(found)))
 
 
-def _from_files(path: Path, condition: str, without: str) -> Pictures:
+def _from_files(path: Path, condition: str, without: str, label: str) -> Pictures:
     files = list_files(path)
     images = sorted(name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES)
     has_captions = any(PurePosixPath(name).name in TABLES for name in files) or any(
         PurePosixPath(name).with_suffix(".txt").as_posix() in files for name in images
     )
-    if condition == "captions" or without or not images or (condition == "auto" and has_captions):
+    if label:
+        pairs = sorted(pair_up(path, files, without, label).items())
+        images, classes = [name for name, _ in pairs], tuple(sorted({name for _, name in pairs}))
+        records = Records(images, labels=np.array([classes.index(name) for _, name in pairs]), classes=classes)
+    elif condition == "captions" or without or not images or (condition == "auto" and has_captions):
         pairs = sorted(pair_up(path, files, without).items())
         images = [name for name, _ in pairs]
         records = Records(images, captions=[caption for _, caption in pairs])
@@ -94,7 +135,14 @@ def _from_files(path: Path, condition: str, without: str) -> Pictures:
         records = _classes(path, images)
     else:
         records = Records(images)
-    return Pictures(records, lambda i: decode(images[i], files[images[i]], path))
+    read = partial(_read_file, path, images, files)
+    return Pictures(records, partial(read, decode), partial(read, measure))
+
+
+def _read_file(
+    path: Path, images: list[str], files: dict[str, Read], function: Callable[[str, Read, Path], T], index: int
+) -> T:
+    return function(images[index], files[images[index]], path)
 
 
 def _classes(path: Path, images: list[str]) -> Records:
@@ -159,4 +207,8 @@ def _from_arrays(
             )
         labels, classes = labels.astype(np.int64), tuple(map(str, range(int(labels.max(initial=0)) + 1)))
     records = Records([f"{i:08}" for i in range(len(images))], labels=labels, classes=classes, tests=tests)
-    return Pictures(records, lambda i: Image.fromarray(images[i]).convert("RGB"))
+    return Pictures(records, partial(_from_array, images), lambda i: images.shape[1:3])
+
+
+def _from_array(images: np.ndarray, index: int) -> Image.Image:
+    return Image.fromarray(images[index]).convert("RGB")

@@ -73,20 +73,25 @@ class Records:
 
         Otherwise a sample is held out where a hash of its caption, or of its name if there are no captions, modulo
         ``parts`` is ``fold``. Equal captions stay together. Equal images under different captions do not, nor captions
-        that differ beyond the text's length.
+        that differ beyond the text's length. In a small set without such a sample, the one with the smallest hash is
+        held out.
 
         Raises:
-            typer.BadParameter: no sample is held out, or all are.
+            typer.BadParameter: all samples are held out, or none of a test part of the data.
         """
         keys = self.names if self.captions is None else self.captions
         found = self.tests
         if found is None:
             hashed = _mix if self.captions is None else zlib.crc32
-            found = np.array([hashed(key.encode()) % split.parts == split.fold for key in keys], bool)
+            hashes = np.array([hashed(key.encode()) for key in keys], np.uint64)
+            found = hashes % split.parts == split.fold
+            if not found.any():
+                found = hashes == hashes.min()
         if found.all() or not found.any():
+            different = f"{len(set(keys))} different {'names' if self.captions is None else 'captions'}"
             raise typer.BadParameter(
-                f"--data {path}: {found.sum()} of {len(keys)} {'images' if self.captions is None else 'pairs'} are "
-                f"held out by --parts {split.parts} --fold {split.fold}; give more of them, or other parts"
+                f"--data {path}: expected samples to train on and samples to hold out, got {(~found).sum()} and "
+                f"{found.sum()} of {len(keys)} with {different}; add samples, or choose other --parts and --fold"
             )
         return found
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from ...common.options import choose
 from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
 from ..config import Training, describe, option
+from ..order import Steps
+from .buckets import Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
 from .records import CONDITIONS, Records, Split
-from .values import LATENTS, Clips, Latents, Pixels, Values, hash_data
+from .streams import is_stream
+from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +37,25 @@ class GenerativeTraining(Training):
     condition: str = option("auto", "captions, labels, none, or auto: captions or labels if the data has them.")
     without: str = option("", "Field of the table of captions; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
+    label: str = option("", "Field that is the class, of .json in shards or of a Hugging Face data set.")
     parts: int = option(20, "Hold out one in this many images, or segments of videos.", least=1)
     fold: int = option(0, "Which part is held out, 0 to --parts - 1.")
     flip: bool = option(False, "Mirror half of the training images from left to right.")
     size: int = option(32, "Height and width in training, in pixels. Latents keep theirs.", least=1)
+    mix_sizes: str = option(
+        "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size. Latents keep theirs."
+    )
+    max_ratio: float = option(
+        1.0,
+        "Largest ratio of the sides. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
+        "--size² pixels, and each batch comes from one bucket. Latents keep theirs.",
+        least=1,
+    )
+    stream: bool = option(
+        False,
+        "Decode images when they are needed, by --workers, instead of all before the training. Always so for "
+        "webdataset shards and Hugging Face data sets.",
+    )
     frames: int = option(16, "Frames of a clip.", least=1)
     every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
     segment: int = option(240, "Length of a segment of video, in frames. Clips stay within a segment.", least=1)
@@ -47,6 +65,11 @@ class GenerativeTraining(Training):
         choose("--condition", [self.condition], CONDITIONS)
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
+
+    @property
+    def train_sizes(self) -> tuple[int, ...]:
+        """Sizes to train at, in pixels; latents keep theirs."""
+        return parse_mixed(self.mix_sizes, self.size, 1)
 
     @property
     def split(self) -> Split:
@@ -63,6 +86,7 @@ class Source:
         train, held_out: numbers of the samples.
         digest: hash of the data.
         latents: latents.json, for latents.
+        num_train_sizes: how many of the sizes of the values are trained at, the first ones.
     """
 
     values: Values
@@ -71,6 +95,27 @@ class Source:
     held_out: np.ndarray
     digest: Any
     latents: dict[str, Any] | None = None
+    num_train_sizes: int = 1
+
+    @property
+    def train_sizes(self) -> tuple[int, ...]:
+        """Sizes to train at."""
+        return self.values.sizes[: self.num_train_sizes]
+
+    def order(self, batch: int, seed: int) -> Steps:
+        """Return the samples of the steps, for :meth:`train_batch`. A step has samples of one size and one bucket."""
+        buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
+        return buckets.order(batch, seed)
+
+    def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
+        """Return values and conditions of training samples; those from ``len(train)`` on have the next size."""
+        turn = int(numbers[0]) // len(self.train)
+        return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether batches are made on the CPU, by worker processes."""
+        return isinstance(self.values, Decoded)
 
     def check_batch(self, batch: int) -> None:
         """Refuse a batch that is larger than the training part."""
@@ -117,14 +162,14 @@ def make_condition(records: Records, encoding: Encoding) -> Condition:
 
 def load_source(
     config: GenerativeTraining,
-    sizes: tuple[int, ...],
+    sizes: Sizes,
     device: torch.device,
     encoding: Encoding,
 ) -> Source:
     """Open the data of a training.
 
     Args:
-        sizes: of images, in pixels, the trained size first.
+        sizes: of images.
         encoding: of the conditions.
 
     Raises:
@@ -139,26 +184,37 @@ def load_source(
         chosen = split.some(len(records.names))
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
-        return Source(latents, condition, chosen[~held_out], chosen[held_out], latents.about["digest"], latents.about)
+        return Source(
+            latents, condition, chosen[~held_out], chosen[held_out], latents.about["digest"], latents.about,
+            len(latents.sizes),
+        )  # fmt: skip
     if is_footage(path):
-        films, frames = open_films(path, max(sizes), split, config.condition)
-        digest = hash_data(frames, films.records)
-        return _clips(config, Pixels.at_sizes(frames, sizes, config.flip, device), films, digest, encoding)
-    pictures = open_pictures(path, split, condition=config.condition, without=config.without)
-    held_out = pictures.records.held_out(path, split)
-    images = pictures.read(max(sizes))
+        films, buckets, parts = open_films(path, sizes, split, config.condition)
+        digest = hash_data(parts, films.records)
+        return _clips(config, load_pixels(parts, buckets, config.flip, device), films, digest, encoding)
+    pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
+    held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)
+    if config.stream or is_stream(path):
+        values, digest = Decoded(pictures, buckets, config.flip), pictures.digest
+    else:
+        shapes = buckets.shapes[max(sizes.values)]
+        parts = [pictures.read(shape, buckets.members(bucket)) for bucket, shape in enumerate(shapes)]
+        values, digest = load_pixels(parts, buckets, config.flip, device), hash_data(parts, pictures.records)
+    condition, numbers = make_condition(pictures.records, encoding), len(sizes.train)
     return Source(
-        Pixels.at_sizes(images, sizes, config.flip, device), make_condition(pictures.records, encoding),
-        np.flatnonzero(~held_out), np.flatnonzero(held_out), hash_data(images, pictures.records),
+        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, num_train_sizes=numbers
     )  # fmt: skip
 
 
 def _clips(
-    config: GenerativeTraining, frames: Pixels | Latents, films: Films, digest: Any, encoding: Encoding
+    config: GenerativeTraining, frames: Pixels | BucketedPixels | Latents, films: Films, digest: Any, encoding: Encoding
 ) -> Source:
     span = (config.frames - 1) * config.every + 1
     starts, owners, held_out = films.clips(span, config.segment, config.split)
     values = Clips(frames, starts, config.frames, config.every)
     about = frames.about if isinstance(frames, Latents) else None
     condition = make_condition(films.records.take(owners), encoding)
-    return Source(values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, about)
+    train_sizes = config.train_sizes if about is None else frames.sizes
+    return Source(
+        values, condition, np.flatnonzero(~held_out), np.flatnonzero(held_out), digest, about, len(train_sizes)
+    )  # fmt: skip

@@ -10,22 +10,24 @@ import io
 import json
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import typer
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from ...common.cache import user_cache
 from ...common.folder import SaveError, save_whole
 from ..order import DataError
 
+T = TypeVar("T")
 IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "bmp")
+CAPTION_FIELDS = ("txt", "caption")
 TEST_NAMES = ("validation", "val", "test")
 HUB = "hf:"
 INDEX = 1  # version of the cached index of a shard
@@ -41,9 +43,18 @@ class StreamError(typer.BadParameter):
 class Source(Protocol):
     """Samples by number, as dictionaries of fields: image, label, caption, and others by their own name."""
 
+    @property
+    def fields(self) -> set[str]:
+        """Names of the fields that samples have."""
+        ...
+
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> dict[str, Any]: ...
+
+    def measure(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image, without decoding it."""
+        ...
 
     def locate(self, index: int) -> str:
         """Return where the sample is, for an error."""
@@ -55,6 +66,10 @@ class Source(Protocol):
 
     def list_values(self, name: str) -> list[Any]:
         """Return a field of every sample."""
+        ...
+
+    def class_names(self, name: str) -> tuple[str, ...] | None:
+        """Return the names of the classes that a field numbers; None: the samples do not say."""
         ...
 
     def hash_content(self) -> int:
@@ -83,9 +98,16 @@ class Stream:
         Raises:
             DataError: it can't be read; the message says where it is.
         """
+        return self._try(self.source.read, index)
+
+    def measure(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image of a sample."""
+        return self._try(self.source.measure, index)
+
+    def _try(self, function: Callable[[int], T], index: int) -> T:
         number = int(self.indices[index])
         try:
-            return self.source.read(number)
+            return function(number)
         except UNREADABLE as error:
             raise DataError(
                 f"{self.source.locate(number)} can't be read ({type(error).__name__}: {error}); mend or remove it, and "
@@ -110,6 +132,18 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
+    """Return height and width of an image, upright, without decoding it."""
+    image = content if isinstance(content, Image.Image) else Image.open(
+        io.BytesIO(content) if isinstance(content, bytes) else content
+    )  # fmt: skip
+    width, height = image.size
+    # Pillow decodes a PNG to look for EXIF data behind its pixels.
+    exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+    is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
+    return (width, height) if is_turned else (height, width)
+
+
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +156,10 @@ class Shard:
     fields: list[str]
     offsets: np.ndarray
     sizes: np.ndarray
+
+    def has(self, sample: int, name: str) -> bool:
+        """Return whether a sample has a field of the shard."""
+        return self.offsets[sample, self.fields.index(name)] >= 0
 
     def read(self, sample: int, name: str, file: Any = None) -> bytes:
         """Return the bytes of a field; file: the tar, if it is open."""
@@ -200,6 +238,13 @@ def _scan(path: Path) -> Shard:
     return Shard(path, [key for key, _ in rows], fields, table[..., 0], table[..., 1])
 
 
+def _where(name: str) -> str:
+    """Return where shards have a field, for an error."""
+    if name == "caption":
+        return "a caption in .txt"
+    return "a class in .cls, or --label and that field in .json"
+
+
 class ShardSource:
     """Samples of webdataset tars: NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy are one sample NAME."""
 
@@ -222,19 +267,29 @@ class ShardSource:
     def list_keys(self) -> list[str]:
         return [f"{shard.path.name}/{key}" for shard in self.shards for key in shard.keys]
 
+    @property
+    def fields(self) -> set[str]:
+        named = {**dict.fromkeys(IMAGE_FIELDS, "image"), "cls": "label", **dict.fromkeys(CAPTION_FIELDS, "caption")}
+        return {named.get(name, name) for shard in self.shards for name in shard.fields}
+
+    def measure(self, index: int) -> tuple[int, int]:
+        shard, sample = self._find(index)
+        name = next(name for name in IMAGE_FIELDS if name in shard.fields and shard.has(sample, name))
+        return measure_image(shard.read(sample, name))
+
     def list_values(self, name: str) -> list[Any]:
-        values, field = [], {"label": "cls"}.get(name, "json")
+        values, names = [], {"label": ("cls",), "caption": CAPTION_FIELDS}.get(name, ("json",))
         for shard in self.shards:
             with shard.path.open("rb") as file:
                 for sample in range(len(shard.keys)):
                     index = len(values)
                     try:
-                        found = self._parse(shard, sample, (field,), file)
+                        found = self._parse(shard, sample, names, file)
                     except UNREADABLE as error:
-                        raise StreamError(f"{self.locate(index)}: its {field} can't be read ({error})") from error
+                        raise StreamError(f"{self.locate(index)}: its {names[0]} can't be read ({error})") from error
                     if name not in found:
                         raise StreamError(
-                            f"{self.locate(index)}: expected a class in .cls, or --label and that field in .json, got "
+                            f"{self.locate(index)}: expected {_where(name)}, got "
                             f"{', '.join(f'.{each}' for each in shard.fields)}"
                         )
                     values.append(found[name])
@@ -247,14 +302,14 @@ class ShardSource:
     def _parse(self, shard: Shard, sample: int, names: Sequence[str], file: Any = None) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in names:
-            if name not in shard.fields or shard.offsets[sample, shard.fields.index(name)] < 0:
+            if name not in shard.fields or not shard.has(sample, name):
                 continue
             content = shard.read(sample, name, file)
             if name in IMAGE_FIELDS:
                 found["image"] = open_image(content)
             elif name == "cls":
                 found["label"] = int(content)
-            elif name in ("txt", "caption"):
+            elif name in CAPTION_FIELDS:
                 found["caption"] = content.decode("utf-8")
             elif name == "json":
                 found |= json.loads(content)
@@ -263,6 +318,9 @@ class ShardSource:
             else:
                 found[name] = content
         return found
+
+    def class_names(self, name: str) -> None:
+        return None
 
     def hash_content(self) -> int:
         value = 0
@@ -324,6 +382,18 @@ class HubSource:
             found["image"] = open_image(found["image"])
         return found
 
+    @property
+    def fields(self) -> set[str]:
+        columns: list[str] = list(self.data.features)
+        return {self.renamed.get(key, key) for key in columns}
+
+    def measure(self, index: int) -> tuple[int, int]:
+        import datasets
+
+        column = next(key for key, name in self.renamed.items() if name == "image")
+        row = self.data.cast_column(column, datasets.Image(decode=False))[index][column]
+        return measure_image(row["bytes"] or Path(row["path"]))
+
     def locate(self, index: int) -> str:
         return f"{self.name}, row {index}"
 
@@ -339,6 +409,10 @@ class HubSource:
                 "--label"
             )
         return self.data.with_format(None)[column][:]
+
+    def class_names(self, name: str) -> tuple[str, ...] | None:
+        column = {new: key for key, new in self.renamed.items()}.get(name, name)
+        return tuple(getattr(self.data.features.get(column), "names", None) or ()) or None
 
     def hash_content(self) -> int:
         return zlib.crc32(repr((len(self), sorted(map(str, self.data.features.items())))).encode())
@@ -379,6 +453,13 @@ class FileSource:
     def read(self, index: int) -> dict[str, Any]:
         return {"image": open_image(self.files[index]), "label": self.labels[index]}
 
+    @property
+    def fields(self) -> set[str]:
+        return {"image", "label"}
+
+    def measure(self, index: int) -> tuple[int, int]:
+        return measure_image(self.files[index])
+
     def locate(self, index: int) -> str:
         return str(self.files[index])
 
@@ -389,6 +470,9 @@ class FileSource:
         if name != "label":
             raise StreamError(f"--label {name}: files have no fields; leave it out")
         return list(self.labels)
+
+    def class_names(self, name: str) -> None:
+        return None
 
     def hash_content(self) -> int:
         rows = [f"{key} {file.stat().st_size}" for key, file in zip(self.list_keys(), self.files, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,17 +16,21 @@ from torch.nn import functional as F
 
 from ...common.devices import sent
 from ...common.folder import read_json
+from .buckets import Buckets, Shape
+from .captions import crop
+from .pictures import Pictures
 from .records import Records
 
-LATENTS, RECORDS = "latents.json", "records.json"
-FORMAT = 1  # of folders of latents
+LATENTS, RECORDS, BUCKETS = "latents.json", "records.json", "buckets.npy"
+FORMAT = 2  # of folders of latents
 
 
 class Values(Protocol):
     """Interface of the values.
 
     Attributes:
-        sizes: height and width in pixels, first those of training, then a larger one to test at if there is one.
+        sizes: height and width in pixels, or the square root of their product, first those of training, then a larger
+            one to test at if there is one.
         channels: of a sample.
         device: that of the batches.
     """
@@ -39,12 +44,16 @@ class Values(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def shape(self, size: int) -> tuple[int, ...]:
-        """Return ([frames,] height, width) of a sample at a size."""
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        """Return the bucket of each sample; those of one bucket have one shape."""
+        ...
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        """Return ([frames,] height, width) of the samples of a bucket at a size."""
         ...
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        """Return samples (B, channels, [frames,] height, width), float32.
+        """Return samples of one bucket, (B, channels, [frames,] height, width), float32.
 
         draws: (B,) int64, decide the augmentation; None: no augmentation, and the mean of latents.
         """
@@ -56,20 +65,20 @@ def mirrored(draws: np.ndarray) -> np.ndarray:
     return draws % 2 == 1
 
 
-def resize(images: Tensor, size: int) -> Tensor:
-    """uint8 (N, 3, H, H) → (N, 3, size, size), bicubic."""
-    if images.shape[-1] == size:
+def resize(images: Tensor, shape: tuple[int, int]) -> Tensor:
+    """uint8 (N, 3, H, W) → (N, 3, *shape), bicubic."""
+    if images.shape[2:] == shape:
         return images
-    parts = [F.interpolate(p.float(), size=(size, size), mode="bicubic", antialias=True) for p in images.split(256)]
+    parts = [F.interpolate(p.float(), size=shape, mode="bicubic", antialias=True) for p in images.split(256)]
     return torch.cat([p.round().clamp(0, 255).byte() for p in parts])
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Images in memory.
+    """Images of one shape in memory.
 
     Args:
-        images: uint8 (N, 3, S, S) by size, on the device.
+        images: uint8 (N, 3, height, width) by size, on the device.
         flip: mirror half of the samples of a training.
     """
 
@@ -77,9 +86,9 @@ class Pixels:
     flip: bool = False
 
     @classmethod
-    def at_sizes(cls, images: Tensor, sizes: tuple[int, ...], flip: bool, device: torch.device) -> Pixels:
-        """Resize images (N, 3, S, S) to each size."""
-        return cls({size: resize(images, size).to(device) for size in sizes}, flip)
+    def at_sizes(cls, images: Tensor, shapes: dict[int, Shape], flip: bool, device: torch.device) -> Pixels:
+        """Resize images (N, 3, H, W) to the shape of each size."""
+        return cls({size: resize(images, shape).to(device) for size, shape in shapes.items()}, flip)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -93,14 +102,97 @@ class Pixels:
     def device(self) -> torch.device:
         return next(iter(self.images.values())).device
 
-    def shape(self, size: int) -> tuple[int, ...]:
-        return size, size
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return np.zeros(len(indices), np.int64)
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return tuple(self.images[size].shape[2:])
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         x = self.images[size][sent(indices, self.device)].float() / 127.5 - 1
         if not self.flip or draws is None:
             return x
         return torch.where(sent(mirrored(draws), self.device)[:, None, None, None], x.flip(-1), x)
+
+
+@dataclass(frozen=True)
+class BucketedPixels:
+    """Images of several shapes in memory; parts: those of each bucket."""
+
+    parts: list[Pixels]
+    assignment: Buckets
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.parts[0].sizes
+
+    @property
+    def channels(self) -> int:
+        return 3
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return self.assignment.of[indices]
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return self.parts[bucket].shape(size)
+
+    def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
+        return self.parts[self.assignment.find(indices)].batch(self.assignment.rows[indices], size, draws)
+
+
+def load_pixels(
+    parts: list[Tensor], buckets: Buckets, flip: bool, device: torch.device
+) -> Pixels | BucketedPixels:  # fmt: skip
+    """Resize the images of each bucket to all sizes."""
+    found = []
+    for number, images in enumerate(parts):
+        shapes = {size: each[number] for size, each in buckets.shapes.items()}
+        found.append(Pixels.at_sizes(images, shapes, flip, device))
+    return found[0] if len(found) == 1 else BucketedPixels(found, buckets)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Images that are decoded when they are needed, on the CPU, for worker processes."""
+
+    pictures: Pictures
+    assignment: Buckets
+    flip: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.assignment.shapes)
+
+    @property
+    def channels(self) -> int:
+        return 3
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return self.assignment.of[indices]
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return self.assignment.shapes[size][bucket]
+
+    def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
+        shape = self.assignment.shapes[size][self.assignment.find(indices)]
+        found = np.stack([crop(self.pictures.open(int(i)), shape) for i in indices])
+        x = torch.from_numpy(found).permute(0, 3, 1, 2).float() / 127.5 - 1
+        if self.flip and draws is not None:
+            x = torch.where(torch.from_numpy(mirrored(draws))[:, None, None, None], x.flip(-1), x)
+        return x.contiguous()
+
+
+def array_name(name: str, size: int, bucket: int, is_bucketed: bool) -> str:
+    """Return the file of the latents of a bucket at a size."""
+    return f"{name}-{size}-{bucket}.npy" if is_bucketed else f"{name}.npy"
 
 
 def read_records(path: Path) -> Records:
@@ -120,6 +212,7 @@ class Latents:
         about: the content of latents.json.
         records: of the images, or of the videos.
         lengths: frames of each video; None: images.
+        assignment: buckets of the images or frames, with their shapes in pixels.
 
     Raises:
         typer.BadParameter: a damaged folder, or --flip without mirrored latents.
@@ -134,49 +227,67 @@ class Latents:
         self.path, self.flip, self._device = path, flip, device
         self.records = read_records(path)
         self.lengths: list[int] | None = self.about["lengths"]
-        self.mean = self._array("mean")
-        self.std = None if self.about["sampled"] else self._array("std")
+        shapes = {int(size): [(h, w) for h, w in each] for size, each in self.about["shapes"].items()}
+        is_bucketed = sum(map(len, shapes.values())) > 1
+        of = self._load(BUCKETS) if is_bucketed else np.zeros(self.about["number"], np.int64)
+        self.assignment = Buckets(shapes, of)
+        names = ("mean",) if self.about["sampled"] else ("mean", "std")
+        self.arrays = {
+            (size, bucket): [
+                self._array(array_name(name, size, bucket, is_bucketed), bucket, shapes[size][bucket]) for name in names
+            ]
+            for size in shapes
+            for bucket in range(self.assignment.number)
+        }
 
-    def _array(self, name: str) -> np.ndarray:
-        """(N, 1 or 2 views, C, h, w)."""
+    def _load(self, name: str) -> np.ndarray:
         try:
-            found = np.load(self.path / f"{name}.npy", mmap_mode="r")
+            return np.load(self.path / name, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise typer.BadParameter(
-                f"--data {self.path}: {name}.npy can't be read ({error}); run `train latents` again"
+                f"--data {self.path}: {name} can't be read ({error}); run `train latents` again"
             ) from error
-        if list(found.shape) != self.about["shape"]:
+
+    def _array(self, file: str, bucket: int, shape: Shape) -> np.ndarray:
+        """(N, 1 or 2 views, C, h, w)."""
+        factor, number = self.about["factor"], int((self.assignment.of == bucket).sum())
+        found = self._load(file)
+        wanted = (number, 1 + self.about["flip"], self.about["channels"], *(n // factor for n in shape))
+        if found.shape != wanted:
             raise typer.BadParameter(
-                f"--data {self.path}: expected {name}.npy of shape {tuple(self.about['shape'])}, got {found.shape}; "
-                "run `train latents` again"
+                f"--data {self.path}: expected {file} of shape {wanted}, got {found.shape}; run `train latents` again"
             )
         return found
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.about["size"],)
+        return tuple(self.assignment.shapes)
 
     @property
     def channels(self) -> int:
-        return self.mean.shape[2]
+        return self.about["channels"]
 
     @property
     def device(self) -> torch.device:
         return self._device
 
-    def shape(self, size: int) -> tuple[int, ...]:
-        return tuple(self.mean.shape[3:])
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return self.assignment.of[indices]
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return tuple(n // self.about["factor"] for n in self.assignment.shapes[size][bucket])
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        views = np.zeros(len(indices), np.int64)
+        mean, *deviations = self.arrays[size, self.assignment.find(indices)]
+        rows, views = self.assignment.rows[indices], np.zeros(len(indices), np.int64)
         if self.flip and draws is not None:
             views = mirrored(draws).astype(np.int64)
-        x = sent(self.mean[indices, views], self.device).float()
-        if self.std is not None and draws is not None:
+        x = sent(mean[rows, views], self.device).float()
+        if deviations and draws is not None:
             # The seed is the first draw, so that threads that prepare batches ahead need no state.
             generator = torch.Generator(self.device).manual_seed(int(draws[0]))
             noise = torch.randn(x.shape, generator=generator, device=self.device)
-            x = x + sent(self.std[indices, views], self.device).float() * noise
+            x = x + sent(deviations[0][rows, views], self.device).float() * noise
         return (x - self.about["shift"]) * self.about["scale"]
 
 
@@ -184,7 +295,7 @@ class Latents:
 class Clips:
     """Clips of frames: every ``every``-th frame from ``starts`` on, ``length`` of them."""
 
-    frames: Pixels | Latents
+    frames: Pixels | BucketedPixels | Latents
     starts: np.ndarray
     length: int
     every: int
@@ -201,8 +312,11 @@ class Clips:
     def device(self) -> torch.device:
         return self.frames.device
 
-    def shape(self, size: int) -> tuple[int, ...]:
-        return self.length, *self.frames.shape(size)
+    def buckets(self, indices: np.ndarray) -> np.ndarray:
+        return self.frames.buckets(self.starts[indices])
+
+    def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
+        return self.length, *self.frames.shape(size, bucket)
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         frames = self.starts[indices][:, None] + self.every * np.arange(self.length)
@@ -211,6 +325,9 @@ class Clips:
         return x.unflatten(0, frames.shape).transpose(1, 2).contiguous()
 
 
-def hash_data(images: Tensor, records: Records) -> int:
-    """Hash the training data."""
-    return zlib.crc32(str(records.digest).encode(), zlib.crc32(images.numpy().tobytes()))
+def hash_data(parts: Sequence[Tensor], records: Records) -> int:
+    """Hash the training data; parts: images, of each bucket."""
+    value = 0
+    for images in parts:
+        value = zlib.crc32(images.numpy().tobytes(), value)
+    return zlib.crc32(str(records.digest).encode(), value)

@@ -70,11 +70,15 @@ def decoder(name: str | None = None) -> str:
     )
 
 
-def decode(path: Path, size: int, with_: str | None = None) -> Tensor:
-    """Decode all frames of a file, cropped to their central square: uint8 (F, 3, size, size), RGB."""
-    frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, size)
+def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) -> Tensor:
+    """Decode all frames of a file, cropped to their central part: uint8 (F, 3, height, width), RGB.
+
+    size: height and width, or one number for both.
+    """
+    shape = (size, size) if isinstance(size, int) else size
+    frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, shape)
     expected = next(frames)
-    squares = [_square(frame, size) for frame in frames]
+    squares = [_crop(frame, shape) for frame in frames]
     if not squares:
         raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
     if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
@@ -85,18 +89,29 @@ def decode(path: Path, size: int, with_: str | None = None) -> Tensor:
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 
 
-def _scaled(height: int, width: int, size: int) -> tuple[int, int]:
-    """Height and width whose shorter side is ``size``."""
-    factor = size / min(height, width)
-    return max(size, round(height * factor)), max(size, round(width * factor))
+def measure(path: Path) -> tuple[int, int]:
+    """Return height and width of the frames of a file."""
+    frames = {"pyav": _pyav, "opencv": _opencv}[decoder()](path, None)
+    next(frames)
+    for frame in frames:
+        return frame.shape[0], frame.shape[1]
+    raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
 
 
-def _square(frame: np.ndarray, size: int) -> np.ndarray:
-    top, left = (frame.shape[0] - size) // 2, (frame.shape[1] - size) // 2
-    return np.ascontiguousarray(frame[top : top + size, left : left + size])
+def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the smallest height and width, in the same proportions, that cover a shape; None: as they are."""
+    if shape is None:
+        return height, width
+    factor = max(shape[0] / height, shape[1] / width)
+    return max(shape[0], round(height * factor)), max(shape[1], round(width * factor))
 
 
-def _pyav(path: Path, size: int) -> Iterator[Any]:
+def _crop(frame: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    top, left = (frame.shape[0] - shape[0]) // 2, (frame.shape[1] - shape[1]) // 2
+    return np.ascontiguousarray(frame[top : top + shape[0], left : left + shape[1]])
+
+
+def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
     """The number of frames by the file's head (0: it does not say), and the frames."""
     import av  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
@@ -111,13 +126,13 @@ def _pyav(path: Path, size: int) -> Iterator[Any]:
             counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list shows less than all
             yield min((count for count in counts if count), default=0)
             for frame in container.decode(video=0):
-                height, width = _scaled(frame.height, frame.width, size)
+                height, width = _scaled(frame.height, frame.width, shape)
                 yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
     except (FFmpegError, OSError) as error:
         raise VideoError(f"{path} can't be read as a video ({error}); leave it out or encode it again") from error
 
 
-def _opencv(path: Path, size: int) -> Iterator[Any]:
+def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
     """Decode with OpenCV, like :func:`_pyav`."""
     import cv2  # pyright: ignore[reportMissingImports]
 
@@ -136,7 +151,7 @@ def _opencv(path: Path, size: int) -> Iterator[Any]:
             there, frame = capture.read()
             if not there:
                 return
-            height, width = _scaled(frame.shape[0], frame.shape[1], size)
+            height, width = _scaled(frame.shape[0], frame.shape[1], shape)
             yield cv2.cvtColor(cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA), cv2.COLOR_BGR2RGB)
     finally:
         capture.release()

@@ -28,13 +28,13 @@ from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
 from ..config import MODEL, OPTIMISER, RUN, describe, option
+from ..data.buckets import Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
 from ..encodings import CAPTIONED, Backbone
 from ..generation import TIMES, Evaluation
 from ..loop import Trainer
-from ..order import shuffle
 from ..prompts import words_of
 from ..samplers import SAMPLERS, Sampling
 from ..samples import keep, pixels, write_sheet
@@ -127,15 +127,39 @@ class DiffusionTraining(GenerativeTraining):
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        self._check_sizes()
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
+
+    def _check_sizes(self) -> None:
         if self.latents is None:
             for name, size in (("--size", self.size), ("--test-size", self.test_size)):
                 if size % self.patch:
                     raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")
-        elif self.latents["shape"][-1] % self.patch:
+            parse_mixed(self.mix_sizes, self.size, self.patch)
+        else:
+            sides = {n for shapes in self.latents["shapes"].values() for shape in shapes for n in shape}
+            wrong = sorted(n // self.latents["factor"] for n in sides if n // self.latents["factor"] % self.patch)
+            if wrong:
+                raise typer.BadParameter(
+                    f"--patch {self.patch}: expected a divisor of {', '.join(map(str, wrong))}, the sides of the "
+                    "latents; write them with `train latents --patch`"
+                )
+            for name, value, default in (("--mix-sizes", self.mix_sizes, ""), ("--max-ratio", self.max_ratio, 1)):
+                if value != default:
+                    raise typer.BadParameter(
+                        f"{name} {value}: latents keep their sizes; pass it to `train latents` instead"
+                    )  # fmt: skip
+        if self.cuda_graphs and self.dynamic_shapes is None:
             raise typer.BadParameter(
-                f"--patch {self.patch}: expected a divisor of {self.latents['shape'][-1]}, the size of the latents"
+                "--cuda-graphs: expected one shape for all steps, got several; leave it out, or leave out --mix-sizes "
+                "and --max-ratio"
             )
-        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
+
+    @property
+    def dynamic_shapes(self) -> bool | None:
+        if self.latents is None:
+            return None if self.max_ratio > 1 or len(self.train_sizes) > 1 else False
+        return None if sum(map(len, self.latents["shapes"].values())) > 1 else False
 
     @cached_property
     def latents(self) -> dict[str, Any] | None:
@@ -171,7 +195,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
     return {
         "mlp": config.mlp, "modulation": config.modulation, "reg_tokens": config.reg_tokens,
         "text_attention": config.text_attention,
-        "num_axes": config.num_axes, "in_chans": 3 if config.latents is None else config.latents["shape"][2],
+        "num_axes": config.num_axes, "in_chans": 3 if config.latents is None else config.latents["channels"],
         "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         **CAPTIONED.arguments(config.encoding, config.attention),
     }  # fmt: skip
@@ -192,19 +216,21 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
 
 
 def open_source(config: DiffusionTraining, device: torch.device) -> Source:
-    sizes = tuple(dict.fromkeys(size for size in (config.size, config.test_size) if size))
+    test = (config.test_size,) if config.test_size else ()
+    sizes = Sizes(config.train_sizes, test, config.patch, config.max_ratio)
     return load_source(config, sizes, device, Encoding(config.text_encoder, config.text_features))
 
 
 def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
     """Return values, conditions, and which of the samples lose their condition."""
-    x, text = source.batch(source.train[indices], source.values.sizes[0], draws)
+    x, text = source.train_batch(indices, draws)
     return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Count the patches of a step."""
-    side = config.size if config.latents is None else config.latents["shape"][-1]
+    """Count the patches of a step, at the first of the sizes."""
+    side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
+    side //= 1 if config.latents is None else config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
     return config.batch * frames * (side // config.patch) ** 2
 
@@ -221,17 +247,20 @@ def open_decoder(config: DiffusionTraining, device: torch.device) -> Decoder | N
     if config.latents is None:
         return None
     found = Decoder(load_vae(config.latents["vae"] if config.vae == "auto" else config.vae), device)
-    if found.channels != config.latents["shape"][2]:
+    if found.channels != config.latents["channels"]:
         raise typer.BadParameter(
-            f"--vae: expected one with {config.latents['shape'][2]} channels, as the latents have, got {found.channels}"
+            f"--vae: expected one with {config.latents['channels']} channels, as the latents have, got {found.channels}"
         )
     found.scale, found.shift = config.latents["scale"], config.latents["shift"]
     return found
 
 
-def make_evaluation(config: DiffusionTraining, source: Source, decoder: Decoder | None = None) -> Evaluation:
+def make_evaluation(
+    config: DiffusionTraining, source: Source, device: torch.device, decoder: Decoder | None = None
+) -> Evaluation:
     patch_size = (1,) * (config.num_axes - 2) + (config.patch, config.patch)
-    return Evaluation(source, patch_size, decoder, cast(Prediction, config.prediction), config.test_samples)
+    prediction = cast(Prediction, config.prediction)
+    return Evaluation(source, patch_size, decoder, prediction, config.test_samples, device)
 
 
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:
@@ -239,7 +268,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
     model = build(config, source)
-    evaluation = make_evaluation(config, source, decoder)
+    evaluation = make_evaluation(config, source, device, decoder)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         autocast = trainer.accelerator.autocast
@@ -265,7 +294,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
 
     def validate(trainer: Trainer) -> dict[str, float]:
         """Evaluate on the held-out samples, at the trained size."""
-        losses = evaluation.losses(trainer.averaged, source.values.sizes[0], trainer.accelerator.autocast)
+        losses = evaluation.losses(trainer.averaged, evaluation.settings[0], trainer.accelerator.autocast)
         return {"held_out": sum(losses) / TIMES, **measure_distance(trainer)}
 
     def after_step(trainer: Trainer) -> bool:
@@ -278,12 +307,13 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         return True
 
     settings = {"model": model_arguments(config), "digest": source.digest, "condition": source.condition.settings}
+    settings |= {"size": source.train_sizes[0], "train_sizes": list(source.train_sizes)}
     if source.latents is not None:
-        settings |= {"size": source.latents["size"], "latents": source.latents}
-    steps = partial(shuffle, len(source.train), config.batch, config.seed)
+        settings |= {"latents": source.latents}
+    steps, make = source.order(config.batch, config.seed), partial(batch, config, source)
     return Work(
-        model, settings, steps, partial(batch, config, source), partial(loss, config), finish, validate, after_step
-    )
+        model, settings, steps, make, partial(loss, config), finish, validate, after_step, source.is_streamed
+    )  # fmt: skip
 
 
 def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:

@@ -21,6 +21,7 @@ an interrupted run.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,12 +45,12 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, OPTIMISER, Training, changed, describe, option
 from ..data.augment import build_transform, read_batch
+from ..data.buckets import Buckets, Sizes, parse_mixed
 from ..data.captions import load_classes
 from ..data.images import Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
-from ..order import shuffle
 from ..outcome import placements
 from ..work import Work, train
 
@@ -94,6 +95,15 @@ class ImageTraining(Training):
     limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode images of a folder when they are needed, instead of all before the training.")
     size: int = option(0, "Height and width in training, pixels; 0 chooses 28 for idx files, 224 for others.", least=0)
+    mix_sizes: str = option(
+        "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
+    )
+    max_ratio: float = option(
+        1.0,
+        "Largest ratio of the sides. 1 crops to squares; above 1, images keep their aspect ratio, in buckets of about "
+        "--size² pixels, and each batch comes from one bucket. For streams and folders with --stream.",
+        least=1,
+    )
     test_sizes: str = option("auto", "Other sizes to test at, pixels: sides or HEIGHTxWIDTH, separated by commas.")
     augment: str = option("", "Augmentation policy of timm's, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -132,6 +142,12 @@ class ImageTraining(Training):
         if self.dim % self.heads and not self.model:
             raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
         parse_sizes(self.test_sizes, self.patch)
+        parse_mixed(self.mix_sizes, self.size, self.patch)
+        if self.cuda_graphs and self.dynamic_shapes is None:
+            raise typer.BadParameter(
+                "--cuda-graphs: expected one shape for all steps, got several; leave it out, or leave out --mix-sizes "
+                "and --max-ratio"
+            )
         if self.augment:
             build_transform(self.size, self.augment, self.crop)
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
@@ -147,6 +163,15 @@ class ImageTraining(Training):
             tests = tests if is_small or size > 4 * patch else ""
         for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
             object.__setattr__(self, name, value)  # of a frozen dataclass, before anybody reads it
+
+    @property
+    def train_sizes(self) -> Sizes:
+        """Sizes to train at."""
+        return Sizes(parse_mixed(self.mix_sizes, self.size, self.patch), (), self.patch, self.max_ratio)
+
+    @property
+    def dynamic_shapes(self) -> bool | None:
+        return None if self.max_ratio > 1 or len(self.train_sizes.train) > 1 else False
 
     @property
     def mixes(self) -> bool:
@@ -225,19 +250,47 @@ def load(path: Path, size: int, dataset: str, limit: int, label: str, without: s
     return load_images(path, size, dataset=dataset, limit=limit or None)
 
 
-def batch(config: ImageTraining, train: Images, indices: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, size, size) in [-1, 1], shifted and mirrored as their draws say, and labels (B,)."""
+def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Buckets:
+    """Sort training images into buckets by their aspect ratio.
+
+    Raises:
+        typer.BadParameter: --max-ratio for images that were cropped to squares.
+    """
+    if config.max_ratio == 1:
+        return config.train_sizes.sort(np.ones((len(train), 2)))
+    if isinstance(train, Images):
+        raise typer.BadParameter(
+            f"--max-ratio {config.max_ratio}: these images are squares in memory; pass --stream for a folder of images"
+        )
+    with ThreadPoolExecutor(8) as pool:
+        return config.train_sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
+
+
+def batch(
+    config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored as their draws say, and labels (B,).
+
+    numbers: of the samples, see :meth:`.buckets.Buckets.locate`.
+    """
+    train, buckets = data
+    indices, shape = buckets.locate(numbers)
     index = sent(indices, train.labels.device)
     x = shifted(train.images[index], draws, shift=config.shift, flip=config.flip)
-    return resized(x, (config.size, config.size)), train.labels[index]
+    return resized(x, shape), train.labels[index]
 
 
 def augmented_batch(
-    config: ImageTraining, data: Images | LabelledStream, transform: Any, indices: np.ndarray, draws: np.ndarray
+    config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return images as :func:`batch` does, decoded and augmented on the CPU, uint8."""
-    x, labels = read_batch(data, transform, indices, draws)
+    train, buckets = data
+    indices, shape = buckets.locate(numbers)
+    x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
     return shifted(x, draws, shift=config.shift, flip=config.flip), labels
+
+
+transform_of = lru_cache(maxsize=None)(build_transform)
 
 
 def patches(config: ImageTraining) -> int:
@@ -250,7 +303,7 @@ def loss(
 ) -> Tensor:  # fmt: skip
     x, labels = images
     if x.dtype == torch.uint8:
-        x = resized(x, (config.size, config.size))
+        x = resized(x, (x.shape[2], x.shape[3]))
     # What draws from the global generators is done here, where the step seeds them.
     if config.erase:
         x = RandomErasing(config.erase, mode="pixel", device=str(x.device))(x)
@@ -304,13 +357,12 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         )
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
+    buckets = sort_images(config, data.train)
     in_processes = isinstance(data.train, LabelledStream) or bool(config.augment) or config.crop < 1
     if in_processes or isinstance(data.train, LabelledStream):
-        transform = build_transform(config.size, config.augment, config.crop)
-        make_batch = partial(augmented_batch, config, data.train, transform)
-        test = data.test.to(device)
+        make_batch, test = partial(augmented_batch, config, (data.train, buckets)), data.test.to(device)
     else:
-        make_batch, test = partial(batch, config, data.train.to(device)), data.test.to(device)
+        make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
@@ -323,7 +375,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         autocast = trainer.accelerator.autocast
         return {"accuracy": accuracy(trainer.averaged, test, (config.size, config.size), autocast)}
 
-    steps = partial(shuffle, len(data.train), config.batch, config.seed)
+    steps = buckets.order(config.batch, config.seed)
     task_loss = partial(loss, config, mix=mix)
     return Work(model, settings, steps, make_batch, task_loss, finish, validate, in_processes=in_processes)
 

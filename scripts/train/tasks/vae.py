@@ -10,6 +10,7 @@ the run; the same command resumes an interrupted run.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -23,11 +24,12 @@ from torch.nn import functional as F
 from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
 from ..config import option
+from ..data.buckets import Sizes, parse_mixed
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
+from ..generation import split_by_bucket
 from ..loop import Trainer
-from ..order import shuffle
-from ..samples import HELD_OUT, pixels, write_sheet
+from ..samples import HELD_OUT, pad_together, pixels, write_sheet
 from ..vae import BATCH
 from ..work import Work, train
 
@@ -58,6 +60,7 @@ class VaeTraining(GenerativeTraining):
         super().__post_init__()
         if self.size % self.factor:
             raise typer.BadParameter(f"--size: expected a multiple of {self.factor} for {self.widths}, got {self.size}")
+        parse_mixed(self.mix_sizes, self.size, self.factor)
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -110,10 +113,15 @@ def model_arguments(config: VaeTraining) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def images_of(source: Source, indices: np.ndarray, draws: np.ndarray | None = None) -> Tensor:
-    """Return images (B, 3, H, W) in [-1, 1], or the frames of clips."""
-    x = source.values.batch(indices, source.values.sizes[0], draws)
+def as_frames(x: Tensor) -> Tensor:
+    """Return images (B, 3, H, W) as they are, and clips (B, 3, frames, H, W) as images."""
     return x.transpose(1, 2).flatten(0, 1) if x.ndim == 5 else x
+
+
+def batches_of(source: Source, indices: np.ndarray, device: torch.device) -> Iterator[Tensor]:
+    """Yield images at the first size, or the frames of clips, (B, 3, H, W) in [-1, 1]."""
+    for part in split_by_bucket(source, indices, BATCH):
+        yield as_frames(source.values.batch(part, source.values.sizes[0])).to(device)
 
 
 def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
@@ -127,15 +135,15 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
     """Return the error on held-out images, and the images to show beside their reconstructions."""
     error, shown = 0.0, []
     chosen = source.held_out[: config.test_samples]
-    for first in range(0, len(chosen), BATCH):
-        x = images_of(source, chosen[first : first + BATCH])
+    for x in batches_of(source, chosen, trainer.accelerator.device):
         with trainer.accelerator.autocast():
             found = trainer.averaged(x, sampled=False)[0].float()
         error += (found.clamp(-1, 1) - x).square().mean((1, 2, 3)).sum().item()
         shown.append((x, found))
     mse = error / sum(len(x) for x, _ in shown)
     columns = {
-        name: torch.cat([pair[i] for pair in shown])[: config.samples] for i, name in enumerate((HELD_OUT, "decoded"))
+        name: pad_together([x for pair in shown for x in pair[i]][: config.samples])
+        for i, name in enumerate((HELD_OUT, "decoded"))
     }
     return {"mse": mse, "psnr": 10 * float(np.log10(4 / mse))}, columns
 
@@ -144,8 +152,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
     """Return mean and standard deviation of the latents of training images, over all channels."""
     values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
-    for first in range(0, len(values), BATCH):
-        x = images_of(source, values[first : first + BATCH])
+    for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
             _, mean, logvar = trainer.averaged(x, sampled=False)
         mean, variance = mean.double(), logvar.double().exp()
@@ -158,13 +165,14 @@ def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple
 def prepare(config: VaeTraining, device: torch.device) -> Work:
     arguments = model_arguments(config)
     model = Autoencoder(arguments)
-    source = load_source(config, (config.size,), device, Encoding(EncoderSize(1, 1, 1, 1)))
+    sizes = Sizes(parse_mixed(config.mix_sizes, config.size, config.factor), (), config.factor, config.max_ratio)
+    source = load_source(config, sizes, device, Encoding(EncoderSize(1, 1, 1, 1)))
     if source.latents is not None:
         raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents")
     source.check_batch(config.batch)
 
     def batch(indices: np.ndarray, draws: np.ndarray) -> Tensor:
-        return images_of(source, source.train[indices], draws)
+        return as_frames(source.train_batch(indices, draws)[0])
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         found, columns = reconstruct(config, source, trainer)
@@ -172,9 +180,8 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
         weights = trainer.whole_weights()
         if trainer.accelerator.is_main_process:
             images = {name: pixels(values) for name, values in columns.items()}
-            shown = source.held_out[: config.samples].repeat(
-                config.frames if len(source.values.shape(config.size)) > 2 else 1
-            )
+            shown = np.concatenate(split_by_bucket(source, source.held_out[: config.test_samples], BATCH))
+            shown = shown.repeat(config.frames if len(source.values.shape(config.size)) > 2 else 1)[: config.samples]
             names = source.names(shown)[: len(images[HELD_OUT])]
             save_whole(config.out / "reconstructions.png", lambda part: write_sheet(part, names, images))
             save_vae(config, arguments | {"scaling_factor": 1 / deviation, "shift_factor": shift}, weights)
@@ -185,8 +192,10 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
         return reconstruct(config, source, trainer)[0]
 
     settings = {"model": arguments, "digest": source.digest}
-    steps = partial(shuffle, len(source.train), config.batch, config.seed)
-    return Work(model, settings, steps, batch, partial(loss, config), finish, validate)
+    steps = source.order(config.batch, config.seed)
+    return Work(
+        model, settings, steps, batch, partial(loss, config), finish, validate, in_processes=source.is_streamed
+    )  # fmt: skip
 
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:

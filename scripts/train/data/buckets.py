@@ -1,0 +1,129 @@
+"""Buckets of samples by aspect ratio. The samples of a batch come from one bucket, so they have one shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import typer
+
+from ..order import Steps, order_groups
+
+Shape: TypeAlias = tuple[int, int]  # height and width in pixels
+STEPS = 16  # short sides of neighbouring buckets differ by the size divided by this
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Shapes of samples.
+
+    Args:
+        shapes: by size, the shape of each bucket.
+        of: bucket of each sample, (N,).
+    """
+
+    shapes: dict[int, list[Shape]]
+    of: np.ndarray
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Number of each sample within its bucket, (N,)."""
+        rows = np.empty(len(self.of), np.int64)
+        for number in range(self.number):
+            rows[self.of == number] = np.arange((self.of == number).sum())
+        return rows
+
+    @property
+    def number(self) -> int:
+        """Number of buckets."""
+        return len(next(iter(self.shapes.values())))
+
+    def members(self, bucket: int) -> np.ndarray:
+        """Return the samples of a bucket, in order."""
+        return np.flatnonzero(self.of == bucket)
+
+    def order(self, batch: int, seed: int) -> Steps:
+        """Return the steps of a training at all sizes, each of one size and one bucket.
+
+        A sample's number in a step is its index, plus N for each size before that of the step.
+        """
+        parts = [np.flatnonzero(self.of == bucket) for bucket in np.unique(self.of)]
+        groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
+        return order_groups(groups, batch, seed)
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, Shape]:
+        """Return the samples of a batch and their shape; numbers: as :meth:`order` yields them."""
+        turn, indices = int(numbers[0]) // len(self.of), numbers % len(self.of)
+        return indices, list(self.shapes.values())[turn][self.find(indices)]
+
+    def find(self, indices: np.ndarray) -> int:
+        """Return the bucket of a batch.
+
+        Raises:
+            ValueError: the samples belong to several buckets.
+        """
+        found = np.unique(self.of[indices])
+        if len(found) != 1:
+            raise ValueError(f"indices: expected samples of one bucket, got samples of {found.tolist()}")
+        return int(found[0])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes to train and to test at. A size is the square root of an image's area, in pixels.
+
+    Args:
+        train: sizes to train at; each batch has one of them.
+        test: other sizes to test at.
+        multiple: divisor of all heights and widths.
+        max_ratio: largest ratio of the sides; 1 crops images to squares.
+    """
+
+    train: tuple[int, ...]
+    test: tuple[int, ...] = ()
+    multiple: int = 1
+    max_ratio: float = 1.0
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """All sizes, those of the training first."""
+        return tuple(dict.fromkeys((*self.train, *self.test)))
+
+    def shapes(self, size: int) -> list[Shape]:
+        """Return the shapes of all buckets at a size, from wide to tall."""
+        base = self.train[0]
+        if self.max_ratio == 1:
+            return [(size, size)]
+        step = max(1, round(base / STEPS / self.multiple)) * self.multiple
+        sides = [(short, self._round(base**2 / short)) for short in range(base % step or step, base, step)]
+        wide = [(short, long) for short, long in sides if short < long <= self.max_ratio * short]
+        chosen = [*wide, (base, base), *((long, short) for short, long in reversed(wide))]
+        return [(self._round(height * size / base), self._round(width * size / base)) for height, width in chosen]
+
+    def _round(self, length: float) -> int:
+        return max(1, round(length / self.multiple)) * self.multiple
+
+    def sort(self, sides: np.ndarray) -> Buckets:
+        """Sort images into the buckets of the closest aspect ratio.
+
+        sides: heights and widths, (N, 2).
+        """
+        shapes = np.array(self.shapes(self.train[0]))
+        ratios, wanted = np.log(sides[:, 0] / sides[:, 1]), np.log(shapes[:, 0] / shapes[:, 1])
+        nearest = np.abs(ratios[:, None] - wanted).argmin(1)
+        used, of = np.unique(nearest, return_inverse=True)
+        return Buckets({size: [self.shapes(size)[i] for i in used] for size in self.values}, of)
+
+
+def parse_mixed(text: str, size: int, multiple: int) -> tuple[int, ...]:
+    """Return ``size`` and the sizes of --mix-sizes: "24,48" → (size, 24, 48)."""
+    found = [size]
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if not part.isdecimal() or not int(part) or int(part) % multiple:
+            raise typer.BadParameter(
+                f"--mix-sizes: expected multiples of {multiple}, in pixels, separated by commas, got {part!r}"
+            )
+        found.append(int(part))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,77 @@
+"""Images of webdataset shards and Hugging Face data sets as pictures, decoded when they are needed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from PIL import Image
+
+from .records import Records
+from .streams import Stream, open_source
+
+Streams = Sequence[Stream]
+
+
+def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
+    """Open a stream: the records, functions from a number to the image and to its height and width, and a hash.
+
+    Args:
+        condition: one of :data:`.records.CONDITIONS`. "auto": captions if there are any, else classes if there are any.
+        label: the field that is the class. Default: .cls of shards, the ClassLabel of a data set.
+
+    Raises:
+        typer.BadParameter: no images there.
+    """
+    train, test = open_source(path)
+    sources = [train] if test is None else [train, test]
+    if not all("image" in source.fields for source in sources):
+        raise typer.BadParameter(f"--data {path}: expected samples with images, got {', '.join(sorted(train.fields))}")
+    streams = [Stream(source, np.arange(len(source))) for source in sources]
+    keys = [source.list_keys() for source in sources]
+    names = [*keys[0], *(f"test/{key}" for key in keys[-1] if test is not None)]
+    tests = None if test is None else np.arange(len(names)) >= len(train)
+    captions, labels, classes = None, None, ()
+    has_captions = all("caption" in source.fields for source in sources)
+    if condition == "captions" or (condition == "auto" and has_captions and not label):
+        captions = [str(value) for source in sources for value in source.list_values("caption")]
+    elif condition == "labels" or (condition == "auto" and (label or all("label" in s.fields for s in sources))):
+        labels, classes = _number([value for source in sources for value in source.list_values(label or "label")])
+        classes = train.class_names(label or "label") or classes
+    value = 0
+    for stream in streams:
+        value = zlib.crc32(str(stream.digest).encode(), value)
+    return Records(names, captions, labels, classes, tests), partial(_open, streams), partial(_measure, streams), value
+
+
+def _number(values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the number of each sample's class, and the names of the classes, sorted; integers are their own number."""
+    unique = set(values)
+    if all(isinstance(value, int) for value in unique) and min(unique) >= 0:
+        return np.array(values, np.int64), tuple(map(str, range(max(unique) + 1)))
+    names = sorted(set(map(str, unique)))
+    number = {name: i for i, name in enumerate(names)}
+    return np.array([number[str(value)] for value in values], np.int64), tuple(names)
+
+
+def _find(streams: Streams, index: int) -> tuple[Stream, int]:
+    for stream in streams:
+        if index < len(stream):
+            return stream, index
+        index -= len(stream)
+    raise IndexError(index)
+
+
+def _open(streams: Streams, index: int) -> Image.Image:
+    stream, number = _find(streams, index)
+    return stream[number]["image"]
+
+
+def _measure(streams: Streams, index: int) -> tuple[int, int]:
+    stream, number = _find(streams, index)
+    return stream.measure(number)
