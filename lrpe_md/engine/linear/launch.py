@@ -22,6 +22,7 @@ from ..core.launching import (
     count_tables,
     current_device,
     cut_channels,
+    cut_width,
     describe_tables,
     has_ptx,
     lay_weight,
@@ -41,6 +42,7 @@ from .plan import (
     LinearTile,
     choose_tile,
     choose_walk,
+    choose_widths,
     cut_parts,
     cut_pieces,
     shrink,
@@ -319,13 +321,14 @@ class Work:
         aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
-        tiles = cut_channels(spec, sizes.head_dim, 16)  # matrix units take no less
-        block_v = max(16, triton.next_power_of_2(sizes.v_dim))
+        tiles = cut_channels(spec, sizes.head_dim, choose_widths)
+        v_begins, v_widths, v_blocks = zip(*cut_width(0, sizes.v_dim, choose_widths), strict=True)
         ptx = has_ptx(self.dtype)
-        regular = aligned and min(block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS
-        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
+        regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
+        state = sum(v_blocks) * sum(tiles.feature_blocks)
+        tile = choose_tile(stage, state, self.dtype.itemsize, INTERPRETING, regular)
         causal = self.call.attention.mask == "causal"
-        single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
+        single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
         fields = describe_tables(tables, self.weights)
@@ -346,7 +349,8 @@ class Work:
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) is not
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
-            one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
+            one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
+            v_blocks=v_blocks, num_features=sizes.num_features,
             run=choose_run(spec, causal, stage is LinearPass.FORWARD), raw=sizes.raw,
             share=1 if causal else _share_sums(tiles.block_c, tile),
             feature_begins=tuple(accumulate(tiles.feature_widths, initial=0))[:-1],

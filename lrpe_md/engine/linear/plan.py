@@ -6,8 +6,8 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_walk", "cut_parts", "cut_pieces",
-    "fits_kernels", "shrink",
+    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_walk", "choose_widths",
+    "cut_parts", "cut_pieces", "fits_kernels", "shrink",
 ]  # fmt: skip
 
 
@@ -54,6 +54,9 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(32, 8, 2), LinearTile(16, 8, 3)),
 }  # fmt: skip
 BOUNDS = (4096, 8192, 16384)
+NARROWEST = 16  # channels of a tile: matrix units take no less
+# Widths that are cut into tiles of powers of two instead of one padded tile.
+SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 112: (64, 32, 16), 160: (128, 32), 192: (128, 64)}
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
 SHORTEST = 256  # tokens of a piece
@@ -61,6 +64,12 @@ STATE_TO_PART = 4  # elements of a state for a token of a part
 SCAN_BLOCK = 1024  # elements of a state a program sums up
 ONE_PASS = 384  # tokens that one program goes through
 PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
+
+
+def choose_widths(width: int) -> tuple[int, ...]:
+    """Choose the tiles that so many channels, or pairs of them, are cut into."""
+    padded = max(NARROWEST, -(-width // NARROWEST) * NARROWEST)
+    return SUMS.get(padded, (1 << (padded - 1).bit_length(),))
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
@@ -82,7 +91,7 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
     """A program has a whole state at hand, in registers and, as operands, in shared memory."""
-    return (1 << (v_dim - 1).bit_length()) * num_features <= LARGEST // itemsize
+    return sum(choose_widths(v_dim)) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
