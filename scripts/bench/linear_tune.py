@@ -20,9 +20,12 @@ from lrpe_md.testing import LinearCase
 
 from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
 
-STATES = ("up to 4,096", "up to 8,192", "up to 16,384", "more")  # elements of the state; one tile in each row of TILES
-# rotate and cosine with head_dim 64, and with 128
-MAPS: tuple[tuple[Any, int], ...] = (("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128))
+# Elements of the state; one tile in each row of TILES.
+STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "more")
+# cosine with head_dim 32, and rotate and cosine with 64 and with 128
+MAPS: tuple[tuple[Any, int], ...] = (
+    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128)
+)  # fmt: skip
 FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
@@ -54,7 +57,7 @@ class LinearPlace(NamedTuple):
         """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
         chosen, head_dim = MAPS[self.width]
         if self.stage in ONE_PASS:
-            names = ("vit224",)
+            names = ("windows" if self.width == 0 else "vit224",)
         elif self.stage.value.startswith("causal"):
             names = ("causal",)
         else:
@@ -77,7 +80,7 @@ class LinearPlace(NamedTuple):
         return [
             LinearTile(block_n, num_warps, stages, self.tile.max_registers)
             for block_n in (16, 32, 64)
-            for num_warps in (4, 8)
+            for num_warps in ((2, 4) if self.width == 0 else (4, 8))
             for stages in (1, 2, 3, 4)
         ]
 

@@ -512,14 +512,13 @@ def add_outer_products(S, values, features, V: tl.constexpr):
     values = to_operands(values, V=V)
     added = ()
     for i in tl.static_range(len(features)):
-        features_i = to_operand(features[i], V=V)
         for j in tl.static_range(len(values)):
             S_ij = S[i * len(values) + j]
             if len(S) > 1 and not (j > 0 and V.v_blocks[j] < 64):
-                product = multiply(tl.trans(features_i), values[j], tl.trans(S_ij), V=V)
+                product = multiply(tl.trans(to_operand(features[i], V=V)), values[j], tl.trans(S_ij), V=V)
                 added += (tl.trans(product),)
             else:
-                added += (multiply(tl.trans(values[j]), features_i, S_ij, V=V),)
+                added += (multiply(tl.trans(values[j]), to_operand(features[i], V=V), S_ij, V=V),)
     return added
 
 
@@ -785,24 +784,39 @@ def linear_key_gradient_kernel(
         store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
-@kernel
-def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
-    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+@triton.jit
+def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
+    """Sum elements o of the states of all pieces and heads of a row, with V.stages loads on their way.
 
-    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
-    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
-    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
-    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
-    they are stored.
+    counts: heads and pieces.
     """
+    R, P = counts
+    SIZE: tl.constexpr = V.state_size
+    total = tl.zeros([V.block_c], dtype=tl.float64)
+    whole = P // V.stages * V.stages
+    for r in range(R):
+        for first in range(0, whole, V.stages):
+            loaded = ()
+            for i in tl.static_range(V.stages):
+                index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
+                loaded += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
+            for i in tl.static_range(V.stages):
+                total += loaded[i]
+        for i in range(whole, P):
+            index = (tl.cast(i, tl.int64) * rows + row) * R + r
+            total += tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0)
+    return total
+
+
+@triton.jit
+def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
+    """The sums of :func:`linear_scan_kernel` where a table says which tokens are a slot. place: row, elements."""
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
-    G, R, P, num_states, B, backward = unpack(sizes)
+    G, R, P, num_states, B, backward = sizes
+    row, o = place
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
-    NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // NUM
-    o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
     b = row // G
     g = row - b * G
     rows = tl.cast(B * G, tl.int64)
@@ -814,16 +828,10 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
         follows = (after >= 0) & (after < P)
-        if p_table is None:
-            slot = p * 0
-            sequence = p * 0
-            next_slot = tl.where(follows, 0, -2)
-            next_sequence = next_slot
-        else:
-            slot = tl.load(p_table + p * 4 + 2)
-            sequence = tl.load(p_table + p * 4 + 3)
-            next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
-            next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
+        slot = tl.load(p_table + p * 4 + 2)
+        sequence = tl.load(p_table + p * 4 + 3)
+        next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
+        next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
         at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
         if before != sequence:
             total = tl.zeros([BLOCK], dtype=tl.float64)
@@ -845,6 +853,36 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         if p_last is not None:
             if next_sequence != sequence:
                 tl.store(p_last + at * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))
+
+
+@kernel
+def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
+    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+
+    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
+    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
+    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
+    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
+    they are stored. table None: all tokens are one slot and one sequence.
+    """
+    p_slots, p_slot_sums = slots
+    p_first, p_last = ends
+    G, R, P, num_states, B, backward = unpack(sizes)
+    SIZE: tl.constexpr = V.state_size
+    BLOCK: tl.constexpr = V.block_c
+    NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // NUM
+    o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
+    if p_table is None:
+        at = tl.cast(row, tl.int64)
+        total = sum_pieces(p_states, row, tl.cast(B * G, tl.int64), (R, P), o, V=V)
+        if p_first is not None:
+            total += tl.load(p_first + at * SIZE + o, mask=o < SIZE, other=0.0)
+        store_slot(p_slots, p_slot_sums, total, at, o, V=V)
+        if p_last is not None:
+            tl.store(p_last + at * SIZE + o, total, mask=o < SIZE)
+    else:
+        scan_slots(p_states, slots, ends, p_table, (G, R, P, num_states, B, backward), (row, o), V=V)
 
 
 @triton.jit

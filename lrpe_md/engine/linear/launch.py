@@ -38,6 +38,7 @@ from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
     SCAN_BLOCK,
+    SCAN_PIECES,
     LinearPass,
     LinearTile,
     choose_tile,
@@ -600,7 +601,8 @@ def scan_states(
         last = torch.empty(num_states * sizes.groups, sizes.state, dtype=work.acc, device=work.device)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
-        block_c=SCAN_BLOCK, wide=work.acc == torch.float64, causal=work.call.attention.mask == "causal",
+        block_c=SCAN_BLOCK, stages=SCAN_PIECES, wide=work.acc == torch.float64,
+        causal=work.call.attention.mask == "causal",
     )  # fmt: skip
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
