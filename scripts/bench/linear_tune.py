@@ -21,10 +21,10 @@ from lrpe_md.testing import LinearCase
 from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
 
 # Elements of the state; one tile in each row of TILES.
-STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "more")
-# cosine with head_dim 32, and rotate and cosine with 64 and with 128
+STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
+# a map and a head_dim whose state has so many
 MAPS: tuple[tuple[Any, int], ...] = (
-    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128)
+    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
 )  # fmt: skip
 FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -294,8 +293,10 @@ class Variant(NamedTuple):
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
-    map_blocks: tuple[int, ...] = ()  # channels or pairs of each of several tiles that the map is applied to
-    first: int = 0  # channel or pair at which this tile of them begins
+    halves: int = 1  # tiles of a row that the map makes one tile of: two of pairs
+    num_map_tiles: int = 1  # that it makes
+    map_tiles: tuple[Variant, ...] = ()  # of several, each as a variant that has its channels alone
+    first: int = 0  # channel or pair at which such a tile begins
     # How the work is cut.
     block_r: int = 1  # rows (heads of samples)
     block_n: int = 1  # tokens
@@ -333,22 +334,6 @@ class Variant(NamedTuple):
     has_no_gqa: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
     queries: Variant | None = None  # of q's side, in a kernel that takes both sides; None: the same as of k's
-
-    @property
-    def halves(self) -> int:
-        """Tiles of a row that a tile of the map's output is made of: two of pairs."""
-        return 2 if self.map != "cosine" and self.num_turned else 1
-
-    @property
-    def map_tiles(self) -> tuple[Variant, ...]:
-        """Return a variant for each tile that the map is applied to."""
-        if not self.map_blocks:
-            return (self,)
-        begins = accumulate(self.map_blocks, initial=0)
-        return tuple(
-            self._replace(map_blocks=(), first=first, block_c=block, share=max(1, self.share * block // self.block_c))
-            for first, block in zip(begins, self.map_blocks, strict=False)
-        )
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

@@ -119,7 +119,8 @@ class Tiles(NamedTuple):
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
-    map_blocks: tuple[int, ...] = ()  # of several tiles that the map is applied to
+    halves: int = 1  # tiles that the map makes one tile of
+    num_map_tiles: int = 1
 
     @property
     def feature_widths(self) -> tuple[int, ...]:
@@ -131,9 +132,8 @@ class Tiles(NamedTuple):
 
     def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Join the widths of the map's two halves, which share a tile."""
-        halves = self.num_turned // max(1, len(self.map_blocks))
-        turned = widths[: self.num_turned : halves] if halves else ()
-        return (*(2 * width for width in turned), *widths[self.num_turned :])
+        mapped = widths[: self.num_turned : self.halves]
+        return (*(2 * width for width in mapped), *widths[self.num_turned :])
 
 
 class Segment(NamedTuple):
@@ -144,19 +144,19 @@ class Segment(NamedTuple):
     block: int
 
 
-def pad_width(width: int) -> tuple[int, ...]:
+def pad_channels(width: int) -> tuple[int, ...]:
     """Return one tile as wide as the next power of two."""
     return (triton.next_power_of_2(width),)
 
 
-def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_width) -> list[Segment]:
+def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> list[Segment]:
     """Cut channels into tiles of the widths that ``choose`` returns."""
     blocks = choose(width)
     offsets = accumulate(blocks, initial=0)
     return [Segment(begin + at, min(block, width - at), block) for at, block in zip(offsets, blocks, strict=False)]
 
 
-def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, ...]] = pad_width) -> Tiles:
+def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> Tiles:
     """Cut a row into tiles. choose: see :func:`cut_width`."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
@@ -170,9 +170,7 @@ def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, .
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
             tiles += cut_width(begin, end - begin, choose)
-    blocks = tuple(tile.block for tile in mapped)
-    begins, widths, padded = map(tuple, zip(*tiles, strict=True))
-    return Tiles(blocks[0], num_turned, begins, widths, padded, blocks if len(blocks) > 1 else ())
+    return Tiles(mapped[0].block, num_turned, *map(tuple, zip(*tiles, strict=True)), halves, len(mapped))
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:

@@ -99,22 +99,25 @@ def load_tables(side, b, h, V: tl.constexpr):
         p_omega, p_phase, _, _, _, _, _, numbers = tables
         _, steps, _ = numbers
         omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack(steps)
-        if V.has_phase:
-            p_phase += h * phase_h
         omega = ()
-        for i in tl.static_range(len(V.map_tiles)):
-            omega += (load_tile_frequencies(p_omega + h * omega_h, p_phase, i=i, V=V),)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            omega += (load_tile_frequencies((p_omega, p_phase), h, (omega_h, phase_h), i=i, V=V),)
         sample = tl.cast(b, tl.int64)
         return omega, h * amplitude_h, sample * positions_b, sample * rotated_b
 
 
 @triton.jit
-def load_tile_frequencies(p_omega, p_phase, i: tl.constexpr, V: tl.constexpr):
-    """Load the frequencies of tile i of those that the map is applied to."""
-    T: tl.constexpr = V.map_tiles[i]
+def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
+    """Load the frequencies and phases of head h for tile i of those that the map is applied to."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    p_omega, p_phase = tables
+    omega_h, phase_h = steps
     o_c = T.first + tl.arange(0, T.block_c)
     m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
-    return load_frequencies(p_omega, p_phase, o_c, m_c, V=T)
+    if V.has_phase:
+        p_phase += h * phase_h
+    return load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=T)
 
 
 @triton.jit
@@ -128,7 +131,8 @@ def load_row(row, o_n, m_n, V: tl.constexpr):
     elif V.num_turned == 0:
         return load_passing(row, o_n, m_n, V=V)
     else:
-        for i in tl.static_range(len(V.map_tiles)):
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
             loaded += load_map_tile(row, o_n, m_n, i=i, V=V)
         return loaded + load_passing(row, o_n, m_n, V=V)
 
@@ -136,7 +140,7 @@ def load_row(row, o_n, m_n, V: tl.constexpr):
 @triton.jit
 def load_map_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """Load tile i of those that the map is applied to, as two tiles or twice the same."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     return load_inputs(row, o_n, m_n, first_channel(V=T), V=T)
 
 
@@ -189,9 +193,10 @@ def to_tiles(loaded, V: tl.constexpr):
     if V.num_turned == 0:
         return loaded
     else:
-        LOADED: tl.constexpr = 2 * len(V.map_tiles)
+        TILES: tl.constexpr = V.num_map_tiles
+        LOADED: tl.constexpr = 2 * V.num_map_tiles
         x = ()
-        for i in tl.static_range(len(V.map_tiles)):
+        for i in tl.static_range(TILES):
             x += to_map_tile(loaded[2 * i], loaded[2 * i + 1], i=i, V=V)
         for i in tl.static_range(LOADED, len(loaded)):
             x += (loaded[i],)
@@ -201,7 +206,7 @@ def to_tiles(loaded, V: tl.constexpr):
 @triton.jit
 def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
     """Return the tiles of x of what :func:`load_map_tile` has loaded."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     if V.map == "cosine":
         return (upcast(first, V=V),)
     else:
@@ -277,7 +282,8 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
         positions = (p_coords, p_origin, p_affine, grid)
         tables = (p_rotated, p_amplitude, 0, first_index, num_grid)
         turned = ()
-        for i in tl.static_range(len(V.map_tiles)):
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
             turned += (turn_tile(omega[i], positions, tables, n0, o_n, i=i, V=V),)
         return turned
 
@@ -285,7 +291,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
 @triton.jit
 def turn_tile(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
     """:func:`turn_tokens` for tile i of those that the map is applied to."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     o_c = T.first + tl.arange(0, T.block_c)
     m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
     return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=T, WIDE=True)
@@ -303,7 +309,7 @@ def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def map_tile(x_bar, turned, i: tl.constexpr, V: tl.constexpr):
     """Tile i of x̂, both halves of what the map makes of x̄."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     x = take_map_tile(x_bar, i=i, V=V)
     if V.map == "none":
         return join_halves(x[0], x[1], V=T)
@@ -350,7 +356,8 @@ def map_features(x_bar, turned, V: tl.constexpr):
         return x_bar
     else:
         x_hat = ()
-        for i in tl.static_range(len(V.map_tiles)):
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
             x_hat += (map_tile(x_bar, turned, i=i, V=V),)
         TURNED: tl.constexpr = V.num_turned
         for i in tl.static_range(TURNED, len(V.begins)):
@@ -364,7 +371,7 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
     if V.num_turned == 0:
         return dx_hat, ()
     else:
-        TILES: tl.constexpr = len(V.map_tiles)
+        TILES: tl.constexpr = V.num_map_tiles
         dx_bar = ()
         dangles = ()
         for i in tl.static_range(TILES):
@@ -379,7 +386,7 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
 @triton.jit
 def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
     """The tiles of dx̄ of tile i of dx̂, and their dΘ where it is needed."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     dy = split_halves(dx_hat, V=T)
     if V.map == "none":
         return dy, ()
@@ -402,7 +409,8 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
         dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
     if V.num_turned > 0:
-        for i in tl.static_range(len(V.map_tiles)):
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
             store_map_tile(row, dx, o_n, m_n, i=i, V=V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
@@ -413,7 +421,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
 @triton.jit
 def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """The inverse of :func:`load_map_tile`."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     store_input_gradients(row, take_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
 
 

@@ -339,14 +339,15 @@ def empty_total(V: tl.constexpr):
     """Zeros for the sums of s_j dΘ of each tile and axis: (tokens / V.share, channels), or in float64 (channels)."""
     total = ()
     if V.need_dangles:
-        for i in tl.static_range(len(V.map_tiles)):
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
             total += _empty_tile_total(i=i, V=V)
     return total
 
 
 @triton.jit
 def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     ROWS: tl.constexpr = T.block_n // T.share
     BLOCK_C: tl.constexpr = T.block_c
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -401,7 +402,7 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
 @triton.jit
 def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
     """Tile i of what :func:`add_angle_gradients` returns."""
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     added = ()
     for j in tl.static_range(len(weights)):
         before = total[i * len(weights) + j]
@@ -416,13 +417,14 @@ def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr
 @triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
     """A program's sums, (J, C)."""
-    for i in tl.static_range(len(V.map_tiles)):
+    TILES: tl.constexpr = V.num_map_tiles
+    for i in tl.static_range(TILES):
         _store_tile_total(p_partial, total, i=i, V=V)
 
 
 @triton.jit
 def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
-    T: tl.constexpr = V.map_tiles[i]
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     o_c = T.first + tl.arange(0, T.block_c)
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     for j in tl.static_range(J):
@@ -505,21 +507,25 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
 
 @triton.jit
 def add_outer_products(S, values, features, V: tl.constexpr):
-    """S + valuesᵀ features, tile by tile.
-
-    No two products of at least 64 rows have their first factor in common: see above.
-    """
+    """S + valuesᵀ features, tile by tile."""
     values = to_operands(values, V=V)
     added = ()
     for i in tl.static_range(len(features)):
         for j in tl.static_range(len(values)):
-            S_ij = S[i * len(values) + j]
-            if len(S) > 1 and not (j > 0 and V.v_blocks[j] < 64):
-                product = multiply(tl.trans(to_operand(features[i], V=V)), values[j], tl.trans(S_ij), V=V)
-                added += (tl.trans(product),)
-            else:
-                added += (multiply(tl.trans(values[j]), to_operand(features[i], V=V), S_ij, V=V),)
+            added += (_add_outer_product(S[i * len(values) + j], values[j], features[i], i=i, j=j, V=V),)
     return added
+
+
+@triton.jit
+def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
+    """Add to tile j, i of S. No two products of at least 64 rows have their first factor in common: see above."""
+    LAST: tl.constexpr = V.num_map_tiles - 1
+    FEW_VALUES: tl.constexpr = j > 0 and V.v_blocks[j] < 64
+    FEW_FEATURES: tl.constexpr = i == LAST and i > 0 and V.feature_blocks[i] < 64
+    if len(V.feature_blocks) * len(V.v_blocks) > 1 and not FEW_VALUES and not FEW_FEATURES:
+        return tl.trans(multiply(tl.trans(to_operand(features, V=V)), values, tl.trans(S), V=V))
+    else:
+        return multiply(tl.trans(values), to_operand(features, V=V), S, V=V)
 
 
 @triton.jit
@@ -793,14 +799,15 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     R, P = counts
     SIZE: tl.constexpr = V.state_size
     total = tl.zeros([V.block_c], dtype=tl.float64)
-    whole = P // V.stages * V.stages
+    AHEAD: tl.constexpr = V.stages
+    whole = P // AHEAD * AHEAD
     for r in range(R):
-        for first in range(0, whole, V.stages):
+        for first in range(0, whole, AHEAD):
             loaded = ()
-            for i in tl.static_range(V.stages):
+            for i in tl.static_range(AHEAD):
                 index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
                 loaded += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
-            for i in tl.static_range(V.stages):
+            for i in tl.static_range(AHEAD):
                 total += loaded[i]
         for i in range(whole, P):
             index = (tl.cast(i, tl.int64) * rows + row) * R + r

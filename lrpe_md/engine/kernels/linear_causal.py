@@ -154,8 +154,8 @@ def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
     S = to_operands(S, V=V)
     if V.output_transposed:  # tokens are columns from end to end: nothing that is summed up changes its layout
         products = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
-        seen = sum_columns(q_hat, S, V=V)
-        return (tl.trans(multiply(tl.trans(v_block[0]), to_operand(products, V=V), seen[0], V=V)),)
+        values = tl.trans(v_block[0])
+        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_hat, S, V=V)[0], V=V)),)
     else:
         products = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
         if V.raw:  # q̂ is in shared memory

@@ -197,7 +197,7 @@ def find_pairs(c0, V: tl.constexpr):
 def find_channels(i: tl.constexpr, V: tl.constexpr):
     """Channels (1, channels) of tile i of a row and which of them there are."""
     if V.halves == 2 and i < V.num_turned:
-        T: tl.constexpr = V.map_tiles[i // 2]
+        T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
         o_a, o_b = find_pairs(first_channel(T), T)
         o_d = o_b if i % 2 == 1 else o_a
         m_d = T.first + tl.arange(0, T.block_c)[None, :] < T.num_channels
