@@ -271,9 +271,11 @@ def test_grids(changes):
 WIDTHS = (24, 40, 48, 72, 80, 88, 96, 104, 112, 120, 128, 256)
 # Combined with the widths in turn; sizes that share no factor, so that maps get different ones.
 WIDTH_OPTIONS: list[dict[str, Any]] = [
-    {}, {"mask": "causal", "v_dim": 40}, {"normalizer": "none", "act": "silu", "v_dim": 72}, {"mask": "block", "block": 5},
+    {}, {"mask": "causal", "v_dim": 40}, {"normalizer": "none", "act": "silu", "v_dim": 72},
+    {"mask": "block", "block": 5},
     {"gate": "float", "v_dim": 96}, {"normalizer": "encoded", "act": "softplus", "base": 1e8},
-    {"heads": (4, 2), "state": True, "return_state": True}, {"norm": "layer", "v_dim": 104}, {"act": "softmax", "dim": -1},
+    {"heads": (4, 2), "state": True, "return_state": True}, {"norm": "layer", "v_dim": 104},
+    {"act": "softmax", "dim": -1},
     {"dtype": torch.bfloat16, "v_dim": 80}, {"phase": "both", "amplitude_heads": 1}, {"v_dim": 33, "layout": "odd"},
     {"mask": "causal", "normalizer": "encoded", "act": "softplus", "base": 1e8, "dtype": torch.bfloat16},
 ]  # fmt: skip
