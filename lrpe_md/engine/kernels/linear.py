@@ -798,8 +798,9 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     """
     R, P = counts
     SIZE: tl.constexpr = V.state_size
-    total = tl.zeros([V.block_c], dtype=tl.float64)
+    BLOCK: tl.constexpr = V.block_c
     AHEAD: tl.constexpr = V.stages
+    total = tl.zeros([BLOCK], dtype=tl.float64)
     whole = P // AHEAD * AHEAD
     for r in range(R):
         for first in range(0, whole, AHEAD):
