@@ -129,15 +129,15 @@ def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """Load tile i of a row, whole, for a block of tokens."""
-    o_d = first_channel(V) + tl.arange(0, V.blocks[i])[None, :]
-    return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
+    return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
 def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """The inverse of :func:`load_tile`."""
-    o_d = first_channel(V) + tl.arange(0, V.blocks[i])[None, :]
-    store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
+    store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def find_channels(i: tl.constexpr, V: tl.constexpr):
     """Channels (1, channels) of tile i of a row and which of them there are."""
     if V.halves == 2 and i < V.num_turned:
         T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
-        o_a, o_b = find_pairs(first_channel(T), T)
+        o_a, o_b = find_pairs(first_channel(V=T), T)
         o_d = o_b if i % 2 == 1 else o_a
         m_d = T.first + tl.arange(0, T.block_c)[None, :] < T.num_channels
     else:
