@@ -161,7 +161,8 @@ def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, .
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
-        return Tiles(tiles[0].block, 0, *map(tuple, zip(*tiles, strict=True)))
+        begins, widths, blocks = zip(*tiles, strict=True)
+        return Tiles(tiles[0].block, 0, begins, widths, blocks)
     halves = 1 if spec.map == "cosine" else 2
     head, tail = spec.rotary_start, spec.rotary_start + halves * channels
     mapped = cut_width(head, channels, choose)
@@ -170,7 +171,8 @@ def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, .
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
             tiles += cut_width(begin, end - begin, choose)
-    return Tiles(mapped[0].block, num_turned, *map(tuple, zip(*tiles, strict=True)), halves, len(mapped))
+    begins, widths, blocks = zip(*tiles, strict=True)
+    return Tiles(mapped[0].block, num_turned, begins, widths, blocks, halves, len(mapped))
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
