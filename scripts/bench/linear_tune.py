@@ -35,7 +35,7 @@ class LinearPlace(NamedTuple):
     """One tile of the table."""
 
     stage: LinearPass
-    width: int  # index into STATES
+    width: int  # index into the row
 
     @property
     def row(self) -> str:
@@ -44,7 +44,12 @@ class LinearPlace(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the state size."""
-        return STATES[self.width]
+        return STATES[self.size]
+
+    @property
+    def size(self) -> int:
+        """Index into STATES: the last tile of a row is for all larger states."""
+        return len(STATES) - 1 if self.width == len(TILES[self.stage]) - 1 else self.width
 
     def __str__(self) -> str:
         return f"{self.row}, states {self.name}"
@@ -55,7 +60,7 @@ class LinearPlace(NamedTuple):
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
         """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
-        chosen, head_dim = MAPS[self.width]
+        chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
             names = ("windows" if self.width == 0 else "vit224",)
         elif self.stage.value.startswith("causal"):
@@ -125,7 +130,7 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_places() -> list[LinearPlace]:
-    return [LinearPlace(stage, width) for stage in TILES for width in range(len(STATES))]
+    return [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
 
 
 def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:

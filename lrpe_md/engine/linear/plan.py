@@ -36,13 +36,14 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 2,048 elements, 4,096, 8,192, 16,384, 24,576, more. See docs/tuning.md.
+# Causal kernels pad, so no state of theirs has between 16,384 and 24,576: their rows have an entry less.
 # 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
 # 2 warps: a head of few channels is little work for 4, and twice as many programs run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _16_TWO, _16_THREE = LinearTile(32, 8, 2), LinearTile(16, 8, 2), LinearTile(16, 8, 3)
+_32_TWO, _16_TWO = LinearTile(32, 8, 2), LinearTile(16, 8, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP, _32_TWO, _32_TWO, _32_TWO),
     LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168), _32_TWO, _16_TWO, _16_TWO),
@@ -54,9 +55,9 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     ),
     LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO, _64_TWO),
-    LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO, _32_TWO),
-    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, _16_THREE, _16_THREE),
+    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
+    LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
+    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # channels of a tile: matrix units take no less
@@ -103,7 +104,8 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
         return LinearTile(64, 4, 1)
     if itemsize > 2:  # not tuned
         return LinearTile(16, 8, 1)
-    tile = TILES[stage][sum(state > bound for bound in BOUNDS)]
+    row = TILES[stage]
+    tile = row[min(sum(state > bound for bound in BOUNDS), len(row) - 1)]
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
