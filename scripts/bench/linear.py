@@ -9,6 +9,10 @@ inputs. A share is the speed relative to a copy of 2 GiB in the same run, for th
 forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before it is timed,
 values and gradients of one sample are checked against float64; wrong results are not timed.
 
+With --other, each pass of lrpe-md is timed beside that of another checkout of this repository:
+
+    lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
+
 Other libraries are timed if they can be imported; see :mod:`.linear_peers`:
 
     PYTHONPATH=.:FOLDER lrpe-md bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
@@ -34,6 +38,7 @@ from lrpe_md.testing import LinearCase, check_linear
 
 from ..common.options import LIMIT
 from ..common.provenance import measured_on
+from .hosted import import_checkout
 from .linear_measure import (
     PASSES,
     TURNS,
@@ -62,6 +67,19 @@ def attend_fused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor 
     return linear_attention(q, k, v, map=inputs.case.map, omega=omega, positions=positions, **inputs.options)
 
 
+class OtherCheckout:
+    """The package of another checkout of this repository."""
+
+    package: Any = None
+
+
+def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
+    """Run :func:`attend_fused` with the other checkout's kernels."""
+    package, case = OtherCheckout.package, inputs.case
+    positions = None if omega is None else package.Grid(case.shape, prefix=case.prefix)
+    return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
+
+
 def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
     """Store q̂ and k̂, mapped by lrpe-md's kernels, and multiply in 16 bits."""
     case = inputs.case
@@ -83,6 +101,7 @@ def attend_by_softmax(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Te
         return scaled_dot_product_attention(q, k, v, is_causal=inputs.case.mask == "causal")
 
 
+OTHER = "lrpe-md, other"
 OURS, SDPA, UNFUSED, COMPILED = "lrpe-md", "SDPA", "unfused", "unfused, compiled"
 IMPLS: dict[str, Attend] = {
     OURS: attend_fused, SDPA: attend_by_softmax, UNFUSED: attend_unfused, COMPILED: attend_unfused
@@ -122,6 +141,9 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
         if which == "backward_omega" and (case.map is None or impl != OURS):
             continue
         run.time(inputs[0], which, [make_pass(which, attend, each) for each in inputs], **key)
+        if impl == OURS and OtherCheckout.package is not None:
+            fns = [make_pass(which, attend_by_other, each) for each in inputs]
+            run.time(inputs[0], which, fns, **{**key, "impl": OTHER})
 
 
 def main(
@@ -131,6 +153,9 @@ def main(
     map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
     impl: Annotated[
         str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. (default: all installed)")
+    ] = None,
+    other: Annotated[
+        Path | None, typer.Option(help="Another checkout of this repository, timed beside lrpe-md.")
     ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
@@ -147,6 +172,7 @@ def main(
         raise typer.BadParameter(
             "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
         )
+    OtherCheckout.package = None if other is None else import_checkout(other)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, ALL_WORKLOADS, DEFAULT)
     maps, impls = choose_in_order("--map", map, MAPS, MAPS), choose_in_order("--impl", impl, NAMES, NAMES)

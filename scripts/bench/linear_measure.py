@@ -33,6 +33,14 @@ WORKLOADS = {
     "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
     "video64": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=64, dtype=BF16),
     "video128": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=128, dtype=BF16),
+    # Widths that are no power of two, short windows, and a single head.
+    "vit384": LinearCase(shape=(24, 24), batch=64, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
+    "width72": LinearCase(shape=(27, 27), prefix=0, batch=32, heads=(16, 16), head_dim=72, dtype=BF16),
+    "width80": LinearCase(shape=(16, 16), batch=128, heads=(16, 16), head_dim=80, dtype=BF16),
+    "width96": LinearCase(shape=(16, 32, 32), prefix=0, batch=1, heads=(16, 16), head_dim=96, dtype=BF16),
+    "width112": LinearCase(shape=(32, 32), prefix=0, batch=8, heads=(20, 20), head_dim=112, dtype=BF16),
+    "windows": LinearCase(shape=(8, 8), prefix=0, batch=1024, heads=(6, 6), head_dim=32, dtype=BF16),
+    "one-head": LinearCase(shape=(256, 256), prefix=0, batch=1, heads=(1, 1), head_dim=64, dtype=BF16),
     "causal": CAUSAL,
     "causal-plain": replace(CAUSAL, act="none"),
 }

@@ -20,9 +20,12 @@ from lrpe_md.testing import LinearCase
 
 from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
 
-STATES = ("up to 4,096", "up to 8,192", "up to 16,384", "more")  # elements of the state; one tile in each row of TILES
-# rotate and cosine with head_dim 64, and with 128
-MAPS: tuple[tuple[Any, int], ...] = (("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 128))
+# Elements of the state; one tile in each row of TILES.
+STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
+# a map and a head_dim whose state has so many
+MAPS: tuple[tuple[Any, int], ...] = (
+    ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
+)  # fmt: skip
 FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
@@ -32,7 +35,7 @@ class LinearPlace(NamedTuple):
     """One tile of the table."""
 
     stage: LinearPass
-    width: int  # index into STATES
+    width: int  # index into the row
 
     @property
     def row(self) -> str:
@@ -41,7 +44,12 @@ class LinearPlace(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the state size."""
-        return STATES[self.width]
+        return STATES[self.size]
+
+    @property
+    def size(self) -> int:
+        """Index into STATES: the last tile of a row is for all larger states."""
+        return len(STATES) - 1 if self.width == len(TILES[self.stage]) - 1 else self.width
 
     def __str__(self) -> str:
         return f"{self.row}, states {self.name}"
@@ -52,9 +60,9 @@ class LinearPlace(NamedTuple):
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
         """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
-        chosen, head_dim = MAPS[self.width]
+        chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
-            names = ("vit224",)
+            names = ("windows" if self.width == 0 else "vit224",)
         elif self.stage.value.startswith("causal"):
             names = ("causal",)
         else:
@@ -77,7 +85,7 @@ class LinearPlace(NamedTuple):
         return [
             LinearTile(block_n, num_warps, stages, self.tile.max_registers)
             for block_n in (16, 32, 64)
-            for num_warps in (4, 8)
+            for num_warps in ((2, 4) if self.width == 0 else (4, 8))
             for stages in (1, 2, 3, 4)
         ]
 
@@ -122,7 +130,7 @@ def refuse(tile: LinearTile) -> list[LinearTile]:
 
 
 def choose_places() -> list[LinearPlace]:
-    return [LinearPlace(stage, width) for stage in TILES for width in range(len(STATES))]
+    return [LinearPlace(stage, width) for stage, row in TILES.items() for width in range(len(row))]
 
 
 def write_table(tiles: dict[LinearPass, tuple[LinearTile, ...]], write_tile: Callable[[Any], str]) -> str:

@@ -9,9 +9,9 @@ A row of the table is keyed by bytes per element, map, pass, and kind (plain, wi
 sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of 14×14 and
 64×64 tokens with head_dim 64; those for more on 21×30×52 with 128; those for up to 16 on 64×64 with head_dim 72 and 80,
 whose channels are processed in blocks. Frequencies or tables are both shared and per head. A row of linear attention
-("linear ..") is keyed by pass and has tiles for four state sizes. They are timed in a whole forward or backward, on
-vit224 (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a cold L2
-cache.
+("linear ..") is keyed by pass and has tiles for six state sizes. They are timed in a whole forward or backward, on
+vit224 or windows (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a
+cold L2 cache.
 
 A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest; the lowest score is
 best. The search first tries all shapes with the table's registers and stages. It then varies these for the three best

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,27 @@ def test_causal_products_that_are_one_tile(name, changes, heads):
     assert_within_budget(replace(case, **changes))
 
 
+def test_few_heads_are_cut_until_multiprocessors_have_work():
+    summing = linear_plan.choose_walk(False, False)
+    assert linear_plan.cut_pieces(65536, 1, 8192, summing) == (256, 256)
+    assert linear_plan.cut_pieces(8192, 1, 8192, summing) == (64, 128), "shorter pieces than elsewhere"
+    assert linear_plan.cut_pieces(8192, 8, 8192, summing) == (32, 256)
+    assert linear_plan.cut_outputs(1024, 160, 1024) == (3, 384), "outputs leave no states"
+    assert linear_plan.cut_outputs(1024, 128, 512) == (2, 512), "two programs on each multiprocessor are enough"
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("tokens", [15, 16, 17, 35])
+def test_states_of_many_pieces(tokens, heads, monkeypatch):
+    """Sums of the states of pieces of a token have 16 loads in flight, then the rest one by one."""
+    for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
+        monkeypatch.setattr(linear_plan, name, value)
+    remembered.clear()
+    assert linear_plan.SCAN_PIECES == 16
+    assert_within_budget(LinearCase(shape=(tokens,), prefix=0, batch=1, heads=heads, state=True, return_state=True))
+    remembered.clear()
+
+
 def test_number_of_programs():
     summing, causal, raw = (linear_plan.choose_walk(*each) for each in ((False, False), (True, False), (True, True)))
     cut = linear_plan.cut_pieces
@@ -265,10 +287,75 @@ def test_grids(changes):
     assert_within_budget(LinearCase(**changes))
 
 
-@pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128])
-@pytest.mark.parametrize("name", ["cosine", "rotate"])
-def test_widths(name, head_dim):
-    assert_within_budget(LinearCase(name, head_dim=head_dim, batch=1, heads=(2, 1)))
+WIDTHS = (24, 40, 48, 72, 80, 88, 96, 104, 112, 120, 128, 256)
+# Combined with the widths in turn; sizes that share no factor, so that maps get different ones.
+WIDTH_OPTIONS: list[dict[str, Any]] = [
+    {}, {"mask": "causal", "v_dim": 40}, {"normalizer": "none", "act": "silu", "v_dim": 72},
+    {"mask": "block", "block": 5},
+    {"gate": "float", "v_dim": 96}, {"normalizer": "encoded", "act": "softplus", "base": 1e8},
+    {"heads": (4, 2), "state": True, "return_state": True}, {"norm": "layer", "v_dim": 104},
+    {"act": "softmax", "dim": -1},
+    {"dtype": torch.bfloat16, "v_dim": 80}, {"phase": "both", "amplitude_heads": 1}, {"v_dim": 33, "layout": "odd"},
+    {"mask": "causal", "normalizer": "encoded", "act": "softplus", "base": 1e8, "dtype": torch.bfloat16},
+]  # fmt: skip
+
+
+@pytest.fixture(params=["padded values", "cut values"])
+def widths(request, monkeypatch):
+    """Cut v into tiles like q and k, which no width of the table does here."""
+    if request.param == "cut values":
+        sums = {48: (32, 16), 80: (64, 16), 96: (64, 32), 112: (64, 32, 16)}
+        monkeypatch.setattr(linear_plan, "SUMS", sums)
+        monkeypatch.setattr(linear_plan, "VALUE_SUMS", sums)
+    remembered.clear()
+    yield
+    remembered.clear()
+
+
+@pytest.mark.parametrize("shift", [0, 4, 9])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_widths(name, head_dim, shift, widths):
+    """Each width has a third of the options, another third for each map."""
+    at = 5 * WIDTHS.index(head_dim) + shift + ["cosine", "rotate", None].index(name)
+    options = WIDTH_OPTIONS[at % len(WIDTH_OPTIONS)]
+    if name is None:
+        options = {key: value for key, value in options.items() if key not in ("phase", "amplitude_heads")}
+    assert_within_budget(LinearCase(name, **{"head_dim": head_dim, "batch": 1, "heads": (2, 1), **options}))
+
+
+@pytest.mark.parametrize("width", range(1, 257))
+def test_tiles_hold_each_channel_once(width):
+    for blocks in (linear_plan.choose_widths(width), linear_plan.choose_value_widths(width)):
+        padded = linear_plan.pad_width(width)
+        assert sum(blocks[:-1]) < width <= sum(blocks) <= sum(padded)
+        assert all(block >= 16 and block & (block - 1) == 0 for block in blocks)
+        assert list(blocks) == sorted(blocks, reverse=True), "a tile begins at a multiple of its width"
+        assert width not in (16, 32, 64, 128, 256) or blocks == (width,), "powers of two are one tile"
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "blocks"),
+    [("cosine", 72, (128, 32)), ("cosine", 96, (128, 64)), ("rotate", 72, (64, 32)), (None, 80, (64, 32))],
+)
+def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypatch):
+    described = []
+    monkeypatch.setattr(
+        linear_launch, "start", lambda kernel, programs, args, described_: described.append(described_[0])
+    )
+    for mask in ("full", "causal"):
+        case = LinearCase(name, head_dim=head_dim, mask=mask, heads=(2, 2))
+        q, k, v = make_linear_inputs(case).qkv
+        linear_attention(
+            q, k, v, map=name, omega=make_linear_inputs(case).omega, positions=Grid(case.shape, case.prefix),
+            is_causal=mask == "causal", impl="triton",
+        )  # fmt: skip
+    full, causal = described[0], described[-1]
+    assert full.feature_blocks == blocks
+    assert len(causal.feature_blocks) == 1
+    assert [tile.block_c for tile in full.map_tiles] == [block // 2 for block in blocks]
+    shrunk = linear_launch.replace_fields(full, {"block_n": 16})
+    assert {tile.block_n for tile in shrunk.map_tiles} == {16}, "a smaller tile applies to all tiles of the map"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -67,6 +68,18 @@ def test_every_implementation_is_a_row(tmp_path):
     assert found == mapped | sana | {(w, "none", p) for w in works for p in ("forward", "backward")}
     assert {row["mask"] for row in rows if row["impl"] == "unfused"} == {"full"}
     assert {row["map"] for row in rows if row["impl"] == "SDPA"} == {"none"}
+
+
+def test_another_checkout_is_timed_beside_this_one(tmp_path):
+    out = tmp_path / "linear.csv"
+    args = ("--impl", "lrpe-md", "--workload", "width72", "--map", "rotate", "--out", out)
+    done = run(*args, "--other", Path(__file__).parents[2])
+    assert done.exit_code == 0, done.output
+    found = [(row["impl"], row["pass"]) for row in read(out)]
+    assert found == [(impl, which) for which in linear.PASSES for impl in ("lrpe-md", "lrpe-md, other")]
+    assert linear.OtherCheckout.package is sys.modules["lrpe_md_other"]
+    assert run(*args).exit_code == 0
+    assert {row["impl"] for row in read(out)} == {"lrpe-md"}, "a later run must not keep the other checkout"
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):

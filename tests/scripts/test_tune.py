@@ -108,8 +108,8 @@ def test_linear_problem_uses_its_tile(place, monkeypatch):
     with place.in_table(place.tile._replace(block_n=128)):
         assert place.tile.block_n == 128
         place.passes([place.inputs(case, torch.device("cpu"))])[0]()
-    assert (place.stage, place.width) in asked
-    assert {width for _, width in asked} == {place.width}
+    assert (place.stage, place.size) in asked
+    assert {size for _, size in asked} == {place.size}
     assert linear_plan.TILES[place.stage] == before
 
 

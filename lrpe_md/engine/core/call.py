@@ -294,6 +294,10 @@ class Variant(NamedTuple):
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    halves: int = 1  # tiles of a row that the map makes one tile of: two of pairs
+    num_map_tiles: int = 1  # that it makes
+    map_tiles: tuple[Variant, ...] = ()  # of several, each as a variant that has its channels alone
+    first: int = 0  # channel or pair at which such a tile begins
     # How the work is cut.
     block_r: int = 1  # rows (heads of samples)
     block_n: int = 1  # tokens
@@ -312,7 +316,9 @@ class Variant(NamedTuple):
     need_dgate: bool = False
     operand: str = "same"  # what matrix units multiply | "bfloat16" | "rounded" to that, for an interpreter that can't
     v_dim: int = 0
-    block_v: int = 0
+    v_begins: tuple[int, ...] = ()  # of the tiles of v
+    v_widths: tuple[int, ...] = ()
+    v_blocks: tuple[int, ...] = ()
     num_features: int = 0  # of q̂ and k̂
     accumulate_outside_mma: bool = False  # products are summed up outside of the matrix units
     raw: bool = False  # features are rows as they lie in memory

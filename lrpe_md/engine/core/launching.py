@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +20,9 @@ from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
-    "FAR", "INTERPRETING", "Tiles", "count_grid", "count_tables", "current_device", "cut_channels", "describe_tables",
-    "divide_by", "has_ptx", "in_eights", "launches_early", "lay_weight", "limit_registers", "make_readable",
-    "materialise", "materialise_each", "num_groups", "place_far", "read_sides", "strides_in_eights",
+    "FAR", "INTERPRETING", "Tiles", "count_grid", "count_tables", "current_device", "cut_channels", "cut_width",
+    "describe_tables", "divide_by", "has_ptx", "in_eights", "launches_early", "lay_weight", "limit_registers",
+    "make_readable", "materialise", "materialise_each", "num_groups", "place_far", "read_sides", "strides_in_eights",
 ]  # fmt: skip
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
@@ -117,38 +119,60 @@ class Tiles(NamedTuple):
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
+    halves: int = 1  # tiles that the map makes one tile of
+    num_map_tiles: int = 1
 
     @property
     def feature_widths(self) -> tuple[int, ...]:
-        return self._join(self.widths, 2 * self.widths[0])
+        return self._join(self.widths)
 
     @property
     def feature_blocks(self) -> tuple[int, ...]:
-        return self._join(self.blocks, 2 * self.block_c)
+        return self._join(self.blocks)
 
-    def _join(self, widths: tuple[int, ...], turned: int) -> tuple[int, ...]:
+    def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Join the widths of the map's two halves, which share a tile."""
-        return (turned, *widths[self.num_turned :]) if self.num_turned else widths
+        mapped = widths[: self.num_turned : self.halves]
+        return (*(2 * width for width in mapped), *widths[self.num_turned :])
 
 
-def cut_channels(spec: Spec, head_dim: int, least: int = 1) -> Tiles:
-    """Cut a row into tiles. least: channels of a tile."""
+class Segment(NamedTuple):
+    """A tile of channels."""
 
-    def block(width: int) -> int:
-        return max(least, triton.next_power_of_2(width))
+    begin: int
+    width: int  # channels that exist
+    block: int
 
+
+def pad_channels(width: int) -> tuple[int, ...]:
+    """Return one tile as wide as the next power of two."""
+    return (triton.next_power_of_2(width),)
+
+
+def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> list[Segment]:
+    """Cut channels into tiles of the widths that ``choose`` returns."""
+    blocks = choose(width)
+    offsets = accumulate(blocks, initial=0)
+    return [Segment(begin + at, min(block, width - at), block) for at, block in zip(offsets, blocks, strict=False)]
+
+
+def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> Tiles:
+    """Cut a row into tiles. choose: see :func:`cut_width`."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
-        width = block(head_dim)
-        return Tiles(width if least == 1 else least, 0, (0,), (head_dim,), (width,))
-    num_turned = 1 if spec.map == "cosine" else 2
-    head, tail = spec.rotary_start, spec.rotary_start + num_turned * channels
-    begins, widths = [head, head + channels][:num_turned], [channels] * num_turned
+        tiles = cut_width(0, head_dim, choose)
+        begins, widths, blocks = zip(*tiles, strict=True)
+        return Tiles(tiles[0].block, 0, begins, widths, blocks)
+    halves = 1 if spec.map == "cosine" else 2
+    head, tail = spec.rotary_start, spec.rotary_start + halves * channels
+    mapped = cut_width(head, channels, choose)
+    tiles = [tile._replace(begin=tile.begin + half * channels) for tile in mapped for half in range(halves)]
+    num_turned = len(tiles)
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
-            begins.append(begin)
-            widths.append(end - begin)
-    return Tiles(block(channels), num_turned, tuple(begins), tuple(widths), tuple(map(block, widths)))
+            tiles += cut_width(begin, end - begin, choose)
+    begins, widths, blocks = zip(*tiles, strict=True)
+    return Tiles(mapped[0].block, num_turned, begins, widths, blocks, halves, len(mapped))
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:

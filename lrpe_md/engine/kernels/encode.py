@@ -516,7 +516,7 @@ def lrpe_kernel(
     positions = (p_coords, p_origin, p_affine, (n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3))
     o_n = tl.arange(0, V.block_n)
     n0 = t * V.block_n
-    c0 = first_channel()
+    c0 = first_channel(V=V)
     o_c = tl.arange(0, V.block_c)
     if V.flat:
         o_b = n0 + o_n

@@ -1,8 +1,9 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
 A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). Without a map neighbouring channels are pairs that nothing turns: where a row is one tile, sums
-over its channels may go through all warps. One side of an attention is what encodes its tokens: frequencies, positions,
+(kernels/encode.py). Widths that are no power of two are cut into several tiles of the map, and v likewise. Without a
+map neighbouring channels are pairs that nothing turns: where a row is one tile, sums over its channels may go through
+all warps. One side of an attention is what encodes its tokens: frequencies, positions,
 tables, often the same for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the
 tokens' place on the grid.
 """
@@ -98,34 +99,69 @@ def load_tables(side, b, h, V: tl.constexpr):
         p_omega, p_phase, _, _, _, _, _, numbers = tables
         _, steps, _ = numbers
         omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack(steps)
-        o_c = tl.arange(0, V.block_c)
-        m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-        if V.has_phase:
-            p_phase += h * phase_h
-        omega = load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=V)
+        omega = ()
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            omega += (load_tile_frequencies((p_omega, p_phase), h, (omega_h, phase_h), i=i, V=V),)
         sample = tl.cast(b, tl.int64)
         return omega, h * amplitude_h, sample * positions_b, sample * rotated_b
 
 
 @triton.jit
+def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
+    """Load the frequencies and phases of head h for tile i of those that the map is applied to."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    p_omega, p_phase = tables
+    omega_h, phase_h = steps
+    o_c = T.first + tl.arange(0, T.block_c)
+    m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
+    if V.has_phase:
+        p_phase += h * phase_h
+    return load_frequencies(p_omega + h * omega_h, p_phase, o_c, m_c, V=T)
+
+
+@triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
-    """A block of tokens: what the map turns, as two tiles or twice the same, then what passes."""
+    """A block of tokens: what the map turns, a tile as two tiles or twice the same, then what passes."""
+    loaded = ()
     if V.raw:
-        return (load_tile(row, o_n, m_n, i=0, V=V),)
+        for i in tl.static_range(len(V.begins)):
+            loaded += (load_tile(row, o_n, m_n, i=i, V=V),)
+        return loaded
     elif V.num_turned == 0:
         return load_passing(row, o_n, m_n, V=V)
     else:
-        return load_inputs(row, o_n, m_n, first_channel(), V=V) + load_passing(row, o_n, m_n, V=V)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            loaded += load_map_tile(row, o_n, m_n, i=i, V=V)
+        return loaded + load_passing(row, o_n, m_n, V=V)
+
+
+@triton.jit
+def load_map_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
+    """Load tile i of those that the map is applied to, as two tiles or twice the same."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    return load_inputs(row, o_n, m_n, first_channel(V=T), V=T)
+
+
+@triton.jit
+def find_values(i: tl.constexpr, m_n, V: tl.constexpr):
+    """Return the channels (1, channels) of tile i of v, o or do, and their mask for tokens m_n."""
+    o_v = tl.arange(0, V.v_blocks[i])[None, :]
+    mask = m_n[:, None]
+    if V.v_widths[i] < V.v_blocks[i]:
+        mask = mask & (o_v < V.v_widths[i])
+    return V.v_begins[i] + o_v, mask
 
 
 @triton.jit
 def load_values(row, o_n, m_n, V: tl.constexpr):
-    """A block of tokens of v, o or do."""
-    o_v = tl.arange(0, V.block_v)[None, :]
-    mask = m_n[:, None]
-    if V.v_dim % V.block_v != 0:
-        mask = mask & (o_v < V.v_dim)
-    return load_at(row, o_n, o_v, mask, V=V)
+    """A block of tokens of v, o or do, tile by tile."""
+    values = ()
+    for i in tl.static_range(len(V.v_blocks)):
+        o_v, mask = find_values(i=i, m_n=m_n, V=V)
+        values += (load_at(row, o_n, o_v, mask, V=V),)
+    return values
 
 
 @triton.jit
@@ -143,24 +179,38 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
-def zero_gated_tokens(x, beta, V: tl.constexpr):
-    """Zeros where β is 0, whatever is there."""
-    return tl.where((beta == 0.0)[:, None], 0.0, x)
+def zero_gated_tokens(x, beta):
+    """Zeros where β is 0, whatever is there, tile by tile."""
+    zeroed = ()
+    for i in tl.static_range(len(x)):
+        zeroed += (tl.where((beta == 0.0)[:, None], 0.0, x[i]),)
+    return zeroed
 
 
 @triton.jit
 def to_tiles(loaded, V: tl.constexpr):
-    """x of what :func:`load_row` has loaded: a tile for what the map turns as one, or two, then what passes."""
+    """x of what :func:`load_row` has loaded: one or two tiles for each that the map turns, then what passes."""
     if V.num_turned == 0:
         return loaded
     else:
-        if V.map == "cosine":
-            x = (upcast(loaded[0], V=V),)
-        else:
-            x = split_pairs(upcast(loaded[0], V=V), upcast(loaded[1], V=V), V=V)
-        for i in tl.static_range(2, len(loaded)):
+        TILES: tl.constexpr = V.num_map_tiles
+        LOADED: tl.constexpr = 2 * V.num_map_tiles
+        x = ()
+        for i in tl.static_range(TILES):
+            x += to_map_tile(loaded[2 * i], loaded[2 * i + 1], i=i, V=V)
+        for i in tl.static_range(LOADED, len(loaded)):
             x += (loaded[i],)
         return x
+
+
+@triton.jit
+def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
+    """Return the tiles of x of what :func:`load_map_tile` has loaded."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    if V.map == "cosine":
+        return (upcast(first, V=V),)
+    else:
+        return split_pairs(upcast(first, V=V), upcast(second, V=V), V=T)
 
 
 @triton.jit
@@ -208,9 +258,9 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def turn_block(side, n0, o_n, V: tl.constexpr):
-    """cos Θ and sin Θ of tokens n0 + o_n, their indices on the grid, and which of them are on it."""
+    """cos Θ and sin Θ of tokens n0 + o_n, their indices on the grid, and which of them are on it, tile by tile."""
     if V.map == "none":
-        return 0, 0, 0, 0
+        return ()
     else:
         pointers, own = side
         tables, _ = pointers
@@ -231,19 +281,42 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
                 p_rotated += rotated
         positions = (p_coords, p_origin, p_affine, grid)
         tables = (p_rotated, p_amplitude, 0, first_index, num_grid)
-        o_c = tl.arange(0, V.block_c)
-        m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-        return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=V, WIDE=True)
+        turned = ()
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            turned += (turn_tile(omega[i], positions, tables, n0, o_n, i=i, V=V),)
+        return turned
 
 
 @triton.jit
-def map_pairs(x_bar, turned, V: tl.constexpr):
-    """Both halves of what the map makes of x̄."""
-    if V.map == "none":
-        return x_bar[0], x_bar[1]
+def turn_tile(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
+    """:func:`turn_tokens` for tile i of those that the map is applied to."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    o_c = T.first + tl.arange(0, T.block_c)
+    m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
+    return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=T, WIDE=True)
+
+
+@triton.jit
+def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
+    """Return the tiles of a row that tile i of the map is made of."""
+    if V.halves == 1:
+        return (x[i],)
     else:
-        cos, sin, _, _ = turned
-        return apply_map(x_bar, cos, sin, V=V)
+        return x[2 * i], x[2 * i + 1]
+
+
+@triton.jit
+def map_tile(x_bar, turned, i: tl.constexpr, V: tl.constexpr):
+    """Tile i of x̂, both halves of what the map makes of x̄."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    x = take_map_tile(x_bar, i=i, V=V)
+    if V.map == "none":
+        return join_halves(x[0], x[1], V=T)
+    else:
+        cos, sin, _, _ = turned[i]
+        first, second = apply_map(x, cos, sin, V=T)
+        return join_halves(first, second, V=T)
 
 
 @triton.jit
@@ -282,8 +355,10 @@ def map_features(x_bar, turned, V: tl.constexpr):
     if V.num_turned == 0:
         return x_bar
     else:
-        first, second = map_pairs(x_bar, turned, V=V)
-        x_hat = (join_halves(first, second, V=V),)
+        x_hat = ()
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            x_hat += (map_tile(x_bar, turned, i=i, V=V),)
         TURNED: tl.constexpr = V.num_turned
         for i in tl.static_range(TURNED, len(V.begins)):
             x_hat += (x_bar[i],)
@@ -292,21 +367,36 @@ def map_features(x_bar, turned, V: tl.constexpr):
 
 @triton.jit
 def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
-    """dx̄ of dx̂, and dΘ."""
+    """dx̄ of dx̂, and dΘ, tile by tile."""
     if V.num_turned == 0:
-        return dx_hat, 0
+        return dx_hat, ()
     else:
-        cos, sin, _, _ = turned
-        dy = split_halves(dx_hat[0], V=V)
-        dx_bar = dy
-        dangles = 0
-        if V.map != "none":
-            dx_bar = apply_map_backward(dy, cos, sin, V=V)
-        if V.need_dangles:
-            dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V=V)
-        for i in tl.static_range(1, len(dx_hat)):
+        TILES: tl.constexpr = V.num_map_tiles
+        dx_bar = ()
+        dangles = ()
+        for i in tl.static_range(TILES):
+            dx_tile, dangles_tile = map_tile_backward(x_bar, dx_hat[i], turned, i=i, V=V)
+            dx_bar += dx_tile
+            dangles += dangles_tile
+        for i in tl.static_range(TILES, len(dx_hat)):
             dx_bar += (dx_hat[i],)
         return dx_bar, dangles
+
+
+@triton.jit
+def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
+    """The tiles of dx̄ of tile i of dx̂, and their dΘ where it is needed."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    dy = split_halves(dx_hat, V=T)
+    if V.map == "none":
+        return dy, ()
+    else:
+        cos, sin, _, _ = turned[i]
+        dx_bar = apply_map_backward(dy, cos, sin, V=T)
+        if V.need_dangles:
+            return dx_bar, (form_angle_gradient(take_map_tile(x_bar, i=i, V=V), dy, dx_bar, cos, sin, V=T),)
+        else:
+            return dx_bar, ()
 
 
 @triton.jit
@@ -319,11 +409,20 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
         dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
     if V.num_turned > 0:
-        store_input_gradients(row, dx, o_n, m_n, first_channel(), V=V)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            store_map_tile(row, dx, o_n, m_n, i=i, V=V)
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
         store_tile(row, dx[i], o_n, m_n, i=i, V=V)
     return dweights
+
+
+@triton.jit
+def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
+    """The inverse of :func:`load_map_tile`."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    store_input_gradients(row, take_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
 
 
 @triton.jit
@@ -375,10 +474,8 @@ def store_weight_sums(side, row, sums, V: tl.constexpr):
 
 
 @triton.jit
-def store_values(row, value, o_n, m_n, V: tl.constexpr):
+def store_values(row, values, o_n, m_n, V: tl.constexpr):
     """The inverse of :func:`load_values`."""
-    o_v = tl.arange(0, V.block_v)[None, :]
-    mask = m_n[:, None]
-    if V.v_dim % V.block_v != 0:
-        mask = mask & (o_v < V.v_dim)
-    store_at(row, value, o_n, o_v, mask, V=V)
+    for i in tl.static_range(len(V.v_blocks)):
+        o_v, mask = find_values(i=i, m_n=m_n, V=V)
+        store_at(row, values[i], o_n, o_v, mask, V=V)

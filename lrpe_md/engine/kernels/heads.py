@@ -83,7 +83,7 @@ def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
     if V.map == "none":
         return load_passing(row, o_h, m_h, V=V)
     else:
-        return load_gradients(row, o_h, m_h, first_channel(), V=V) + load_passing(row, o_h, m_h, V=V)
+        return load_gradients(row, o_h, m_h, first_channel(V=V), V=V) + load_passing(row, o_h, m_h, V=V)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 @triton.jit
 def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
     """y of x̄, or dx."""
-    c0 = first_channel()
+    c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = turned
         if V.backward:
@@ -236,7 +236,7 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     o_n = tl.arange(0, V.block_n) * 0
     if V.tables != "none":
         o_n = tl.zeros([1], dtype=tl.int32)  # a row that all heads share, in registers once
-        given = point_to_tables(given, b, 0, first_channel(), V=V)
+        given = point_to_tables(given, b, 0, first_channel(V=V), V=V)
     places = (p_rotated, p_amplitude, given, first_index, num_grid)
     o_c = tl.arange(0, V.block_c)
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels

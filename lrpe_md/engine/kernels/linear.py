@@ -1,10 +1,10 @@
 """Linear attention, all tokens seeing all: S = Σ β k̂ vᵀ, then o = q̂ S / z. Forward and backward.
 
-S is held transposed, Sᵀ (D_v, Ê), a tile of it for each tile of features, so that v goes to the matrix units as it was
-loaded. In one pass a program forms the state of a key head of a sample and goes on to the tokens of its query heads;
-in two, programs sum the states of pieces of the tokens, which another kernel adds up, and others take the sums. Both
-are made of the same loops: over keys and values for S, over queries for o, over queries and do for dq and dS, over keys
-and values for dk and dv.
+S is held transposed, Sᵀ (D_v, Ê), a tile of it for each tile of features and each of v, so that v goes to the matrix
+units as it was loaded. In one pass a program forms the state of a key head of a sample and goes on to the tokens of
+its query heads; in two, programs sum the states of pieces of the tokens, which another kernel adds up, and others take
+the sums. Both are made of the same loops: over keys and values for S, over queries for o, over queries and do for dq
+and dS, over keys and values for dk and dv.
 
 Names: S, dS transposed states, Z, dZ the sums Σ β k̄ (Σ β k̂ where V.normalizer is "encoded") and their gradients.
 """
@@ -49,10 +49,11 @@ def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_state(V: tl.constexpr):
-    """Zeros for S: a tile (D_v, features) for each tile of features."""
+    """Zeros for S: for each tile of features a tile (D_v, features) for each tile of v."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks)):
-        S += (empty(ROWS=V.block_v, COLUMNS=V.feature_blocks[i], V=V),)
+        for j in tl.static_range(len(V.v_blocks)):
+            S += (empty(ROWS=V.v_blocks[j], COLUMNS=V.feature_blocks[i], V=V),)
     return S
 
 
@@ -109,44 +110,57 @@ def to_operands(S, V: tl.constexpr):
     return result
 
 
+@triton.jit
+def transpose_tiles(x):
+    result = ()
+    for i in tl.static_range(len(x)):
+        result += (tl.trans(x[i]),)
+    return result
+
+
 # What several products have in common is their second factor, which is in shared memory: matrix units that take the
 # first one from registers, of which two products read the same, gave wrong results (Triton 3.6, sm_90).
 
 
 @triton.jit
 def multiply_tiles(values, S, V: tl.constexpr):
-    """values (tokens, D_v) times S, tile by tile."""
+    """values (tokens, D_v) times S, summed over the tiles of v, tile of features by tile."""
+    VALUES: tl.constexpr = len(V.v_blocks)
     products = ()
-    for i in tl.static_range(len(S)):
+    for i in tl.static_range(len(V.feature_blocks)):
         if V.tokens_as_n or len(S) > 1:
-            product = multiply(
-                tl.trans(S[i]), tl.trans(values), empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V), V=V
-            )
+            product = empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V)
+            for j in tl.static_range(VALUES):
+                product = multiply(tl.trans(S[i * VALUES + j]), tl.trans(values[j]), product, V=V)
             products += (tl.trans(product),)
         else:
-            products += (multiply(values, S[i], empty(ROWS=V.block_n, COLUMNS=V.feature_blocks[i], V=V), V=V),)
+            products += (multiply(values[0], S[i], empty(ROWS=V.block_n, COLUMNS=V.feature_blocks[i], V=V), V=V),)
     return products
 
 
 @triton.jit
 def sum_columns(x, S, V: tl.constexpr):
-    """S times xᵀ (features, tokens), summed over the tiles: (D_v, tokens)."""
-    total = empty(ROWS=V.block_v, COLUMNS=V.block_n, V=V)
-    for i in tl.static_range(len(S)):
-        total = multiply(S[i], tl.trans(to_operand(x[i], V=V)), total, V=V)
-    return total
+    """S times xᵀ (features, tokens), summed over the tiles of features: tiles (D_v, tokens)."""
+    VALUES: tl.constexpr = len(V.v_blocks)
+    sums = ()
+    for j in tl.static_range(VALUES):
+        total = empty(ROWS=V.v_blocks[j], COLUMNS=V.block_n, V=V)
+        for i in tl.static_range(len(V.feature_blocks)):
+            total = multiply(S[i * VALUES + j], tl.trans(to_operand(x[i], V=V)), total, V=V)
+        sums += (total,)
+    return sums
 
 
 @triton.jit
 def apply_state(x, S, V: tl.constexpr):
-    """x (tokens, features) times Sᵀ, summed over the tiles: (tokens, D_v)."""
-    if V.tokens_as_n:
-        return tl.trans(sum_columns(x, S, V=V))
+    """x (tokens, features) times Sᵀ, summed over the tiles of features: tiles (tokens, D_v)."""
+    if V.tokens_as_n or len(V.v_blocks) > 1:
+        return transpose_tiles(sum_columns(x, S, V=V))
     else:
-        total = empty(ROWS=V.block_n, COLUMNS=V.block_v, V=V)
+        total = empty(ROWS=V.block_n, COLUMNS=V.v_blocks[0], V=V)
         for i in tl.static_range(len(S)):
             total = multiply(to_operand(x[i], V=V), tl.trans(S[i]), total, V=V)
-        return total
+        return (total,)
 
 
 @triton.jit
@@ -175,11 +189,8 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     beta = 0.0
     if V.gated:
         beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
-        v = zero_gated_tokens(v, beta, V=V)
-        kept = ()
-        for i in tl.static_range(len(k)):
-            kept += (zero_gated_tokens(k[i], beta, V=V),)
-        k = kept
+        v = zero_gated_tokens(v, beta)
+        k = zero_gated_tokens(k, beta)
     k = normalise_tokens(k, side, n0, o_n, V=V)
     return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, turned
 
@@ -262,7 +273,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
                 x_hat = scale_row(x_hat, scale[:, None])
         out = apply_state(x_hat, S, V=V)
         if V.normalizer != "none" and not V.tokens_as_n:
-            out *= scale[:, None]
+            out = scale_row(out, scale[:, None])
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
@@ -282,10 +293,12 @@ def find_counted(i: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def point_to_state(p, i: tl.constexpr, V: tl.constexpr):
     """Tile i of S (D_v, Ê) in memory, and which of it there is."""
-    o_e = tl.arange(0, V.feature_blocks[i])[None, :]
-    o_v = tl.arange(0, V.block_v)[:, None]
-    mask = (o_v < V.v_dim) & (o_e < V.feature_widths[i])
-    return p + o_v * V.num_features + V.feature_begins[i] + o_e, mask
+    E: tl.constexpr = i // len(V.v_blocks)
+    J: tl.constexpr = i % len(V.v_blocks)
+    o_e = tl.arange(0, V.feature_blocks[E])[None, :]
+    o_v = tl.arange(0, V.v_blocks[J])[:, None]
+    mask = (o_v < V.v_widths[J]) & (o_e < V.feature_widths[E])
+    return p + (V.v_begins[J] + o_v) * V.num_features + V.feature_begins[E] + o_e, mask
 
 
 @triton.jit
@@ -302,7 +315,7 @@ def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
 def load_state(p_state, V: tl.constexpr):
     """S as operands."""
     S = ()
-    for i in tl.static_range(len(V.feature_blocks)):
+    for i in tl.static_range(len(V.feature_blocks) * len(V.v_blocks)):
         p, mask = point_to_state(p_state, i=i, V=V)
         S += (to_operand(tl.load(p, mask=mask, other=0.0), V=V),)
     return S
@@ -323,17 +336,27 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Zeros for the sums of s_j dΘ of each axis: (tokens / V.share, channels), or in float64 (channels)."""
-    ROWS: tl.constexpr = V.block_n // V.share
-    BLOCK_C: tl.constexpr = V.block_c
+    """Zeros for the sums of s_j dΘ of each tile and axis: (tokens / V.share, channels), or in float64 (channels)."""
     total = ()
     if V.need_dangles:
-        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        for _ in tl.static_range(J):
-            if V.operand != "same":
-                total += (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),)
-            else:
-                total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
+        TILES: tl.constexpr = V.num_map_tiles
+        for i in tl.static_range(TILES):
+            total += _empty_tile_total(i=i, V=V)
+    return total
+
+
+@triton.jit
+def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    ROWS: tl.constexpr = T.block_n // T.share
+    BLOCK_C: tl.constexpr = T.block_c
+    J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+    total = ()
+    for _ in tl.static_range(J):
+        if V.operand != "same":
+            total += (tl.zeros([ROWS, BLOCK_C], dtype=tl.float32),)
+        else:
+            total += (tl.zeros([BLOCK_C], dtype=tl.float64),)
     return total
 
 
@@ -366,27 +389,46 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
             else:
                 p_origin += coords
         positions = (p_coords, p_origin, p_affine, grid)
-        _, _, o_g, m_g = turned
+        _, _, o_g, m_g = turned[0]
         weights = weigh_tokens(o_g, m_g, positions, V=V)
         added = ()
-        for j in tl.static_range(len(weights)):
-            if V.operand != "same":
-                products = weights[j].to(tl.float32)[:, None] * dangles
-                added += (total[j] + sum_shared(products, V=V),)
-            else:
-                added += (total[j] + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
+        for i in tl.static_range(len(dangles)):
+            added += add_tile_gradients(total, dangles[i], weights, i=i, V=V)
         return added
     else:
         return total
 
 
 @triton.jit
+def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
+    """Tile i of what :func:`add_angle_gradients` returns."""
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    added = ()
+    for j in tl.static_range(len(weights)):
+        before = total[i * len(weights) + j]
+        if V.operand != "same":
+            products = weights[j].to(tl.float32)[:, None] * dangles
+            added += (before + sum_shared(products, V=T),)
+        else:
+            added += (before + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
+    return added
+
+
+@triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
     """A program's sums, (J, C)."""
-    o_c = tl.arange(0, V.block_c)
+    TILES: tl.constexpr = V.num_map_tiles
+    for i in tl.static_range(TILES):
+        _store_tile_total(p_partial, total, i=i, V=V)
+
+
+@triton.jit
+def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
+    T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
+    o_c = T.first + tl.arange(0, T.block_c)
     J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
     for j in tl.static_range(J):
-        value = tl.sum(total[j], axis=0) if V.operand != "same" else total[j]
+        value = tl.sum(total[i * J + j], axis=0) if V.operand != "same" else total[i * J + j]
         tl.store(p_partial + j * V.num_channels + o_c, value.to(tl.float64), mask=o_c < V.num_channels)
 
 
@@ -408,7 +450,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
-        do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+        do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         turned = turn_block(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         dx_hat = multiply_tiles(do_block, S, V=V)  # of o z
@@ -424,7 +466,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
             else:
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), to_rows(Z), dz)
                 if V.need_dangles:
-                    dangles *= scale[:, None]
+                    dangles = scale_row(dangles, scale[:, None])
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, side, turned, V=V)
     return dZ, total, dweights
@@ -466,15 +508,24 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
 @triton.jit
 def add_outer_products(S, values, features, V: tl.constexpr):
     """S + valuesᵀ features, tile by tile."""
-    values = to_operand(values, V=V)
+    values = to_operands(values, V=V)
     added = ()
-    for i in tl.static_range(len(S)):
-        if len(S) > 1:
-            product = multiply(tl.trans(to_operand(features[i], V=V)), values, tl.trans(S[i]), V=V)
-            added += (tl.trans(product),)
-        else:
-            added += (multiply(tl.trans(values), to_operand(features[i], V=V), S[i], V=V),)
+    for i in tl.static_range(len(features)):
+        for j in tl.static_range(len(values)):
+            added += (_add_outer_product(S[i * len(values) + j], values[j], features[i], i=i, j=j, V=V),)
     return added
+
+
+@triton.jit
+def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
+    """Add to tile j, i of S. No two products of at least 64 rows have their first factor in common: see above."""
+    LAST: tl.constexpr = V.num_map_tiles - 1
+    FEW_VALUES: tl.constexpr = j > 0 and V.v_blocks[j] < 64
+    FEW_FEATURES: tl.constexpr = i == LAST and i > 0 and V.feature_blocks[i] < 64
+    if len(V.feature_blocks) * len(V.v_blocks) > 1 and not FEW_VALUES and not FEW_FEATURES:
+        return tl.trans(multiply(tl.trans(to_operand(features, V=V)), values, tl.trans(S), V=V))
+    else:
+        return multiply(tl.trans(values), to_operand(features, V=V), S, V=V)
 
 
 @triton.jit
@@ -502,7 +553,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
         weight = m_n.to(ACC)  # of tokens that are not there 0
         if V.gated:
             weight *= beta
-        dx_hat = multiply_tiles(to_operand(v_block, V=V), dS, V=V)
+        dx_hat = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
         gated = scale_row(x_bar, weight[:, None]) if V.gated else x_bar
         store_values(
             move_tokens(dv_head, n0, V=V), apply_state(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
@@ -517,7 +568,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
                 store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, h, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, weight[:, None])
             if V.need_dangles:
-                dangles *= weight[:, None]
+                dangles = scale_row(dangles, weight[:, None])
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, side, turned, V=V)
     return total, dweights
@@ -739,24 +790,41 @@ def linear_key_gradient_kernel(
         store_total(p_partial + row * (J * V.num_channels), total, V=V)
 
 
-@kernel
-def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
-    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+@triton.jit
+def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
+    """Sum elements o of the states of all pieces and heads of a row, with V.stages loads on their way.
 
-    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
-    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
-    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
-    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
-    they are stored.
+    counts: heads and pieces.
     """
-    p_slots, p_slot_sums = slots
-    p_first, p_last = ends
-    G, R, P, num_states, B, backward = unpack(sizes)
+    R, P = counts
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
-    NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // NUM
-    o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
+    AHEAD: tl.constexpr = V.stages
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    whole = P // AHEAD * AHEAD
+    for r in range(R):
+        for first in range(0, whole, AHEAD):
+            loaded = ()
+            for i in tl.static_range(AHEAD):
+                index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
+                loaded += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
+            for i in tl.static_range(AHEAD):
+                total += loaded[i]
+        for i in range(whole, P):
+            index = (tl.cast(i, tl.int64) * rows + row) * R + r
+            total += tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0)
+    return total
+
+
+@triton.jit
+def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
+    """The sums of :func:`linear_scan_kernel` where a table says which tokens are a slot. place: row, elements."""
+    p_slots, p_slot_sums = slots
+    p_first, p_last = ends
+    G, R, P, num_states, B, backward = sizes
+    row, o = place
+    SIZE: tl.constexpr = V.state_size
+    BLOCK: tl.constexpr = V.block_c
     b = row // G
     g = row - b * G
     rows = tl.cast(B * G, tl.int64)
@@ -768,16 +836,10 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         p = tl.where(backward != 0, P - 1 - i, i)
         after = tl.where(backward != 0, p - 1, p + 1)
         follows = (after >= 0) & (after < P)
-        if p_table is None:
-            slot = p * 0
-            sequence = p * 0
-            next_slot = tl.where(follows, 0, -2)
-            next_sequence = next_slot
-        else:
-            slot = tl.load(p_table + p * 4 + 2)
-            sequence = tl.load(p_table + p * 4 + 3)
-            next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
-            next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
+        slot = tl.load(p_table + p * 4 + 2)
+        sequence = tl.load(p_table + p * 4 + 3)
+        next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
+        next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
         at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
         if before != sequence:
             total = tl.zeros([BLOCK], dtype=tl.float64)
@@ -799,6 +861,36 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
         if p_last is not None:
             if next_sequence != sequence:
                 tl.store(p_last + at * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))
+
+
+@kernel
+def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
+    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+
+    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
+    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
+    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
+    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
+    they are stored. table None: all tokens are one slot and one sequence.
+    """
+    p_slots, p_slot_sums = slots
+    p_first, p_last = ends
+    G, R, P, num_states, B, backward = unpack(sizes)
+    SIZE: tl.constexpr = V.state_size
+    BLOCK: tl.constexpr = V.block_c
+    NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // NUM
+    o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
+    if p_table is None:
+        at = tl.cast(row, tl.int64)
+        total = sum_pieces(p_states, row, tl.cast(B * G, tl.int64), (R, P), o, V=V)
+        if p_first is not None:
+            total += tl.load(p_first + at * SIZE + o, mask=o < SIZE, other=0.0)
+        store_slot(p_slots, p_slot_sums, total, at, o, V=V)
+        if p_last is not None:
+            tl.store(p_last + at * SIZE + o, total, mask=o < SIZE)
+    else:
+        scan_slots(p_states, slots, ends, p_table, (G, R, P, num_states, B, backward), (row, o), V=V)
 
 
 @triton.jit

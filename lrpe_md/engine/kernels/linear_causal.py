@@ -50,6 +50,7 @@ from .linear import (
     sum_columns,
     sum_tokens,
     to_operands,
+    transpose_tiles,
 )
 from .rows import add_rows, scale_row
 from .signature import kernel, unpack
@@ -149,18 +150,23 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 @triton.jit
 def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
-    """o z (tokens, D_v) of a block of tokens, which see S and those of their own."""
+    """o z of a block of tokens, which see S and those of their own, tile by tile of v."""
     S = to_operands(S, V=V)
     if V.output_transposed:  # tokens are columns from end to end: nothing that is summed up changes its layout
         products = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
-        return tl.trans(multiply(tl.trans(v_block), to_operand(products, V=V), sum_columns(q_hat, S, V=V), V=V))
+        values = tl.trans(v_block[0])
+        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_hat, S, V=V)[0], V=V)),)
     else:
         products = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
         if V.raw:  # q̂ is in shared memory
             seen = apply_state(q_hat, S, V=V)
         else:
-            seen = tl.trans(sum_columns(q_hat, S, V=V))
-        return multiply(to_operand(products, V=V), v_block, seen, V=V)
+            seen = transpose_tiles(sum_columns(q_hat, S, V=V))
+        products = to_operand(products, V=V)
+        out = ()
+        for i in tl.static_range(len(v_block)):
+            out += (multiply(products, v_block[i], seen[i], V=V),)
+        return out
 
 
 @kernel
@@ -189,13 +195,13 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
         _x, q_bar, q_hat, _q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
-        v_block = to_operand(v_block, V=V)
+        v_block = to_operands(v_block, V=V)
         out = attend(q_hat, k_hat, v_block, S, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
             scale, _free = invert_denominator(row_dot(q_counts, sum_seen(k_counts, Z, causal_mask(V=V), V=V)), eps, V=V)
-            out *= scale[:, None]
+            out = scale_row(out, scale[:, None])
             Z = add_rows(Z, sum_tokens(k_counts))
         S = add_outer_products(S, v_block, k_hat, V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
@@ -236,10 +242,10 @@ def linear_causal_query_kernel(
         _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
-        v_block = to_operand(v_block, V=V)
+        v_block = to_operands(v_block, V=V)
         x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
-        do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
-        products = tl.where(tri, multiply_tokens((do_block,), (v_block,), V=V), 0.0)
+        do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+        products = tl.where(tri, multiply_tokens(do_block, v_block, V=V), 0.0)
         dx_hat = multiply_tiles(do_block, to_operands(S, V=V), V=V)  # of o z
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
@@ -256,7 +262,7 @@ def linear_causal_query_kernel(
             else:
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), seen, dz)
                 if V.need_dangles:
-                    dangles *= scale[:, None]
+                    dangles = scale_row(dangles, scale[:, None])
             Z = add_rows(Z, sum_tokens(k_counts))
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
@@ -280,7 +286,7 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
     q_head = locate_tensor(q, b, h, V=V)
     do_head = locate_tensor(do, b, h, V=V)
     _raw, q_bar, q_hat, _q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
-    do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
+    do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
     q_counts = ()
     if V.normalizer != "none":
         p_scale, to_dz = point_to_scales(p_scales, b, h, heads, N)
@@ -293,7 +299,7 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
 
 @triton.jit
 def begin_values(k_hat, dS, V: tl.constexpr):
-    """dv of a block of keys by the queries of later blocks: (tokens, D_v), where V.single_layout (D_v, tokens)."""
+    """dv of a block of keys by the queries of later blocks: tiles (tokens, D_v), if V.single_layout (D_v, tokens)."""
     if V.single_layout:
         return sum_columns(k_hat, dS, V=V)
     else:
@@ -306,10 +312,23 @@ def add_to_values(dv_block, k_hat, queries, V: tl.constexpr):
     q_hat, _, do_block = queries
     if V.single_layout:
         weights = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
-        return multiply(tl.trans(do_block), to_operand(weights, V=V), dv_block, V=V)
+        return (multiply(tl.trans(do_block[0]), to_operand(weights, V=V), dv_block[0], V=V),)
     else:
         weights = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
-        return multiply(to_operand(weights, V=V), do_block, dv_block, V=V)
+        weights = to_operand(weights, V=V)
+        added = ()
+        for i in tl.static_range(len(do_block)):
+            added += (multiply(weights, do_block[i], dv_block[i], V=V),)
+        return added
+
+
+@triton.jit
+def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
+    """Store dv of a block of keys."""
+    if V.single_layout:
+        store_values(row, transpose_tiles(dv_block), o_n, m_n, V=V)
+    else:
+        store_values(row, dv_block, o_n, m_n, V=V)
 
 
 @triton.jit
@@ -317,7 +336,7 @@ def add_to_keys(grads, v_block, queries, V: tl.constexpr):
     """Add what queries of the keys' own block leave to dk̂ and to the normaliser's gradient."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
-    products = tl.where(causal_mask_transposed(V=V), multiply_tokens((v_block,), (do_block,), V=V), 0.0)
+    products = tl.where(causal_mask_transposed(V=V), multiply_tokens(v_block, do_block, V=V), 0.0)
     if V.normalizer != "none":
         dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
     return mix_tokens(products, q_hat, dx_hat, V=V), dcounts
@@ -364,7 +383,7 @@ def linear_causal_key_kernel(
         v_row = move_tokens(v_head, n0, V=V)
         x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
         k_hat = map_features(gate_keys(x_bar, beta, V=V), turned, V=V)
-        v_block = to_operand(v_block, V=V)
+        v_block = to_operands(v_block, V=V)
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
@@ -373,7 +392,7 @@ def linear_causal_key_kernel(
             place = (b, g, n0, o_n, m_n)
             queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
             dv_block = add_to_values(begin_values(k_hat, operands, V=V), k_hat, queries, V=V)
-            store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
+            store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
             dx_hat, dcounts = add_to_keys((multiply_tiles(v_block, operands, V=V), dcounts), v_block, queries, V=V)
             dS, dZ = add_to_state((dS, dZ), queries, V=V)
         else:
@@ -386,7 +405,7 @@ def linear_causal_key_kernel(
                 dv_block = add_to_values(dv_block, k_hat, queries, V=V)
                 dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, V=V)
                 dS, dZ = add_to_state((dS, dZ), queries, V=V)
-            store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
+            store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
@@ -399,7 +418,7 @@ def linear_causal_key_kernel(
                 store_gate(dgate, row_dot(x_bar, dx_bar), beta, b, g, n0 + o_n, m_n)
             dx_bar = scale_row(dx_bar, beta[:, None])
             if V.need_dangles:
-                dangles *= beta[:, None]
+                dangles = scale_row(dangles, beta[:, None])
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, k_side, turned, V=V)
     store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)

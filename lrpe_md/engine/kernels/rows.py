@@ -14,9 +14,9 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 @triton.jit
 def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Σ over all channels of a row, with AXIS None of all rows of the tiles; the halves of pairs, of one shape, add up
-    before they go across threads."""
-    FIRST: tl.constexpr = 2 if V.num_turned == 2 else 1
+    """Σ over all channels of a row, with AXIS None of all rows of the tiles; the halves of the first pairs, of one
+    shape, add up before they go across threads."""
+    FIRST: tl.constexpr = V.halves
     first = tiles[0]
     if FIRST == 2:
         first = first + tiles[1]
@@ -29,7 +29,7 @@ def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
 @triton.jit
 def sum_row_products(x, y, V: tl.constexpr):
     """Σ x y over all channels of a row, in the order of :func:`sum_row`."""
-    FIRST: tl.constexpr = 2 if V.num_turned == 2 else 1
+    FIRST: tl.constexpr = V.halves
     first = x[0] * y[0]
     if FIRST == 2:
         first = tl.fma(x[1], y[1], first)

@@ -50,7 +50,7 @@ def _at(p, strides, place, V: tl.constexpr):
 @triton.jit
 def _read(p, strides, place, o_n, N, lo, V: tl.constexpr):
     _, _, n0 = place
-    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, first_channel() + lo, 0, V)
+    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
     return x.to(tl.float64 if V.wide else tl.float32)
 
 
@@ -91,7 +91,7 @@ def softmax_sequence_kernel(
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
             out = _at(p_dx, dx_strides, (b, h, n0), V=V)
-            store(out, dx, o_n, n0 + o_n < N, first_channel() + lo, 0, V)
+            store(out, dx, o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)

@@ -80,19 +80,19 @@ def point_at(row, o_n, o_d, V: tl.constexpr):
 
 
 @triton.jit
-def first_channel():
-    """c0 of a tile that has all channels."""
-    return tl.zeros([1, 1], dtype=tl.int32)
+def first_channel(V: tl.constexpr):
+    """Return c0 of a variant's tile: 0, or the first channel of one of several tiles that the map is applied to."""
+    return tl.full([1, 1], V.first, dtype=tl.int32)
 
 
 @triton.jit
-def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr):
+def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
     """Mask the channels c0 .. c0 + BLOCK of tokens m_n that exist, i.e. are below ``width``.
 
-    A tile either covers all channels, or is one of several that divide the width evenly.
+    A tile either begins at channel FIRST, or is one of several that divide the width evenly.
 
     """
-    if width % BLOCK == 0:
+    if width >= FIRST + BLOCK:
         return m_n[:, None]
     else:
         return m_n[:, None] & (c0 + tl.arange(0, BLOCK)[None, :] < width)
@@ -114,28 +114,30 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
     """Load a block of tokens and channels. Channels begin at lo, and the block at the c0-th; TIMES as many of both."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
-    return load_at(row, o_n, lo + o_d, mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
+    mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
+    return load_at(row, o_n, lo + o_d, mask, V)
 
 
 @triton.jit
 def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
     """The inverse of :func:`load`."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
-    store_at(row, value, o_n, lo + o_d, mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c), V)
+    mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
+    store_at(row, value, o_n, lo + o_d, mask, V)
 
 
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """Load tile i of a row, whole, for a block of tokens."""
-    o_d = first_channel() + tl.arange(0, V.blocks[i])[None, :]
-    return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
+    return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
 def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """The inverse of :func:`load_tile`."""
-    o_d = first_channel() + tl.arange(0, V.blocks[i])[None, :]
-    store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(), V.widths[i], V.blocks[i]), V)
+    o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
+    store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
@@ -194,10 +196,11 @@ def find_pairs(c0, V: tl.constexpr):
 @triton.jit
 def find_channels(i: tl.constexpr, V: tl.constexpr):
     """Channels (1, channels) of tile i of a row and which of them there are."""
-    if V.num_turned == 2 and i < 2:
-        o_a, o_b = find_pairs(first_channel(), V)
-        o_d = o_b if i == 1 else o_a
-        m_d = tl.arange(0, V.block_c)[None, :] < V.num_channels
+    if V.halves == 2 and i < V.num_turned:
+        T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
+        o_a, o_b = find_pairs(first_channel(V=T), T)
+        o_d = o_b if i % 2 == 1 else o_a
+        m_d = T.first + tl.arange(0, T.block_c)[None, :] < T.num_channels
     else:
         o_d = V.begins[i] + tl.arange(0, V.blocks[i])[None, :]
         m_d = o_d < V.begins[i] + V.widths[i]
@@ -212,7 +215,7 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
         b = a
     elif V.pairs == "blocks":
         o_a, o_b = find_pairs(c0, V)
-        mask = mask_channels(m_n, c0, V.num_channels, V.block_c)
+        mask = mask_channels(m_n, c0, V.num_channels, V.block_c, FIRST=V.first)
         a = load_at(row, o_n, o_a, mask, V)
         b = load_at(row, o_n, o_b, mask, V)
     else:
@@ -242,7 +245,7 @@ def store_pairs(row, a, b, o_n, m_n, c0, V: tl.constexpr):
         store(row, x, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
     elif V.pairs == "blocks":
         o_a, o_b = find_pairs(c0, V)
-        mask = mask_channels(m_n, c0, V.num_channels, V.block_c)
+        mask = mask_channels(m_n, c0, V.num_channels, V.block_c, FIRST=V.first)
         store_at(row, a, o_n, o_a, mask, V)
         store_at(row, b, o_n, o_b, mask, V)
     else:

@@ -22,6 +22,7 @@ from ..core.launching import (
     count_tables,
     current_device,
     cut_channels,
+    cut_width,
     describe_tables,
     has_ptx,
     lay_weight,
@@ -37,12 +38,17 @@ from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
     SCAN_BLOCK,
+    SCAN_PIECES,
     LinearPass,
     LinearTile,
     choose_tile,
+    choose_value_widths,
     choose_walk,
+    choose_widths,
+    cut_outputs,
     cut_parts,
     cut_pieces,
+    pad_width,
     shrink,
 )
 
@@ -319,13 +325,15 @@ class Work:
         aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
-        tiles = cut_channels(spec, sizes.head_dim, 16)  # matrix units take no less
-        block_v = max(16, triton.next_power_of_2(sizes.v_dim))
-        ptx = has_ptx(self.dtype)
-        regular = aligned and min(block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS
-        tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
         causal = self.call.attention.mask == "causal"
-        single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
+        tiles = cut_channels(spec, sizes.head_dim, pad_width if causal else choose_widths)
+        values = cut_width(0, sizes.v_dim, pad_width if causal else choose_value_widths)
+        v_begins, v_widths, v_blocks = zip(*values, strict=True)
+        ptx = has_ptx(self.dtype)
+        regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
+        state = sum(v_blocks) * sum(tiles.feature_blocks)
+        tile = choose_tile(stage, state, self.dtype.itemsize, INTERPRETING, regular)
+        single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
         fields = describe_tables(tables, self.weights)
@@ -346,7 +354,8 @@ class Work:
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) is not
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
-            one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, block_v=block_v, num_features=sizes.num_features,
+            one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
+            v_blocks=v_blocks, num_features=sizes.num_features,
             run=choose_run(spec, causal, stage is LinearPass.FORWARD), raw=sizes.raw,
             share=1 if causal else _share_sums(tiles.block_c, tile),
             feature_begins=tuple(accumulate(tiles.feature_widths, initial=0))[:-1],
@@ -355,8 +364,8 @@ class Work:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
-        )._replace(**changes)  # fmt: skip
-        return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
+        )  # fmt: skip
+        return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
     def pieces(self, of_queries: bool) -> Pieces:
         key = "pieces", of_queries
@@ -418,6 +427,22 @@ class Work:
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """Pack the numbers that kernels of queries unpack."""
         return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
+
+
+def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
+    """Replace fields of a variant and of the tiles of its map."""
+    variant = variant._replace(**changes)
+    if variant.num_map_tiles == 1:
+        return variant
+    blocks = variant.blocks[: variant.num_turned : variant.halves]
+    tiles = tuple(
+        variant._replace(
+            map_tiles=(), num_map_tiles=1, queries=None, first=first, block_c=block,
+            share=max(1, variant.share * block // variant.block_c),
+        )
+        for first, block in zip(accumulate(blocks, initial=0), blocks, strict=False)
+    )  # fmt: skip
+    return variant._replace(map_tiles=tiles)
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
@@ -503,8 +528,8 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
                 "block_n": tile.block_n, "stages": tile.stages, "tokens_as_n": tokens_as_n,
                 "single_layout": single_layout, "output_transposed": single_layout and variant.output_transposed,
             }  # fmt: skip
-            queries = None if variant.queries is None else variant.queries._replace(**changes)
-            cut = variant._replace(queries=queries, **changes)
+            queries = None if variant.queries is None else replace_fields(variant.queries, changes)
+            cut = replace_fields(variant, {"queries": queries, **changes})
             try:
                 recording.start(kernel, programs, args, cut, options)
             except OutOfResources:
@@ -596,7 +621,8 @@ def scan_states(
         last = torch.empty(num_states * sizes.groups, sizes.state, dtype=work.acc, device=work.device)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
-        block_c=SCAN_BLOCK, wide=work.acc == torch.float64, causal=work.call.attention.mask == "causal",
+        block_c=SCAN_BLOCK, stages=SCAN_PIECES, wide=work.acc == torch.float64,
+        causal=work.call.attention.mask == "causal",
     )  # fmt: skip
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
@@ -609,6 +635,9 @@ def scan_states(
 
 def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    if pieces.table is None:
+        count, length = cut_outputs(sizes.num_queries, sizes.rows * sizes.repeats, pieces.length)
+        pieces = pieces._replace(num_pieces=count, length=length)
     described = work.describe(LinearPass.OUTPUT, work.q_side, [o])
     variant, _ = described
     args = (

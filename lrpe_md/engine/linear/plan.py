@@ -6,8 +6,8 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "SCAN_BLOCK", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_walk", "cut_parts", "cut_pieces",
-    "fits_kernels", "shrink",
+    "PIECE", "SCAN_BLOCK", "SCAN_PIECES", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_value_widths",
+    "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
 ]  # fmt: skip
 
 
@@ -35,32 +35,62 @@ class LinearTile(NamedTuple):
     max_registers: int | None = None
 
 
-# Pass -> tiles for states of up to 4,096 elements, 8,192, 16,384, more. How they were found: docs/tuning.md.
+# Pass -> tiles for states of up to 2,048 elements, 4,096, 8,192, 16,384, 24,576, more. See docs/tuning.md.
+# Causal kernels pad, so no state of theirs has between 16,384 and 24,576: their rows have an entry less.
 # 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
+# 2 warps: a head of few channels is little work for 4, and twice as many programs run at once.
+_16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
-_32_FREE, _64 = LinearTile(32, 4, 3), LinearTile(64, 4, 3)
+_32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
+_32_TWO, _16_TWO = LinearTile(32, 8, 2), LinearTile(16, 8, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
-    LinearPass.FORWARD: (LinearTile(16, 4, 4, 80), _16_DEEP, LinearTile(32, 8, 2), LinearTile(32, 8, 2)),
-    LinearPass.BACKWARD: (_16_DEEP, LinearTile(16, 4, 4, 168), LinearTile(32, 8, 2), LinearTile(16, 8, 2)),
-    LinearPass.STATE: (_32, _64, _32_FREE, _64_WIDE),
-    LinearPass.OUTPUT: (_32, _32, _64, LinearTile(32, 8, 1)),
-    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _32_FREE, _32_WIDE),
-    LinearPass.QUERIES_OMEGA: (_16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
-    LinearPass.QUERY_STATE: (_32, _64, _32_FREE, _64_WIDE),
-    LinearPass.KEYS: (_16, _32_FREE, _32_WIDE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, LinearTile(64, 4, 2), _64_TWO, _64_TWO),
-    LinearPass.CAUSAL_QUERIES: (_64, _32_FREE, LinearTile(64, 8, 1), LinearTile(32, 8, 2)),
-    LinearPass.CAUSAL_KEYS: (LinearTile(64, 4, 2), LinearTile(16, 4, 3), LinearTile(32, 8, 2), LinearTile(16, 8, 3)),
+    LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP, _32_TWO, _32_TWO, _32_TWO),
+    LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168), _32_TWO, _16_TWO, _16_TWO),
+    LinearPass.STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
+    LinearPass.OUTPUT: (_32, _32, _32, _64, _64, LinearTile(32, 8, 1)),
+    LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, LinearTile(16, 4, 4), _32_WIDE),
+    LinearPass.QUERIES_OMEGA: (
+        _16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE, _32_WIDE
+    ),
+    LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
+    LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
+    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
+    LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
+    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
 }  # fmt: skip
-BOUNDS = (4096, 8192, 16384)
+BOUNDS = (2048, 4096, 8192, 16384, 24576)
+NARROWEST = 16  # channels of a tile: matrix units take no less
+# Widths that are cut into tiles of powers of two; others are padded to the next one. Channels of q and k, or pairs of
+# them: forming features takes most instructions. Channels of v: a second tile of less than 64 costs more than it saves.
+SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
+VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
-SHORTEST = 256  # tokens of a piece
+SHORTEST = 256  # tokens of a piece, where pieces give all multiprocessors work
+FEW_PROGRAMS = 256  # less than two on each multiprocessor
+LARGE_STATE = 4096  # elements, from which on short pieces don't pay
 STATE_TO_PART = 4  # elements of a state for a token of a part
-SCAN_BLOCK = 1024  # elements of a state a program sums up
+SCAN_BLOCK = 512  # elements of a state a program sums up
+SCAN_PIECES = 16  # of which loads are on their way
 ONE_PASS = 384  # tokens that one program goes through
-PROGRAMS = 132 * 4  # that run at once on the largest GPUs; a fixed number, so that sums are in the same order on all
+MULTIPROCESSORS = 132  # of the largest GPUs
+PROGRAMS = MULTIPROCESSORS * 4  # that run at once; a fixed number, so that sums are in the same order on all GPUs
+
+
+def pad_width(width: int) -> tuple[int, ...]:
+    """Return one tile for so many channels."""
+    return (max(NARROWEST, 1 << (width - 1).bit_length()),)
+
+
+def choose_widths(width: int) -> tuple[int, ...]:
+    """Choose the tiles that so many channels of q and k, or pairs of them, are cut into."""
+    return SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
+
+
+def choose_value_widths(width: int) -> tuple[int, ...]:
+    """Choose the tiles that so many channels of v are cut into."""
+    return VALUE_SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
@@ -74,7 +104,8 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
         return LinearTile(64, 4, 1)
     if itemsize > 2:  # not tuned
         return LinearTile(16, 8, 1)
-    tile = TILES[stage][sum(state > bound for bound in BOUNDS)]
+    row = TILES[stage]
+    tile = row[min(sum(state > bound for bound in BOUNDS), len(row) - 1)]
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
@@ -82,7 +113,7 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
     """A program has a whole state at hand, in registers and, as operands, in shared memory."""
-    return (1 << (v_dim - 1).bit_length()) * num_features <= LARGEST // itemsize
+    return sum(pad_width(v_dim)) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
@@ -109,14 +140,22 @@ def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int,
     the room gain.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
-    if length < 2 * SHORTEST and state > BOUNDS[0]:
+    if length < 2 * SHORTEST and state > LARGE_STATE:
         length = _share_tokens(num_tokens, rows, 2 * walk.value)
+    return max(1, -(-num_tokens // length)), length
+
+
+def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
+    """Return the same of programs that leave no state: shorter pieces where those of ``length`` are few."""
+    if heads * -(-num_tokens // length) < FEW_PROGRAMS:
+        length = min(length, _share_tokens(num_tokens, heads, 1))
     return max(1, -(-num_tokens // length)), length
 
 
 def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
     wanted = max(1, PROGRAMS // divisor // max(1, rows))
-    return max(SHORTEST, -(-num_tokens // (wanted * PIECE)) * PIECE)
+    shortest = SHORTEST if rows * num_tokens >= MULTIPROCESSORS * SHORTEST else PIECE
+    return max(shortest, -(-num_tokens // (wanted * PIECE)) * PIECE)
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
