@@ -39,7 +39,7 @@ class Launcher(SimpleNamespace):
 
     def backward(self, call, grads, operands, saved, needs, outs=()):
         self.seen.append("backward")
-        _, k, v, _, _ = operands
+        _, k, v, *_ = operands
         sequences = k.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         size = (sequences, k.shape[1], call.spec.out_dim(k.shape[3]), v.shape[3])
         assert [t.shape for t in saved] == [torch.Size(size)]
