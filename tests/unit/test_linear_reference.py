@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_products, testing
+from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_linear, reference_products, testing
 from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {

@@ -226,7 +226,7 @@ class Operator(ABC):
         """
         *given, kept = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
-        self.launchers: dict[str, Any] = {}  # by what a norm is over
+        self.launchers: dict[str, Any] = {}  # by launcher_key()
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -373,10 +373,15 @@ class Operator(ABC):
 
     def launcher(self, call: Any) -> Any:
         """Return the module of the kernels."""
-        found = self.launchers.get(call.spec.norm_over)
+        key = self.launcher_key(call)
+        found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[call.spec.norm_over] = self.import_launcher(call)
+            found = self.launchers[key] = self.import_launcher(call)
         return found
+
+    def launcher_key(self, call: Any) -> str:
+        """Return the key of a call's launcher."""
+        return call.spec.norm_over
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
         """Return the outputs, and what the backward needs beside them."""

@@ -1,5 +1,5 @@
 """Triton kernels. angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives. activations.
-rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. reduce: the second pass
+rows: products and their sums. memory: linear attention's states that decay, or follow the delta rule. tiles: loads and stores. encode: both maps, forward and backward. reduce: the second pass
 of dω. softmax: over features, and over the sequence. signature: which arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
@@ -23,14 +23,21 @@ from .linear import (
     linear_state_kernel,
 )
 from .linear_causal import linear_causal_forward_kernel, linear_causal_key_kernel, linear_causal_query_kernel
+from .memory import (
+    linear_memory_key_kernel,
+    linear_memory_scan_kernel,
+    linear_transition_gradient_kernel,
+    linear_transition_kernel,
+)
 from .reduce import reduce_partial_kernel
 from .softmax import softmax_sequence_kernel
 
 __all__ = [
     "heads_kernel", "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel",
     "linear_causal_query_kernel",
-    "linear_forward_kernel", "linear_key_gradient_kernel", "linear_output_kernel",
-    "linear_query_gradient_kernel", "linear_query_state_kernel",
-    "linear_scan_kernel", "linear_state_kernel", "lrpe_kernel",
+    "linear_forward_kernel", "linear_key_gradient_kernel", "linear_memory_key_kernel", "linear_memory_scan_kernel",
+    "linear_output_kernel", "linear_query_gradient_kernel", "linear_query_state_kernel",
+    "linear_scan_kernel", "linear_state_kernel", "linear_transition_gradient_kernel", "linear_transition_kernel",
+    "lrpe_kernel",
     "reduce_partial_kernel", "softmax_sequence_kernel",
 ]  # fmt: skip

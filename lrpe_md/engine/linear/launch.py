@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -211,34 +211,34 @@ def _cut_range(num_tokens: int, cut: Cut, device: torch.device) -> Tensor:
         for slot, begin in enumerate(range(0, max(num_tokens, 1), cut.length))
         for n in range(begin, min(begin + cut.length, max(num_tokens, 1)), cut.part)
     ]
-    return _as_table(rows, device)
+    return as_table(rows, device)
 
 
 @cache
 def _cut_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     rows = [
         [n, min(n + length, end), slot, 0]
-        for slot, (begin, end) in enumerate(pairwise(_bound_blocks(num_tokens, ends, block)))
+        for slot, (begin, end) in enumerate(pairwise(bound_blocks(num_tokens, ends, block)))
         for n in range(begin, end, length)
     ]
-    return _as_table(rows or [[0, 0, 0, 0]], device)
+    return as_table(rows or [[0, 0, 0, 0]], device)
 
 
 @cache
 def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
     """Pieces and blocks."""
-    bounds = _bound_blocks(num_tokens, ends, block)
+    bounds = bound_blocks(num_tokens, ends, block)
     pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
     return max(1, pieces), max(1, len(bounds) - 1)
 
 
-def _bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
+def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
     """List where blocks begin and where the last one ends. Prefix and suffix tokens are blocks of one."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
 
-def _as_table(rows: list[list[int]], device: torch.device) -> Tensor:
+def as_table(rows: list[Any], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
@@ -553,17 +553,23 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """Sum the states that the tokens of each slot see. Also return the state after the last token."""
-    sizes = work.sizes
-    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, return_last))
-    variant, _ = described
     pieces, needed = work.parts(return_last)
-    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    states = form_states(work, needed, return_last)
+    return scan_states(work, states, pieces, state, return_last)
+
+
+def form_states(work: Work, pieces: Pieces, exact: bool) -> Tensor:
+    """Return the states of pieces of the keys, (P, B H_k, size). exact: see :func:`refine`."""
+    sizes = work.sizes
+    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, exact))
+    variant, _ = described
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten_keys(variant), states, needed.numbers, pack(sizes.groups, needed.num_pieces, sizes.batch),
+        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * needed.num_pieces, args, described)
-    return scan_states(work, states, pieces, state, return_last)
+    start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
+    return states
 
 
 def refine(work: Work, wanted: bool) -> dict[str, Any]:
@@ -747,10 +753,12 @@ def backward(
     saved: Sequence[Tensor],
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
+    differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, the norm's weights, dS and dΣ, in this order.
 
-    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be.
+    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be. differentiate_as: what to run in place of
+    :func:`differentiate`; gradients of its own follow those of the state.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -772,8 +780,10 @@ def backward(
     q_weights, k_weights = _allocate_weight_sums(work, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
     written = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
     with current_device(work.q):
-        if one_pass:
-            last: list[Tensor] = []
+        if differentiate_as is not None:
+            last = differentiate_as(work, written, operands, dstate, saved)
+        elif one_pass:
+            last = []
             differentiate_one_pass(work, written)
         elif call.attention.mask == "causal":
             last = differentiate_causal(work, written, state, dstate, tuple(saved))
@@ -819,8 +829,17 @@ def differentiate(
     work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
 ) -> list[Tensor]:
     """Run the backward in two passes. Return the gradient of the state if it is needed."""
-    sizes, eps = work.sizes, work.call.attention.eps
     seen = saved or sum_states(work, state, False)[0]
+    pieces = work.pieces(of_queries=True)
+    dstates = differentiate_queries(work, grads, seen)
+    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    differentiate_keys(work, grads, dseen)
+    return last
+
+
+def differentiate_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+    """Write dq, and return dS and dZ of each piece and query head."""
+    sizes, eps = work.sizes, work.call.attention.eps
     pieces = work.pieces(of_queries=True)
     stage = LinearPass.QUERIES_OMEGA if work.need_dangles else LinearPass.QUERIES
     described = work.describe(stage, work.q_side, [grads.dq])
@@ -836,7 +855,12 @@ def differentiate(
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
     sum_query_states(work, seen, None, dstates, pieces)
-    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    return dstates
+
+
+def differentiate_keys(work: Work, grads: Grads, dseen: Seen) -> None:
+    """Write dk, dv and dβ."""
+    sizes = work.sizes
     pieces = work.pieces(of_queries=False)
     outs = [grads.dk, grads.dv]
     described = work.describe(LinearPass.KEYS, work.k_side, outs, need_dgate=grads.dgate is not None)
@@ -847,7 +871,6 @@ def differentiate(
         dseen, grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
-    return last
 
 
 def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:

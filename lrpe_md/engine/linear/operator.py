@@ -34,9 +34,16 @@ class Attend(Operator):
     num_rows = 3
 
     def import_launcher(self, call: LinearCall) -> Any:
+        if call.attention.forgets:
+            from . import launch_memory
+
+            return launch_memory
         from . import launch
 
         return launch
+
+    def launcher_key(self, call: LinearCall) -> str:
+        return "memory" if call.attention.forgets else super().launcher_key(call)
 
     def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
         if call.spec.norm_over == "heads" or call.spec.dim == -2:
@@ -46,7 +53,7 @@ class Attend(Operator):
                 call, inputs = prepare(call, inputs, impl, direct)
         if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
             return self.refer(call, inputs)
-        if inputs.q.is_cuda and not _fits_kernels(impl, call, inputs):
+        if not _fits_kernels(impl, call, inputs):
             impl = "reference"
         return super().run(call, inputs, impl, direct, options)
 
@@ -184,15 +191,20 @@ class Attend(Operator):
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Return whether the kernels take a call on a GPU: no float64, for which Triton has no products, and no state that
-    is too large."""
-    q, v = operands.q, operands.v
-    features = call.spec.out_dim(q.shape[3])
-    fits = fits_kernels(v.shape[3], features, q.element_size())
-    if impl == "triton" and (q.dtype == torch.float64 or not fits):
-        what = "float64" if q.dtype == torch.float64 else f"a state of {features} x {v.shape[3]} elements"
-        raise ValueError(f"impl: 'triton' has no kernel for {what} in {q.dtype} on a GPU; use impl='auto'")
-    return fits and q.dtype != torch.float64
+    """Return whether the kernels take a call: no decay from token to token, and on a GPU no float64, for which Triton
+    has no products, and no state that is too large."""
+    q, v, attention = operands.q, operands.v, call.attention
+    features, reason = call.spec.out_dim(q.shape[3]), ""
+    if attention.forgets and (attention.mask == "causal" or attention.block == 1):
+        reason = "a decay from token to token"
+    elif q.is_cuda and q.dtype == torch.float64:
+        reason = "float64 on a GPU"
+    elif q.is_cuda and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
+        reason = f"a state of {features} x {v.shape[3]} elements in {q.dtype} on a GPU"
+        reason += " and rule='delta'" if attention.rule == "delta" else ""
+    if reason and impl == "triton":
+        raise ValueError(f"impl: 'triton' has no kernel for {reason}; use impl='auto'")
+    return not reason
 
 
 _INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor? decay", "Tensor[] state", "Tensor[] saved"

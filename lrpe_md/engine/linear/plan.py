@@ -80,9 +80,13 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     return tile
 
 
-def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
-    """A program has a whole state at hand, in registers and, as operands, in shared memory."""
-    return (1 << (v_dim - 1).bit_length()) * num_features <= LARGEST // itemsize
+def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
+    """A program has a whole state at hand, in registers and, as operands, in shared memory.
+
+    delta: also a matrix of features by features.
+    """
+    rows = (1 << (v_dim - 1).bit_length()) + delta * num_features
+    return rows * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
