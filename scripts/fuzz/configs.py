@@ -154,8 +154,8 @@ class LinearConfig(Config):
 
     @property
     def has_kernels(self) -> bool:
-        """Return whether the decay, if any, is by blocks of tokens, which kernels exist for."""
-        return not self.forgets or (self.mask == "block" and self.block > 1)
+        """Return whether kernels exist: for no decay of packed sequences, and of single tokens with is_causal alone."""
+        return not self.forgets or (self.lengths is None and (self.mask == "causal" or self.block > 1))
 
     def count_blocks(self) -> int:
         """Count the blocks between prefix and suffix, with a causal mask the tokens."""

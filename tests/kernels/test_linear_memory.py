@@ -124,8 +124,41 @@ def test_gradients_are_deterministic():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_tokens_have_no_kernel():
+CAUSAL = LinearCase("rotate", (40,), batch=1, heads=(2, 1), mask="causal", decay="block")
+
+
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_tokens(name, normalizer):
+    changes = STEADY | {"act": "softplus", "head_dim": 32} if normalizer == "encoded" else {"normalizer": normalizer}
+    assert_within_budget(replace(CAUSAL, map=name, **changes))
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"decay": "head", "heads": (4, 2), "batch": 2}, {"gate": "nan", "heads": (2, 2), "gate_heads": 2},
+        {"gate": "float", "normalizer": "none"}, {"shape": (1,), "prefix": 0}, {"shape": (150,)},
+        {"dtype": torch.float64}, {"head_dim": 24, "v_dim": 8}, {"norm": "rms", "phase": "both"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pieces_of_tokens(changes, state, many_pieces):
+    assert_within_budget(replace(CAUSAL, state=state, return_state=state, **changes))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("name", ["cosine", "rotate", None])
+def test_narrow_tokens(name, head_dim, heads):
+    assert_within_budget(
+        replace(CAUSAL, map=name, head_dim=head_dim, heads=heads, dtype=torch.bfloat16, act="softplus", shape=(150,))
+    )
+
+
+@pytest.mark.parametrize("changes", [{"cu_seqlens": (20, 21)}, {"mask": "block", "block": 1}], ids=str)
+def test_calls_without_a_kernel(changes):
     """impl="auto" takes the reference, and "triton" says so."""
-    case = replace(BLOCK, mask="causal", decay="head")
-    with pytest.raises(ValueError, match="no kernel for a decay from token to token"):
-        run_linear(make_linear_inputs(case), "triton")
+    with pytest.raises(ValueError, match="'triton' has no kernel for"):
+        run_linear(make_linear_inputs(replace(CAUSAL, **changes)), "triton")

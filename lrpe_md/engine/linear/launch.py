@@ -273,6 +273,7 @@ class Work:
         self.weights = call.weights
         if call.spec.norm != "none":
             self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
+        self.log_decay: Tensor | None = None  # (B, H_k, N), with a causal mask
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -355,6 +356,8 @@ class Work:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
+            memory="sum" if self.log_decay is None else "add",
+            need_ddecay=self.log_decay is not None and self.needs.decay,
         )._replace(**changes)  # fmt: skip
         return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
@@ -470,6 +473,11 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
         return None, pack(0, 0, 0)
     b, h, n = gate.stride()
     return gate, pack(b, h if gate.shape[1] > 1 else 0, n)
+
+
+def gates_with_strides(work: Work) -> tuple:
+    """Return β and log g, either of them None, as causal kernels take them."""
+    return gate_with_strides(work.gate), gate_with_strides(work.log_decay)
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
@@ -629,7 +637,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     described = work.describe_both(LinearPass.CAUSAL, [o], has_state=bool(seen))
     variant, _ = described
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
+        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gates_with_strides(work),
         (work.flatten_queries(variant), work.flatten_keys(variant)), seen or (None, None), pieces.numbers,
         work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
@@ -893,22 +901,40 @@ def differentiate_causal(
     seen = saved or sum_before(work, state, False)[0]
     pieces = work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
-    scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
-    variant, _ = described
-    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
-    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
-    args = (
-        tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
-        work.counts(pieces), work.call.attention.eps,
-    )  # fmt: skip
-    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
+    scales = differentiate_causal_queries(work, grads, seen)
     dseen, last = (), []
     if pieces.num_pieces > 1 or dstate or work.needs.state:
         parts, needed = work.parts(work.needs.state, backward=True)
         dstates = torch.empty(needed.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
         sum_query_states(work, (None, None), scales, dstates, needed)
         dseen, last = scan_states(work, dstates, parts, dstate, work.needs.state, backward=True)
+    differentiate_causal_keys(work, grads, dseen, scales)
+    return last
+
+
+def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+    """Write dq. Return 1/z, dz and, where the decay needs it, q̄ · dq̄ of each query, (2 or 3, B H_q, N)."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    heads = sizes.rows * sizes.repeats
+    rows = 2 if work.log_decay is None else 3
+    scales = torch.empty(rows, heads, sizes.num_queries, dtype=work.acc, device=work.device)
+    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
+    variant, _ = described
+    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
+    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
+    args = (
+        tensors, gates_with_strides(work), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
+        work.counts(pieces), work.call.attention.eps,
+    )  # fmt: skip
+    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
+    return scales
+
+
+def differentiate_causal_keys(
+    work: Work, grads: Grads, dseen: Seen, scales: Tensor, products: Tensor | None = None
+) -> None:
+    """Write dk, dv and dβ, and where the decay needs it β k̄ · dk̄ of each key to products, (B, H_k, N)."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     described = work.describe_both(
         LinearPass.CAUSAL_KEYS, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
@@ -917,11 +943,10 @@ def differentiate_causal(
     sides = (work.flatten_queries(variant), work.flatten_keys(variant, grads.k_weights))
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
-        grads.k_partial, pieces.numbers, work.counts(pieces),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate), gate_with_strides(work.log_decay), products),
+        sides, dseen or (None, None), scales, grads.k_partial, pieces.numbers, work.counts(pieces),
     )  # fmt: skip
     start(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, described)
-    return last
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:

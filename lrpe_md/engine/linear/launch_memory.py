@@ -1,4 +1,5 @@
-"""Launches of linear attention whose memory forgets, over blocks of tokens: see kernels/memory.py."""
+"""Launches of linear attention whose memory forgets: over blocks of tokens, kernels/memory.py, or with a causal mask
+from token to token, kernels/decay.py."""
 
 from __future__ import annotations
 
@@ -21,19 +22,24 @@ from .call import LinearCall, LinearNeeds, Operands
 from .launch import (
     Grads,
     Pieces,
+    Seen,
     Work,
     as_table,
     bound_blocks,
+    differentiate_causal_keys,
+    differentiate_causal_queries,
     differentiate_keys,
     differentiate_queries,
     form_states,
     gate_with_strides,
+    gates_with_strides,
     join_state,
     make_pieces,
     measure,
     refine,
     split_state,
     with_strides,
+    write_causal,
     write_outputs,
 )
 from .plan import LinearPass
@@ -72,6 +78,12 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     work = Work(call, operands)
     o = like_in_memory(work.q, work.sizes.v_dim)
     with current_device(work.q):
+        if call.attention.mask == "causal":
+            work.log_decay = form_log_decay(work, operands)
+            seen, series = sum_before(work, operands, return_state)
+            write_causal(work, o, seen)
+            last = split_state(work, series[-1].clone()) if return_state and series is not None else []
+            return [o, *last, *(seen if keep else ())]
         memory = form_memory(work, operands)
         write_outputs(work, o, (memory.seen, memory.sums))
         last = split_state(work, memory.series[-1].clone()) if return_state else []
@@ -85,7 +97,7 @@ def form_memory(work: Work, operands: Operands) -> Memory:
     transitions = form_transitions(work, pieces) if attention.rule == "delta" else None
     decay = lay_out_decay(work, operands.decay, pieces)
     first = join_state(work, operands.state) if operands.state else None
-    scan = Scan(work, pieces, transitions, decay)
+    scan = Scan(work, locate_blocks(work, pieces), transitions, decay)
     series, _ = scan.run(parts, first)
     later = scan.run(parts, None, backward=True)[0] if attention.has_both_directions else None
     return Memory(*split_sums(work, add_scans(series[1:], None if later is None else later[1:])), series, later, transitions)
@@ -149,11 +161,17 @@ def place_blocks(work: Work) -> tuple[int, int]:
     return int(prefix > 0), (work.sizes.num_keys - prefix - suffix) // work.call.attention.block
 
 
+def locate_blocks(work: Work, pieces: Pieces) -> Tensor:
+    """Return where the pieces of each block begin, and where those of the last one end."""
+    call = work.call
+    return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, work.device)
+
+
+# Tables for good: a CUDA graph may hold their addresses.
 @cache
-def locate_pieces(
+def _locate_blocks(
     num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device
 ) -> Tensor:  # fmt: skip
-    """Return where the pieces of each block begin, and where those of the last one end."""
     offsets = [0]
     for begin, end in pairwise(bound_blocks(num_tokens, ends, block)):
         offsets.append(offsets[-1] + triton.cdiv(end - begin, length))
@@ -164,7 +182,7 @@ class Scan(NamedTuple):
     """Scans of a call, which share A and the decay."""
 
     work: Work
-    pieces: Pieces
+    offsets: Tensor  # of the pieces of each block
     transitions: Tensor | None
     decay: Tensor
 
@@ -180,8 +198,6 @@ class Scan(NamedTuple):
         """Return the series of a scan and, with a partner, dg (F, B H_k): see :func:`linear_memory_scan_kernel`."""
         work, sizes, call = self.work, self.work.sizes, self.work.call
         num_blocks, device = len(self.decay), work.device
-        where = self.pieces.num_tokens, call.k_layout.ends, call.attention.block, self.pieces.length
-        offsets = locate_pieces(*where, device)
         series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=work.acc, device=device)
         repeats, found = parts.shape[1] // max(1, sizes.rows), []
         for extent in list_extents(work):
@@ -197,7 +213,8 @@ class Scan(NamedTuple):
             counts = pack(sizes.rows, repeats, num_blocks, extent.num_rows, int(backward))
             places = pack(sizes.state, extent.begin, count_transition(work), extent.matrix_begin)
             args = (
-                (parts, self.transitions, first), self.decay, (series, partner, ddecay), offsets, (counts, places)
+                (parts, self.transitions, first), self.decay, (series, partner, ddecay), self.offsets,
+                (counts, places),
             )  # fmt: skip
             launch.start(kernels.linear_memory_scan_kernel, sizes.rows * blocks, args, (variant, {}))
         return series, sum(t.sum(0) for t in found) if found else None
@@ -214,6 +231,9 @@ def saved_shapes(
     sizes = measure(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
     shape = (pieces.num_slots, sizes.rows)
+    if call.attention.mask == "causal":
+        found = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
+        return found if operands.state or return_state or pieces.num_pieces > 1 else []
     series = ((pieces.num_slots + 1, sizes.rows, sizes.state), sizes.acc)
     found = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc), series]
     if call.attention.has_both_directions:
@@ -236,7 +256,8 @@ def backward(
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """The gradients as of :func:`engine.linear.launch.backward`, then that of the decay where it is needed."""
-    return launch.backward(call, grads, operands, saved, needs, outs, differentiate)
+    how = differentiate_causal if call.attention.mask == "causal" else differentiate
+    return launch.backward(call, grads, operands, saved, needs, outs, how)
 
 
 def differentiate(
@@ -247,7 +268,7 @@ def differentiate(
     memory = restore(work, saved) if saved else form_memory(work, operands)
     parts = differentiate_queries(work, grads, (memory.seen, memory.sums))
     decay = lay_out_decay(work, operands.decay, pieces)
-    scan, wanted = Scan(work, pieces, memory.transitions, decay), work.needs.decay
+    scan, wanted = Scan(work, locate_blocks(work, pieces), memory.transitions, decay), work.needs.decay
     first = join_state(work, dstate) if dstate else None
     gradients, ddecay = scan.run(
         parts, first, backward=True, adds_first=True, partner=memory.series if wanted else None
@@ -265,7 +286,7 @@ def differentiate(
         differentiate_keys(work, grads, dseen)
     last = split_state(work, gradients[0]) if work.needs.state else []
     if wanted and ddecay is not None and operands.decay is not None:
-        last.append(reduce_decay(work, ddecay, operands.decay))
+        last.append(reduce_block_decay(work, ddecay, operands.decay))
     return last
 
 
@@ -320,10 +341,111 @@ def differentiate_delta(
     launch.start(kernels.linear_memory_key_kernel, sizes.rows * pieces.num_pieces, args, described)
 
 
-def reduce_decay(work: Work, ddecay: Tensor, decay: Tensor) -> Tensor:
+def reduce_block_decay(work: Work, ddecay: Tensor, decay: Tensor) -> Tensor:
     """Return the gradient of the decay as it was passed."""
     first, count = place_blocks(work)
     whole = ddecay[first : first + count].unflatten(1, (work.sizes.batch, work.sizes.groups)).permute(1, 2, 0)
     if decay.ndim == 1:
         whole = whole.sum((0, 2))
     return whole.sum_to_size(decay.shape).to(decay.dtype).contiguous()
+
+
+# --- from token to token ---------------------------------------------------------------------------------------------
+
+
+def form_log_decay(work: Work, operands: Operands) -> Tensor:
+    """Return log g of each token of each head, (B, H_k, N)."""
+    sizes, decay = work.sizes, operands.decay
+    assert decay is not None
+    logs = decay.detach().to(work.acc).log()
+    logs = logs[None, :, None] if logs.ndim == 1 else logs
+    return logs.expand(sizes.batch, sizes.groups, sizes.num_keys)
+
+
+def sum_before(work: Work, operands: Operands, has_state: bool) -> tuple[Seen, Tensor | None]:
+    """Return the states in front of each piece, none where one program goes through all tokens, and their series."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=False)
+    if not operands.state and not has_state and pieces.num_pieces == 1:
+        return (), None
+    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, True))
+    variant, _ = described
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    args = (
+        with_strides(work.k, variant), with_strides(work.v, variant), gates_with_strides(work),
+        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+    )  # fmt: skip
+    launch.start(kernels.linear_decay_state_kernel, sizes.rows * pieces.num_pieces, args, described)
+    series, _ = scan_pieces(work).run(states, join_state(work, operands.state) if operands.state else None)
+    return split_sums(work, series[:-1]), series
+
+
+def scan_pieces(work: Work) -> Scan:
+    """Return the scan of the states of pieces, by the decay of all tokens of each."""
+    pieces, sizes = work.pieces(of_queries=False), work.sizes
+    assert work.log_decay is not None
+    assert pieces.table is not None
+    sums = torch.nn.functional.pad(work.log_decay.to(torch.float64).cumsum(-1), (1, 0))
+    begins, ends = (pieces.table[:, i].long() for i in (0, 1))
+    factors = (sums[..., ends] - sums[..., begins]).exp().permute(2, 0, 1).reshape(-1, sizes.rows)
+    return Scan(work, _count_up(pieces.num_pieces, work.device), None, factors.to(work.acc).contiguous())
+
+
+@cache
+def _count_up(count: int, device: torch.device) -> Tensor:
+    return as_table([*range(count + 1)], device)
+
+
+def differentiate_causal(
+    work: Work, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
+) -> list[Tensor]:
+    """Do the work of :func:`differentiate` with a causal mask.
+
+    The gradient of log g of a token is that of all it multiplies: g_n (dS_n · S_{n−1}). From token to token it grows by
+    what its key leaves in the state, and shrinks by what its query reads.
+    """
+    sizes, pieces, wanted = work.sizes, work.pieces(of_queries=True), work.needs.decay
+    work.log_decay = form_log_decay(work, operands)
+    seen = tuple(saved) or sum_before(work, operands, False)[0]
+    scales = differentiate_causal_queries(work, grads, seen)
+    dseen, gradients = (), None
+    needs_first = work.needs.state or (wanted and bool(operands.state))
+    if pieces.num_pieces > 1 or dstate or needs_first:
+        parts = sum_query_states(work, scales)
+        gradients, _ = scan_pieces(work).run(parts, join_state(work, dstate) if dstate else None, backward=True)
+        dseen = split_sums(work, gradients[1:])
+    products = None
+    if wanted:
+        products = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
+    differentiate_causal_keys(work, grads, dseen, scales, products)
+    last = split_state(work, gradients[0]) if work.needs.state and gradients is not None else []
+    if products is not None and operands.decay is not None:
+        of_queries = scales[2].view(sizes.batch, sizes.groups, sizes.repeats, -1).sum(2)
+        change = (products - of_queries).double()
+        dlogs = torch.nn.functional.pad(change.cumsum(-1)[..., :-1], (1, 0))[..., : sizes.num_keys]
+        if operands.state and gradients is not None:
+            first = join_state(work, operands.state).view_as(gradients[0])
+            dlogs = dlogs + (first.double() * gradients[0]).sum(-1).view(sizes.batch, sizes.groups, 1)
+        last.append(reduce_decay(dlogs, operands.decay))
+    return last
+
+
+def sum_query_states(work: Work, scales: Tensor) -> Tensor:
+    """Return dS and dZ in front of each piece, by query head."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, True))
+    variant, _ = described
+    heads = sizes.rows * sizes.repeats
+    parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
+    args = (
+        with_strides(work.q, variant), with_strides(work.do, variant), gate_with_strides(work.log_decay),
+        work.flatten_queries(variant), scales, parts, pieces.numbers, work.counts(pieces),
+    )  # fmt: skip
+    launch.start(kernels.linear_decay_query_state_kernel, heads * pieces.num_pieces, args, described)
+    return parts
+
+
+def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
+    """Return the gradient of the decay as it was passed, from that of log g (B, H_k, N)."""
+    if decay.ndim == 1:
+        dlogs = dlogs.sum((0, 2))
+    return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()

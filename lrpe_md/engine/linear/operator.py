@@ -191,12 +191,14 @@ class Attend(Operator):
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Return whether the kernels take a call: no decay from token to token, and on a GPU no float64, for which Triton
-    has no products, and no state that is too large."""
+    """Return whether the kernels take a call: no decay of packed sequences or of tokens one by one beside a prefix or
+    in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large."""
     q, v, attention = operands.q, operands.v, call.attention
     features, reason = call.spec.out_dim(q.shape[3]), ""
-    if attention.forgets and (attention.mask == "causal" or attention.block == 1):
-        reason = "a decay from token to token"
+    if attention.forgets and call.cu_seqlens is not None:
+        reason = "a decay with cu_seqlens"
+    elif attention.forgets and attention.block == 1:
+        reason = "block=1 with a decay and a prefix, a suffix or directions='both'"
     elif q.is_cuda and q.dtype == torch.float64:
         reason = "float64 on a GPU"
     elif q.is_cuda and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
