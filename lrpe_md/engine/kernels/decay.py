@@ -76,6 +76,16 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 
 @triton.jit
+def sum_crossing(products, V: tl.constexpr):
+    """For each token of a block the sum of what later queries (rows), or its own, read of earlier keys (columns)."""
+    o_n = tl.arange(0, V.block_n)
+    if V.operand == "same":
+        products = products.to(tl.float64)
+    earlier = tl.cumsum(products, axis=1) - products
+    return tl.sum(tl.where(o_n[:, None] >= o_n[None, :], earlier, 0.0), axis=0)
+
+
+@triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
     """S and the tiles of Z of tokens begin .. end of a head, at their end."""
     gate, decay = gates

@@ -9,7 +9,7 @@ V.memory "add" states decay from token to token (decay.py), and masks carry the 
 import triton
 import triton.language as tl
 
-from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay
+from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, sum_crossing
 from .features import (
     empty_weight_sums,
     fill_rest,
@@ -298,7 +298,8 @@ def linear_causal_query_kernel(
 ):  # fmt: skip
     """dq, and what the gradients of the state and of keys need of each query: 1/z and dz.
 
-    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N), for V.need_ddecay (3, B, H, N) with q̄ · dq̄.
+    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N), for V.need_ddecay (4, B, H, N) with what each
+    query reads of the state in front of its block, times its gradient, and :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -334,12 +335,16 @@ def linear_causal_query_kernel(
         do_block = to_operand(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         products = mask_pairs(multiply_tokens((do_block,), (v_block,), V=V), fading, V=V)
         dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), fading, V=V)  # of o z
+        if V.need_ddecay:
+            from_state = row_dot(q_hat, dx_hat)
+            crossing = products * multiply_tokens(q_hat, k_hat, V=V)
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
+            q_counts = normalizer_features(q_bar, q_hat, V=V)
             seen = sum_counts_seen(k_counts, Z, fading, V=V)
-            scale, free = invert_denominator(row_dot(normalizer_features(q_bar, q_hat, V=V), seen), eps, V=V)
+            scale, free = invert_denominator(row_dot(q_counts, seen), eps, V=V)
             dz = tl.where(free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
@@ -350,9 +355,15 @@ def linear_causal_query_kernel(
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), seen, dz)
                 if V.need_dangles:
                     dangles *= scale[:, None]
+            if V.need_ddecay:
+                Z_seen = fade_from_start(spread_sums(q_counts, Z, V=V), fading, V=V)
+                from_state = from_state * scale + dz * row_dot(q_counts, Z_seen)
+                counted = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), fading, V=V)
+                crossing = crossing * scale[:, None] + counted * dz[:, None]
             Z = add_rows(fade_state(Z, fading, V=V), sum_tokens(fade_to_end(k_counts, fading, V=V)))
         if V.need_ddecay:
-            tl.store(p_scale + 2 * to_dz + n0 + o_n, row_dot(q_bar, dx_bar), mask=m_n)
+            tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
+            tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
         S = add_outer_products(fade_state(S, fading, V=V), v_block, fade_to_end(k_hat, fading, V=V), V=V)
@@ -384,6 +395,19 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
         q_counts = scale_row(normalizer_features(q_bar, q_hat, V=V), dz[:, None])
         q_hat = scale_row(q_hat, scale[:, None])
     return q_hat, q_counts, do_block
+
+
+@triton.jit
+def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
+    """What each key leaves in the state behind its block, times its gradient: (B, G, N). keys: β k̂, β k̄."""
+    k_hat, k_bar = keys
+    dx_hat, dcounts = grads
+    b, g, n0, o_n, m_n = place
+    G, N = sizes
+    products = row_dot(k_hat, dx_hat)
+    if V.normalizer != "none":
+        products += row_dot(normalizer_features(k_bar, k_hat, V=V), dcounts)
+    tl.store(p_products + (tl.cast(b, tl.int64) * G + g) * N + n0 + o_n, products, mask=m_n)
 
 
 @triton.jit
@@ -438,7 +462,8 @@ def linear_causal_key_kernel(
 ):  # fmt: skip
     """dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv.
 
-    gates: β and dβ, log g and, for V.need_ddecay, β k̄ · dk̄ (B, G, N).
+    gates: β and dβ, log g and, for V.need_ddecay, what each key leaves in the state behind its block, times the
+    gradient of that (B, G, N).
     """
     q, k, v, do, dk, dv = tensors
     gate, dgate, decay, products_of_keys = gates
@@ -480,10 +505,16 @@ def linear_causal_key_kernel(
             dv_block = add_to_values(begin_values(keeping, operands, V=V), k_hat, queries, fading, V=V)
             store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            if V.need_ddecay:
+                keys = (k_hat, gate_keys(x_bar, beta, V=V))
+                store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
             dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
             dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
         else:
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            if V.need_ddecay:
+                keys = (k_hat, gate_keys(x_bar, beta, V=V))
+                store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
             dv_block = begin_values(keeping, operands, V=V)
             for r in range(R):
                 h = g * R + r
@@ -506,9 +537,6 @@ def linear_causal_key_kernel(
             dx_bar = scale_row(dx_bar, beta[:, None])
             if V.need_dangles:
                 dangles *= beta[:, None]
-        if V.need_ddecay:
-            p_products = products_of_keys + (tl.cast(b, tl.int64) * G + g) * N
-            tl.store(p_products + n0 + o_n, row_dot(x_bar, dx_bar), mask=m_n)
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, k_side, turned, V=V)
     store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)

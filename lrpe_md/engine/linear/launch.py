@@ -326,6 +326,12 @@ class Work:
         regular = aligned and min(block_v, *tiles.feature_blocks) >= WARPGROUP_ROWS
         tile = choose_tile(stage, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular)
         causal = self.call.attention.mask == "causal"
+        need_ddecay = self.log_decay is not None and self.needs.decay
+        if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # what both leave for dg adds up with the same blocks
+            keys = choose_tile(
+                LinearPass.CAUSAL_KEYS, block_v * sum(tiles.feature_blocks), self.dtype.itemsize, INTERPRETING, regular
+            )
+            tile = tile._replace(block_n=keys.block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
@@ -357,7 +363,7 @@ class Work:
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
             memory="sum" if self.log_decay is None else "add",
-            need_ddecay=self.log_decay is not None and self.needs.decay,
+            need_ddecay=need_ddecay,
         )._replace(**changes)  # fmt: skip
         return variant, {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
@@ -504,6 +510,8 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
         recording.start(kernel, programs, args, variant, options)
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
+        if variant.need_ddecay and variant.causal:
+            smaller = [tile for tile in smaller if tile.block_n == variant.block_n]
         for i, tile in enumerate(smaller):
             single_layout = variant.single_layout and tile.block_n >= WARPGROUP_ROWS
             tokens_as_n = _has_tokens_as_n(variant.causal, single_layout, tile.block_n)
@@ -913,10 +921,10 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
-    """Write dq. Return 1/z, dz and, where the decay needs it, q̄ · dq̄ of each query, (2 or 3, B H_q, N)."""
+    """Write dq. Return 1/z, dz and, with a decay, what its gradient takes of each query: (2 or 4, B H_q, N)."""
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
-    rows = 2 if work.log_decay is None else 3
+    rows = 2 if work.log_decay is None else 4
     scales = torch.empty(rows, heads, sizes.num_queries, dtype=work.acc, device=work.device)
     described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
     variant, _ = described
@@ -933,7 +941,7 @@ def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor
 def differentiate_causal_keys(
     work: Work, grads: Grads, dseen: Seen, scales: Tensor, products: Tensor | None = None
 ) -> None:
-    """Write dk, dv and dβ, and where the decay needs it β k̄ · dk̄ of each key to products, (B, H_k, N)."""
+    """Write dk, dv and dβ, and what the gradient of a decay takes of each key to products, (B, H_k, N)."""
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     described = work.describe_both(

@@ -400,8 +400,9 @@ def differentiate_causal(
 ) -> list[Tensor]:
     """Do the work of :func:`differentiate` with a causal mask.
 
-    The gradient of log g of a token is that of all it multiplies: g_n (dS_n · S_{n−1}). From token to token it grows by
-    what its key leaves in the state, and shrinks by what its query reads.
+    The gradient of log g of a token is that of all it multiplies, g_n (dS_n · S_{n−1}): in front of a piece the product
+    of the state and its gradient; from token to token more by what a key leaves to later blocks, and less by what a
+    query reads of earlier ones; and the pairs of a key and a query of its own block that are on both sides of it.
     """
     sizes, pieces, wanted = work.sizes, work.pieces(of_queries=True), work.needs.decay
     work.log_decay = form_log_decay(work, operands)
@@ -419,14 +420,25 @@ def differentiate_causal(
     differentiate_causal_keys(work, grads, dseen, scales, products)
     last = split_state(work, gradients[0]) if work.needs.state and gradients is not None else []
     if products is not None and operands.decay is not None:
-        of_queries = scales[2].view(sizes.batch, sizes.groups, sizes.repeats, -1).sum(2)
-        change = (products - of_queries).double()
-        dlogs = torch.nn.functional.pad(change.cumsum(-1)[..., :-1], (1, 0))[..., : sizes.num_keys]
-        if operands.state and gradients is not None:
-            first = join_state(work, operands.state).view_as(gradients[0])
-            dlogs = dlogs + (first.double() * gradients[0]).sum(-1).view(sizes.batch, sizes.groups, 1)
+        dlogs = sum_decay_gradients(work, seen, gradients, scales, products)
         last.append(reduce_decay(dlogs, operands.decay))
     return last
+
+
+def sum_decay_gradients(
+    work: Work, seen: Seen, gradients: Tensor | None, scales: Tensor, products: Tensor
+) -> Tensor:  # fmt: skip
+    """Return the gradient of log g, (B, H_k, N), from parts that the kernels leave: see :func:`differentiate_causal`."""
+    sizes, length = work.sizes, work.pieces(of_queries=True).length
+    read, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
+    change = torch.nn.functional.pad((products.double() - read).cumsum(-1), (1, 0))[..., : sizes.num_keys]
+    piece = torch.arange(sizes.num_keys, device=work.device) // length
+    dlogs = crossing + change - change[..., piece * length]
+    if seen and gradients is not None:
+        states = torch.cat([t.double() for t in seen], dim=-1)
+        start = (states * gradients[: len(states)]).sum(-1).view(-1, sizes.batch, sizes.groups)
+        dlogs = dlogs + start.permute(1, 2, 0)[..., piece]
+    return dlogs
 
 
 def sum_query_states(work: Work, scales: Tensor) -> Tensor:
