@@ -123,15 +123,17 @@ def linear_attention(
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
             whole: give each its positions (``Grid(start=, length=)``, or an origin).
         return_state: return (o, state) with the sums behind the last token.
-        decay: g in (0, 1], with ``is_causal`` or ``block``: each block first multiplies the state by its g. (H_k or 1,),
-            or (B or 1, H_k or 1, F) with a factor for each of the F blocks between prefix and suffix, which keep all;
-            with ``is_causal`` F counts all tokens. Values are checked on a CPU; a GPU does not wait for them.
-        rule: how a block enters the state. "add": S_f = g_f S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. "delta", with ``block``:
-            it first takes out what the keys of the block would read, S_f = g_f (I − Σ_{m∈f} β_m k̂_m k̂_mᵀ) S_{f−1} +
-            Σ_{m∈f} β_m k̂_m v_mᵀ, and Σ follows the same rule with k̄ or, for "encoded", k̂. Scale the keys or the gate
-            so that Σ_{m∈f} β_m |k̂_m|² is about 1 or less: otherwise the state, which may change its sign, grows.
-        directions: "both", with ``block``: a query also reads a second memory, which runs from the last block back to
-            the one after the query's own. Both are added, in the numerator and in z, before the division. No state.
+        decay: g in (0, 1], with ``is_causal`` or ``block``: each block first multiplies the state by its g. By head,
+            (H_k or 1,), or (B or 1, H_k or 1, F), with a factor for each of the F blocks between prefix and suffix.
+            These two keep everything. With ``is_causal`` each token is a block, and F counts all tokens. The values are
+            checked on a CPU, but not on a GPU, which would have to wait for them.
+        rule: how a block f enters the state. "add": S_f = g_f S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. "delta", with ``block``:
+            the block first takes out what its keys read, S_f = g_f (I − Σ_{m∈f} β_m k̂_m k̂_mᵀ) S_{f−1} +
+            Σ_{m∈f} β_m k̂_m v_mᵀ. Σ follows the same rule with k̄, or for "encoded" with k̂. Scale the keys, or the
+            gate, so that Σ_{m∈f} β_m |k̂_m|² is about 1 or less: otherwise the state can grow from block to block.
+        directions: "both", with ``block``: a query also reads a second memory, which starts at the last block and ends
+            at the one after the query's own. The two are added, in the numerator and in z, before the division. It
+            needs the whole sequence, so it takes and returns no state.
         eps: of the normalizer, absolute.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 

@@ -428,6 +428,7 @@ def _scan_blocks(
     operands: torch.dtype | None, backward: bool = False,
 ) -> _State:  # fmt: skip
     """Return the state before each block and after the last, in the order of the scan. backward: from the last one."""
+
     def order(t: Tensor) -> Tensor:
         return t.flip(2) if backward else t
 

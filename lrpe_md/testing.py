@@ -688,8 +688,8 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
 def run_linear(
     inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Forward and backward: o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the states;
-    dweight0 and so on of a norm."""
+    """Forward and backward: o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the
+    states; dweight0 and so on of a norm."""
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
     wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))

@@ -26,8 +26,8 @@ class HeadDecay(nn.Module):
         num_heads: number of key heads, H.
         initial: "retnet", 1 − 2^(−5 − h), "transnormer", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
         depth: index of the layer divided by the number of layers, for "transnormer": deeper layers forget less.
-        learnable: learn the logarithm of g / (1 − g), so that g stays in (0, 1). It starts at initial, which "transnormer"
-            limits to 1 − 2⁻¹² there.
+        learnable: learn the logarithm of g / (1 − g), so that g stays in (0, 1). The named initial decays are then at
+            most 1 − 2⁻¹².
 
     It stays float32 through ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
     state_dict.

@@ -189,7 +189,9 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
 def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
     """Draw a decay, the delta rule and the directions."""
     v = d.variant
-    c = replace(c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype))
+    c = replace(
+        c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype)
+    )
     if c.mask == "block" and v.random() < 0.3:
         c = replace(c, directions="both", state=False, return_state=False, gradient_of="both")
     if c.mask != "block" or c.block == 1 or v.random() < 0.5:

@@ -192,10 +192,15 @@ def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str,
 # --- linear attention -----------------------------------------------------------------------------------------------
 
 
+def number_blocks(c: LinearConfig, where: Where) -> Tensor:
+    """Return the block of each token; prefix and suffix are separate blocks."""
+    return torch.where(where.part == 1, where.index.clamp_min(0) // c.block, torch.where(where.part == 0, -1, 1 << 40))
+
+
 def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
     """Return whether a query sees a key, (N_q, N_k)."""
-    if c.mask == "block":  # prefix and suffix are separate blocks
-        number = torch.where(k.part == 1, k.index.clamp_min(0) // c.block, torch.where(k.part == 0, -1, 1 << 40))
+    if c.mask == "block":
+        number = number_blocks(c, k)
         return number[:, None] >= number
     if c.mask == "causal":
         order = torch.arange(len(k.part), device=sequence.device)
@@ -208,7 +213,6 @@ def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
     """Return o, the state after the last token (S, sums) and, with a normaliser, z."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
-    heads = q.shape[1]
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
     if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
@@ -318,7 +322,7 @@ class Block(NamedTuple):
 
 
 def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
-    number = torch.where(where.part == 1, where.index.clamp_min(0) // c.block, torch.where(where.part == 0, -1, 1 << 40))
+    number = number_blocks(c, where)
     values, counts = number.unique_consecutive(return_counts=True)
     ends = counts.cumsum(0)
     on_grid = (values >= 0) & (values < 1 << 40)

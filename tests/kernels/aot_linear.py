@@ -38,6 +38,7 @@ MEMORY = LinearCase("rotate", dtype=BF16, head_dim=112, mask="block", block=5, d
 FEW = [  # cases that cover every kernel
     MEMORY,
     replace(MEMORY, rule="delta", gate="float", prefix=2, state=True),
+    LinearCase("rotate", (700,), dtype=BF16, head_dim=64, mask="causal", decay="head", state=True),
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
     LinearCase(coords="by_sample", masked=True, amplitude_heads=1, act="softmax", dim=-1, layout="odd"),
@@ -46,8 +47,10 @@ FEW = [  # cases that cover every kernel
 CASES = [
     *FEW,
     LinearCase(dtype=BF16, head_dim=64, mask="block", block=5, rule="delta", directions="both", normalizer="encoded"),
-    LinearCase(None, mask="block", block=5, rule="delta", decay="head", normalizer="none", heads=(2, 2), phase="none"),
+    LinearCase(None, mask="block", block=5, rule="delta", decay="head", normalizer="none", heads=(2, 2)),
     LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=32, mask="block", block=5, rule="delta", norm="rms"),
+    LinearCase(None, (700,), dtype=BF16, heads=(2, 2), mask="causal", decay="block", normalizer="encoded"),
+    LinearCase(shape=(700,), head_dim=72, mask="causal", decay="block", gate="float"),
     LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),
     LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=slice(4, 36), pairs="interleaved", phase="k", gate="bool"),
     LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),

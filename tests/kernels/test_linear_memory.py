@@ -113,7 +113,9 @@ def test_backward_forms_again_what_was_not_kept(monkeypatch):
     inputs = make_linear_inputs(replace(DELTA, directions="both"))
     expected = run_linear(inputs, "triton")
     forward = launch_memory.forward
-    monkeypatch.setattr(launch_memory, "forward", lambda call, operands, state, keep: forward(call, operands, state, False))
+    monkeypatch.setattr(
+        launch_memory, "forward", lambda call, operands, state, _: forward(call, operands, state, False)
+    )
     for name, t in run_linear(inputs, "triton").items():
         assert torch.equal(t, expected[name]), name
 

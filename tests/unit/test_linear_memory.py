@@ -209,9 +209,7 @@ def test_blocks(normalizer, rule, both):
 @pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
 def test_tokens(normalizer):
     for decay, lengths in itertools.product(("block", "head", "one head"), (None, (0, 9, 1, 14, 0))):
-        assert_equal(
-            Case("cosine", normalizer, "add", block=None, decay=decay, lengths=lengths, state=decay != "head")
-        )
+        assert_equal(Case("cosine", normalizer, "add", block=None, decay=decay, lengths=lengths, state=decay != "head"))
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -231,9 +229,10 @@ def test_many_tokens_of_packed_sequences():
     ends = torch.tensor([0, *lengths]).cumsum(0)
     o, after = linear_attention(q, k, v, decay=decay, cu_seqlens=ends, state=state, **options)
     for i, (a, b) in enumerate(itertools.pairwise(ends.tolist())):
+        start = tuple(t[i : i + 1] for t in state)
         own, own_after = linear_attention(
-            *(t[:, :, a:b] for t in (q, k, v)), decay=decay[:, :, a:b], state=tuple(t[i : i + 1] for t in state), **options
-        )
+            *(t[:, :, a:b] for t in (q, k, v)), decay=decay[:, :, a:b], state=start, **options
+        )  # fmt: skip
         torch.testing.assert_close(o[:, :, a:b], own)
         for whole, part in zip(after, own_after, strict=True):
             torch.testing.assert_close(whole[i : i + 1], part)

@@ -1,7 +1,7 @@
 """Triton kernels. angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives. activations.
-rows: products and their sums. decay: from token to token, in linear
-attention. memory: its decay and delta rule over blocks. tiles: loads and stores. encode: both maps, forward and backward. reduce: the second pass
-of dω. softmax: over features, and over the sequence. signature: which arguments choose no variant.
+rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. decay and memory:
+states of linear attention that forget, from token to token and from block to block. reduce: the second pass of dω.
+softmax: over features, and over the sequence. signature: which arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; V all that is compiled in (:class:`engine.core.call.Variant`), with V.block_r rows (a row is a

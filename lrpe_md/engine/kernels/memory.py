@@ -1,8 +1,8 @@
 """Memory that forgets, over blocks of tokens: S_f = g_f (I − A_f) S_{f−1} + B_f, forward and backward.
 
 Kernels of linear.py form B_f and read states. Here A_f = Σ β k̂ k̂ᵀ of all blocks is formed at once; a scan goes from
-block to block, in float32 throughout, since I − A loses what it keeps in 16 bits; and keys get what A and B leave them.
-With V.memory "add" A is 0. States are held transposed, as there: A is symmetric, so each row of Sᵀ has a scan of its own,
+block to block, in float32, since 16 bits would lose what I − A keeps; and keys get what A and B leave them. With
+V.memory "add" A is 0. States are held transposed, as there: A is symmetric, so each row of Sᵀ has a scan of its own,
 and the sums of the normaliser are one more row.
 
 Names as in linear.py; M = −g (dS Sᵀ + S dSᵀ) is the gradient of A and its transpose, with S the state before a block.
@@ -238,8 +238,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     Before block f it is at f, or backward at f + 1; the last is at the other end. parts: B (P, B G R, size), of which R
     heads are summed, A (P, B G, ..) and the first state (B G, size) or None. V.adds_first: the gradient of such a scan,
     to which parts are added before the state is stored. series: also those whose gradient this is, at the other end of
-    each block, and partial sums for dg (row blocks, F, B G), both for V.need_ddecay. decay (F, B G). offsets (F + 1): of
-    the pieces of a block. numbers: of rows of a state; where they begin in a state, and A in the transitions.
+    each block, and partial sums for dg (row blocks, F, B G), both for V.need_ddecay. decay (F, B G). offsets (F + 1):
+    of the pieces of a block. numbers: of rows of a state; where they begin in a state, and A in the transitions.
     """
     p_parts, p_transitions, p_first = parts
     p_series, p_partner, p_ddecay = series
@@ -310,7 +310,7 @@ def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: 
     """
     p_state, p_gradient = forward
     p_later, p_later_gradient = backward
-    rows, num_rows, size = unpack(sizes)
+    num_rows, size = unpack(sizes)
     TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
     pid = tl.program_id(0)
     place = tl.cast(pid // (TILES * TILES), tl.int64)  # of a block and a head
@@ -406,7 +406,6 @@ def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
         if V.normalizer == "encoded":
             from_state = add_scaled(from_state, to_rows(dZ), weight)
         from_transition = apply_matrix(x_hat, M, V=V)
-        counted = ()
         vectors = ()
         if V.normalizer == "unrotated":
             vectors = apply_vectors(x_bar, p_vectors, V=V)

@@ -100,7 +100,9 @@ def form_memory(work: Work, operands: Operands) -> Memory:
     scan = Scan(work, locate_blocks(work, pieces), transitions, decay)
     series, _ = scan.run(parts, first)
     later = scan.run(parts, None, backward=True)[0] if attention.has_both_directions else None
-    return Memory(*split_sums(work, add_scans(series[1:], None if later is None else later[1:])), series, later, transitions)
+    return Memory(
+        *split_sums(work, add_scans(series[1:], None if later is None else later[1:])), series, later, transitions
+    )
 
 
 def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
@@ -217,7 +219,7 @@ class Scan(NamedTuple):
                 (counts, places),
             )  # fmt: skip
             launch.start(kernels.linear_memory_scan_kernel, sizes.rows * blocks, args, (variant, {}))
-        return series, sum(t.sum(0) for t in found) if found else None
+        return series, torch.cat(found).sum(0) if found else None
 
 
 def choose_columns(width: int) -> int:
@@ -316,7 +318,7 @@ def differentiate_delta(
     variant = Variant(block_r=ROWS, block_c=column, width=width, wide=work.acc == torch.float64)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
-        pack(sizes.rows, num_rows, sizes.state),
+        pack(num_rows, sizes.state),
     )  # fmt: skip
     programs = len(decay) * sizes.rows * triton.cdiv(width, column) ** 2
     launch.start(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
@@ -428,7 +430,7 @@ def differentiate_causal(
 def sum_decay_gradients(
     work: Work, seen: Seen, gradients: Tensor | None, scales: Tensor, products: Tensor
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of log g, (B, H_k, N), from parts that the kernels leave: see :func:`differentiate_causal`."""
+    """Return the gradient of log g, (B, H_k, N), from the kernels' sums: see :func:`differentiate_causal`."""
     sizes, length = work.sizes, work.pieces(of_queries=True).length
     read, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
     change = torch.nn.functional.pad((products.double() - read).cumsum(-1), (1, 0))[..., : sizes.num_keys]

@@ -104,8 +104,8 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
         raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
     if rule == "delta" and (mask == "causal" or block == 1):
         raise ValueError(
-            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for the delta rule "
-            "token by token use the library flash-linear-attention (fla)"
+            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for the delta "
+            "rule token by token use the library flash-linear-attention (fla)"
         )
     if directions == "both" and mask != "block":
         raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
@@ -137,8 +137,8 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected ({heads} or 1,), by head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the {unit}, "
-            f"got {tuple(decay.shape)}"
+            f"decay: expected ({heads} or 1,), by head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the "
+            f"{unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:
         raise ValueError(f"decay: expected it on k's device {k.device}, got {decay.device}")
@@ -149,7 +149,7 @@ def check_decay_range(decay: Tensor | None) -> None:
     if decay is None or not can_read(decay) or not decay.numel():
         return
     least, most = decay.detach().aminmax()
-    if not (0 < least and most <= 1):  # also catches NaN
+    if not (least > 0 and most <= 1):  # also catches NaN
         raise ValueError(
             f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps all, "
             "and a sigmoid keeps a learned one in range"
