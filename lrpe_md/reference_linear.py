@@ -364,6 +364,9 @@ def _attend_blocks(
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
     """Prefix, blocks and suffix, one after the other."""
+    if attention.rule == "delta":
+        # A compiler unrolls the scan: with the number of tokens known it has no symbols to simplify in each step.
+        int(terms.q.shape[2])
     pieces = _cut_blocks(terms, ends, attention.block)
     if attention.forgets:
         return _attend_forgetting(attention, pieces, before, operands, decay)
