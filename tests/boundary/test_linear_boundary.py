@@ -53,8 +53,8 @@ def launcher(monkeypatch, device):
     if device == "cuda":
         return None
     stub = Launcher(seen=[])
-    monkeypatch.setitem(ATTEND.launchers, "head", stub)
-    monkeypatch.setitem(ATTEND.launchers, "memory", stub)
+    for memory in ("sum", "add", "delta", "add both", "delta both"):
+        monkeypatch.setitem(ATTEND.launchers, memory, stub)
     return stub
 
 

@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -213,6 +214,7 @@ class Operator(ABC):
     """
 
     num_rows = 0  # so many of the inputs; 0: all
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # of a call
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
@@ -226,7 +228,7 @@ class Operator(ABC):
         """
         *given, kept = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
-        self.launchers: dict[str, Any] = {}  # by launcher_key()
+        self.launchers: dict[str, Any] = {}  # by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -378,10 +380,6 @@ class Operator(ABC):
         if found is None:
             found = self.launchers[key] = self.import_launcher(call)
         return found
-
-    def launcher_key(self, call: Any) -> str:
-        """Return the key of a call's launcher."""
-        return call.spec.norm_over
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
         """Return the outputs, and what the backward needs beside them."""

@@ -97,7 +97,7 @@ def causal_mask_transposed(V: tl.constexpr):
 
 @triton.jit
 def form_fading(decay, place, V: tl.constexpr):
-    """What the states of a block of tokens lose: its sums of log g, or without a decay nothing."""
+    """Return the sums of log g that the states of a block of tokens fade by; without a decay nothing."""
     if V.memory == "add":
         return load_decay(decay, place, V=V)
     else:
@@ -399,15 +399,16 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
 
 @triton.jit
 def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
-    """What each key leaves in the state behind its block, times its gradient: (B, G, N). keys: β k̂, β k̄."""
-    k_hat, k_bar = keys
-    dx_hat, dcounts = grads
-    b, g, n0, o_n, m_n = place
-    G, N = sizes
-    products = row_dot(k_hat, dx_hat)
-    if V.normalizer != "none":
-        products += row_dot(normalizer_features(k_bar, k_hat, V=V), dcounts)
-    tl.store(p_products + (tl.cast(b, tl.int64) * G + g) * N + n0 + o_n, products, mask=m_n)
+    """Store what each key leaves in the state behind its block, times its gradient: (B, G, N). keys: β k̂, β k̄."""
+    if V.need_ddecay:
+        k_hat, k_bar = keys
+        dx_hat, dcounts = grads
+        b, g, n0, o_n, m_n = place
+        G, N = sizes
+        products = row_dot(k_hat, dx_hat)
+        if V.normalizer != "none":
+            products += row_dot(normalizer_features(k_bar, k_hat, V=V), dcounts)
+        tl.store(p_products + (tl.cast(b, tl.int64) * G + g) * N + n0 + o_n, products, mask=m_n)
 
 
 @triton.jit
@@ -492,7 +493,9 @@ def linear_causal_key_kernel(
         place = (b, g, n0, o_n, m_n)
         fading = form_fading(decay, place, V=V)
         x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
-        k_hat = map_features(gate_keys(x_bar, beta, V=V), turned, V=V)
+        k_bar = gate_keys(x_bar, beta, V=V)
+        k_hat = map_features(k_bar, turned, V=V)
+        keys = (k_hat, k_bar)
         keeping = fade_to_end(k_hat, fading, V=V)
         v_block = to_operand(v_block, V=V)
         operands = to_operands(dS, V=V)
@@ -505,16 +508,12 @@ def linear_causal_key_kernel(
             dv_block = add_to_values(begin_values(keeping, operands, V=V), k_hat, queries, fading, V=V)
             store_values(dv_row, tl.trans(dv_block) if V.single_layout else dv_block, o_n, m_n, V=V)
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
-            if V.need_ddecay:
-                keys = (k_hat, gate_keys(x_bar, beta, V=V))
-                store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
+            store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
             dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
             dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
         else:
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
-            if V.need_ddecay:
-                keys = (k_hat, gate_keys(x_bar, beta, V=V))
-                store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
+            store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
             dv_block = begin_values(keeping, operands, V=V)
             for r in range(R):
                 h = g * R + r

@@ -52,7 +52,7 @@ TILE = 32  # rows and columns of A's gradient, for a program
 
 
 class Memory(NamedTuple):
-    """What the scans of a forward leave, and the backward takes."""
+    """Results of the scans of a forward, which the backward takes."""
 
     seen: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # and what the normaliser sums up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Attend(Operator):
     the state and the decay."""
 
     num_rows = 3
+    launcher_key = staticmethod(attrgetter("attention.memory"))
 
     def import_launcher(self, call: LinearCall) -> Any:
         if call.attention.forgets:
@@ -41,9 +43,6 @@ class Attend(Operator):
         from . import launch
 
         return launch
-
-    def launcher_key(self, call: LinearCall) -> str:
-        return "memory" if call.attention.forgets else super().launcher_key(call)
 
     def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
         if call.spec.norm_over == "heads" or call.spec.dim == -2:
@@ -194,14 +193,18 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """Return whether the kernels take a call: no decay of packed sequences or of tokens one by one beside a prefix or
     in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large."""
     q, v, attention = operands.q, operands.v, call.attention
-    features, reason = call.spec.out_dim(q.shape[3]), ""
-    if attention.forgets and call.cu_seqlens is not None:
+    forgets, features, reason = attention.memory != "sum", 0, ""
+    if forgets and call.cu_seqlens is not None:
         reason = "a decay with cu_seqlens"
-    elif attention.forgets and attention.block == 1:
+    elif forgets and attention.block == 1:
         reason = "block=1 with a decay and a prefix, a suffix or directions='both'"
     elif q.is_cuda and q.dtype == torch.float64:
         reason = "float64 on a GPU"
-    elif q.is_cuda and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
+    elif not q.is_cuda:
+        return True
+    else:
+        features = call.spec.out_dim(q.shape[3])
+    if features and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
         reason = f"a state of {features} x {v.shape[3]} elements in {q.dtype} on a GPU"
         reason += " and rule='delta'" if attention.rule == "delta" else ""
     if reason and impl == "triton":
