@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
-from .engine.linear.call import LinearOptions, MapOrNone, NormalizerName, Sides, State
+from .engine.linear.call import Directions, LinearOptions, MapOrNone, NormalizerName, Rule, Sides, State
 from .engine.linear.dispatch import as_state, run_linear
 from .engine.linear.validate import Given
 from .norm import Norm
@@ -25,7 +25,8 @@ def linear_attention(
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
-    return_state: Literal[False] = ..., eps: float = ..., impl: Impl = ...,
+    return_state: Literal[False] = ..., decay: Tensor | None = ..., rule: Rule = ..., directions: Directions = ...,
+    eps: float = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention(
@@ -35,7 +36,8 @@ def linear_attention(
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
-    return_state: Literal[True], eps: float = ..., impl: Impl = ...,
+    return_state: Literal[True], decay: Tensor | None = ..., rule: Rule = ..., directions: Directions = ...,
+    eps: float = ..., impl: Impl = ...,
 ) -> tuple[Tensor, State]: ...  # fmt: skip
 @overload
 def linear_attention(
@@ -45,7 +47,8 @@ def linear_attention(
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
     block: int | None = ..., cu_seqlens: Tensor | None = ..., state: State | tuple[Tensor] | None = ...,
-    return_state: bool = ..., eps: float = ..., impl: Impl = ...,
+    return_state: bool = ..., decay: Tensor | None = ..., rule: Rule = ..., directions: Directions = ...,
+    eps: float = ..., impl: Impl = ...,
 ) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
 
 
@@ -72,6 +75,9 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     state: State | tuple[Tensor] | None = None,
     return_state: bool = False,
+    decay: Tensor | None = None,
+    rule: Rule = "add",
+    directions: Directions = "forward",
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, State]:
@@ -117,6 +123,17 @@ def linear_attention(
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
             whole: give each its positions (``Grid(start=, length=)``, or an origin).
         return_state: return (o, state) with the sums behind the last token.
+        decay: g in (0, 1], with ``is_causal`` or ``block``: each block first multiplies the state by its g. By head,
+            (H_k or 1,), or (B or 1, H_k or 1, F), with a factor for each of the F blocks between prefix and suffix.
+            These two keep everything. With ``is_causal`` each token is a block, and F counts all tokens. The values are
+            checked on a CPU, but not on a GPU, which would have to wait for them.
+        rule: how a block f enters the state. "add": S_f = g_f S_{f−1} + Σ_{m∈f} β_m k̂_m v_mᵀ. "delta", with ``block``:
+            the block first takes out what its keys read, S_f = g_f (I − Σ_{m∈f} β_m k̂_m k̂_mᵀ) S_{f−1} +
+            Σ_{m∈f} β_m k̂_m v_mᵀ. Σ follows the same rule with k̄, or for "encoded" with k̂. Scale the keys, or the
+            gate, so that Σ_{m∈f} β_m |k̂_m|² is about 1 or less: otherwise the state can grow from block to block.
+        directions: "both", with ``block``: a query also reads a second memory, which starts at the last block and ends
+            at the one after the query's own. The two are added, in the numerator and in z, before the division. It
+            needs the whole sequence, so it takes and returns no state.
         eps: of the normalizer, absolute.
         impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
 
@@ -124,7 +141,7 @@ def linear_attention(
         (B, H_q, N_q, D_v) in q's dtype (also under autocast) and memory order, or (o, (S, Σ)). Sums are float32, or
         float64 where q is. A row that sees nothing is 0.
 
-    Differentiable with respect to q, k, v, gate, omega, phase, state and the norm's weight and bias: fused,
+    Differentiable with respect to q, k, v, gate, decay, omega, phase, state and the norm's weight and bias: fused,
     deterministic, in first-order reverse mode; other derivatives, and those of coordinates and amplitude, are the
     reference's, as for :func:`lrpe_md.cosine`.
 
@@ -132,10 +149,12 @@ def linear_attention(
         ValueError, TypeError: an argument that does not fit, before anything is launched.
 
     Source: Katharopoulos et al., Transformers are RNNs (arXiv 2006.16236); positions: RoFormer (arXiv 2104.09864,
-    eq. 19), LRPE (arXiv 2307.09270).
+    eq. 19), LRPE (arXiv 2307.09270); decay: TransNormerLLM (arXiv 2307.14995), RetNet (arXiv 2307.08621); the delta
+    rule: Gated DeltaNet (arXiv 2412.06464).
     """
     options = LinearOptions(
-        map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl
+        map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl,
+        rule=rule, directions=directions,
     )  # fmt: skip
-    given = Given(q, k, v, gate, cu_seqlens, as_state(state))
+    given = Given(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
     return run_linear(options, given, Sides(omega, positions, phase, amplitude), norm)

@@ -11,6 +11,7 @@ from .modules.encodings import CosineMd as CosineMd
 from .modules.encodings import PresetMd as PresetMd
 from .modules.encodings import Rotate1d as Rotate1d
 from .modules.encodings import RotateMd as RotateMd
+from .modules.linear import HeadDecay as HeadDecay
 from .modules.linear import LinearAttention as LinearAttention
 from .norm import Norm as Norm
 from .optim import parameter_groups as parameter_groups

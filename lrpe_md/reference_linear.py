@@ -2,7 +2,8 @@
 
     q̄ = act(norm(q)), q̂ = map(q̄), k alike                S = Σ_m β_m k̂_m v_mᵀ                 o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 where |z| < eps    "none" 1
-    the sums are over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to n's own ("block")
+    the sums are over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to n's own ("block");
+    the states of the latter two may decay, and the last one's may follow the delta rule: reference_memory.py
 
 Shapes: B batch, H heads (H_q of q, H_k of k and v: query head h has key head h // (H_q / H_k)), N tokens, D head_dim,
 Ê what the map makes of it, D_v of v, G = H_q / H_k. Sequences are cut into chunks of L tokens: no table is N × N.
@@ -11,18 +12,19 @@ Arithmetic is float32, or float64 where q is, whatever autocast and the precisio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .engine.inductor.private import are_transforms_active, has_static_value
+from .engine.inductor.private import has_static_value
 from .reference import NO_SCALES, Scales, Spec, activate, activate_and_map, no_autocast, normalise
+from .reference_memory import accumulate, apply_delta_rule, lay_out_decay, multiply_decay, sum_after
+from .reference_products import product
 
 __all__ = [
-    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features", "product",
+    "MASKS", "NORMALIZERS", "Angles", "Attention", "Features", "attend", "attend_encoded", "form_features",
     "zero_gated_tokens",
 ]  # fmt: skip
 
@@ -37,6 +39,22 @@ class Attention(NamedTuple):
     mask: str = "full"  # | "causal" | "block"
     block: int = 0  # tokens of a block, for mask "block"
     eps: float = 1e-6
+    memory: str = "sum"  # | "add" or "delta", or one of them with " both": see the properties below
+
+    @property
+    def forgets(self) -> bool:
+        """True if a state is not just the sum of what is before: see reference_memory.py."""
+        return self.memory != "sum"
+
+    @property
+    def rule(self) -> str:
+        """Return "delta" if a block takes out what its keys read before it is added, else "add"."""
+        return "delta" if self.memory.startswith("delta") else "add"
+
+    @property
+    def has_both_directions(self) -> bool:
+        """True if a query also sees the blocks after its own."""
+        return self.memory.endswith("both")
 
 
 class Angles(NamedTuple):
@@ -73,86 +91,6 @@ NORMALIZERS: dict[str, Normalizer] = {
     "encoded": Normalizer(lambda features: features.hat, _divide_encoded),
     "none": Normalizer(None, lambda rows, z, eps: rows),
 }
-
-
-# --- products -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _exact_products(x: Tensor) -> Iterator[None]:
-    """float32 products in float32: no autocast, no TF32, and on a CPU no bfloat16."""
-    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
-    before = [(backend, backend.fp32_precision) for backend in backends]
-    loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
-    if not loose and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-        yield
-        return
-    try:
-        for backend, _ in loose:
-            backend.fp32_precision = "ieee"
-        with no_autocast(x):
-            yield
-    finally:
-        for backend, precision in loose:
-            backend.fp32_precision = precision
-
-
-class _Product(torch.autograd.Function):
-    """a @ b, whose derivatives are products of the same kind."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
-        ctx.operands = operands
-        ctx.save_for_backward(a, b)
-        ctx.save_for_forward(a, b)
-        with _exact_products(a):
-            return _rounded(a, operands) @ _rounded(b, operands)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore
-        a, b = ctx.saved_tensors
-        need_a, need_b, _ = ctx.needs_input_grad
-        da = product(grad, b.mT, ctx.operands) if need_a else None
-        return da, product(a.mT, grad, ctx.operands) if need_b else None, None
-
-    @staticmethod
-    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Tensor | None:  # pyright: ignore
-        a, b = ctx.saved_tensors
-        parts = [] if da is None else [product(da, b, ctx.operands)]
-        parts += [] if db is None else [product(a, db, ctx.operands)]
-        return sum(parts[1:], parts[0]) if parts else None
-
-
-class _TransformedProduct(_Product):
-    """The product in the form that function transforms require, which is slower to call."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:  # pyright: ignore
-        with _exact_products(a):
-            return _rounded(a, operands) @ _rounded(b, operands)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, ctx.operands = inputs
-        ctx.save_for_backward(a, b)
-        ctx.save_for_forward(a, b)
-
-
-def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return t if dtype is None else t.to(dtype).to(t.dtype)
-
-
-def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
-    """a (.., M, K) @ b (.., K, N) in the dtype that they have, whatever autocast and TF32 are set to.
-
-    operands: both are rounded to it first, here and in the derivatives, which pass the rounding as if it were none.
-    """
-    if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
-        with no_autocast(a):
-            return _rounded(a, operands) @ _rounded(b, operands)
-    return (_TransformedProduct if are_transforms_active() else _Product).apply(a, b, operands)
 
 
 # --- features -----------------------------------------------------------------------------------------------------
@@ -198,6 +136,7 @@ def attend(
     k_angles: Angles | None = None,
     scales: tuple[Scales, Scales] = (NO_SCALES, NO_SCALES),
     gate: Tensor | None = None,
+    decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: Sequence[Tensor] = (),
     ends: tuple[int, int] = (0, 0),
@@ -210,6 +149,8 @@ def attend(
         q_angles, k_angles: None for the map "none".
         scales: of q's norm and of k's.
         gate: β (B, H_k or 1, N_k), float or bool; 0 takes a token out, whatever it holds, and has no gradient itself.
+        decay: g of the state (H_k or 1,), or (B or 1, H_k or 1, F) of each block between prefix and suffix, with mask
+            "causal" of each token. Prefix and suffix keep all.
         cu_seqlens: (num_seqs + 1,), from 0 to N: B is 1, and each sequence sees itself alone; not with mask "block".
         state: what is summed before the first token: (S, Σ), or (S,) with normalizer "none"; S (B, H_k, Ê, D_v),
             Σ (B, H_k, D or Ê), one a sequence instead of B with cu_seqlens.
@@ -221,8 +162,8 @@ def attend(
         q_features = form_features(spec, q, q_angles, scales[0])
         k_features = form_features(spec, k, k_angles, scales[1])
         return attend_encoded(
-            attention, q_features, k_features, v, gate=gate, cu_seqlens=cu_seqlens, state=state, ends=ends,
-            operands=operands, dtype=q.dtype,
+            attention, q_features, k_features, v, gate=gate, decay=decay, cu_seqlens=cu_seqlens, state=state,
+            ends=ends, operands=operands, dtype=q.dtype,
         )  # fmt: skip
 
 
@@ -234,6 +175,8 @@ class _Terms(NamedTuple):
     v: Tensor  # (B, H_k, .., D_v)
     z_q: Tensor | None  # q̄ or q̂
     z_k: Tensor | None  # β k̄ or β k̂
+    keys: Tensor | None = None  # k̂, for the delta rule
+    z_keys: Tensor | None = None  # k̄ or k̂
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Terms:
         return _Terms(*(None if t is None else function(t) for t in self))  # pyright: ignore[reportArgumentType]
@@ -248,9 +191,15 @@ class _State(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> _State:
         return _State(function(self.products), None if self.features is None else function(self.features))
 
+    def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
+        """Join the fields of two states by a function of both and of args."""
+        features = None
+        if self.features is not None and other.features is not None:
+            features = function(self.features, other.features, *args)
+        return _State(function(self.products, other.products, *args), features)
+
     def add(self, other: _State) -> _State:
-        features = None if self.features is None or other.features is None else self.features + other.features
-        return _State(self.products + other.products, features)
+        return self.join(other, torch.add)
 
 
 def attend_encoded(
@@ -260,6 +209,7 @@ def attend_encoded(
     v: Tensor,
     *,
     gate: Tensor | None = None,
+    decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     state: Sequence[Tensor] = (),
     ends: tuple[int, int] = (0, 0),
@@ -275,15 +225,17 @@ def attend_encoded(
             None if normalizer.feature is None else normalizer.feature(q),
             None if normalizer.feature is None else normalizer.feature(k),
         ).map(lambda t: t.to(wide))  # fmt: skip
+        if attention.rule == "delta":
+            terms = terms._replace(keys=terms.k, z_keys=terms.z_k)
         if gate is not None:
             beta = _factors(gate, wide)
             terms = terms._replace(k=beta * terms.k, z_k=None if terms.z_k is None else beta * terms.z_k)
         if cu_seqlens is not None:
             before = _initial(terms, state, cu_seqlens.shape[0] - 1)
-            rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands)
+            rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
         else:
             before = _initial(terms, state, 0) if state or attention.mask != "full" else None
-            rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands)
+            rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands, decay)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
         return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
 
@@ -324,19 +276,21 @@ def _read(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[T
 
 
 def _attend_full(
-    attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None
-) -> Rows:
+    attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None,
+    decay: Tensor | None = None,
+) -> Rows:  # fmt: skip
     own = _sum(terms, operands)
     state = own if before is None else before.add(own)
     return *_read(terms, state, operands), state
 
 
 def _attend_causal(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
-) -> Rows:
+    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
+    decay: Tensor | None = None,
+) -> Rows:  # fmt: skip
     num_tokens = terms.q.shape[2]
     if has_static_value(num_tokens):
-        if num_tokens == 1:
+        if num_tokens == 1 and decay is None:
             return _attend_full(attention, terms, before, ends, operands)
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
@@ -345,8 +299,15 @@ def _attend_causal(
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
-    through = _accumulate(before, _sum(terms, operands))
-    rows, z = _within_chunks(terms, through.map(lambda t: t[:, :, :-1]), operands)
+    weights = None
+    if decay is None:
+        through = _accumulate(before, _sum(terms, operands))
+    else:
+        logs = lay_out_decay(decay, num_tokens, terms.k).log()
+        logs = torch.nn.functional.pad(logs, (0, pad)).unflatten(2, (chunks, size))
+        weights = multiply_decay(logs)
+        through = before.join(_sum_decayed(terms, weights, operands), accumulate, multiply_decay(logs.sum(-1)))
+    rows, z = _within_chunks(terms, through.map(lambda t: t[:, :, :-1]), operands, decay=weights)
     rows, z = (None if t is None else t.flatten(2, 3)[:, :, :num_tokens] for t in (rows, z))
     assert rows is not None
     return rows, z, through.map(lambda t: t[:, :, -1])
@@ -359,48 +320,135 @@ def _accumulate(before: _State, parts: _State) -> _State:
         first = first.unsqueeze(2)
         return torch.cat([first, first + each.cumsum(2)], dim=2)
 
-    features = None
-    if before.features is not None and parts.features is not None:
-        features = sums(before.features, parts.features)
-    return _State(sums(before.products, parts.products), features)
+    return before.join(parts, sums)
+
+
+def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -> _State:
+    """Sum the tokens of each chunk as its end sees them. weights: :func:`multiply_decay` of its tokens."""
+    remaining = weights[..., -1, 1:, None]
+    z_k = None if terms.z_k is None else remaining * terms.z_k
+    return _sum(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
 
 
 def _within_chunks(
-    terms: _Terms, before: _State, operands: torch.dtype | None, causal: bool = True
+    terms: _Terms, before: _State, operands: torch.dtype | None, causal: bool = True, decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows and z (B, H, C, L, ·) from the state before each chunk and, where causal, from the chunk's own tokens."""
+    """Rows and z (B, H, C, L, ·) from the state before each chunk and, where causal, from the chunk's own tokens.
+
+    decay: :func:`multiply_decay` of the tokens of each chunk.
+    """
     rows, z = _read(terms, before, operands)
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
     weights = product(terms.q, _share(terms.k, heads).transpose(-2, -1), operands).tril()
+    if decay is not None:
+        remaining = _share_decay(decay[..., 1:, 0, None], heads)
+        rows, z = remaining * rows, None if z is None else remaining * z
+        decay = decay[..., 1:, 1:]
+        weights = weights * _share_decay(decay, heads)
     rows = rows + product(weights, _share(terms.v, heads), operands)
     if z is not None and terms.z_q is not None and terms.z_k is not None:
-        z = z + (terms.z_q * _share(terms.z_k.cumsum(-2), heads)).sum(-1, keepdim=True)
+        sums = terms.z_k.cumsum(-2) if decay is None else product(decay.expand(*terms.z_k.shape[:-1], -1), terms.z_k)
+        z = z + (terms.z_q * _share(sums, heads)).sum(-1, keepdim=True)
     return rows, z
 
 
+def _share_decay(t: Tensor, heads: int) -> Tensor:
+    """Share decays of key heads, or of all heads (B, 1, ..)."""
+    return t if t.shape[1] == 1 else _share(t, heads)
+
+
 def _attend_blocks(
-    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None
-) -> Rows:
+    attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
+    decay: Tensor | None = None,
+) -> Rows:  # fmt: skip
     """Prefix, blocks and suffix, one after the other."""
-    prefix, suffix = ends
-    num_tokens, size = terms.q.shape[2], attention.block
-    num_blocks = (num_tokens - prefix - suffix) // size
+    if attention.rule == "delta":
+        # A compiler unrolls the scan: with the number of tokens known it has no symbols to simplify in each step.
+        int(terms.q.shape[2])
+    pieces = _cut_blocks(terms, ends, attention.block)
+    if attention.forgets:
+        return _attend_forgetting(attention, pieces, before, operands, decay)
     state, found = before, []
-    for start, count, length in (
-        (0, 1, prefix),
-        (prefix, num_blocks, size),
-        (prefix + num_blocks * size, 1, suffix),
-    ):
-        stop = start + count * length
-        piece = terms.map(lambda t, a=start, b=stop, n=(count, length): t[:, :, a:b].unflatten(2, n))
+    for piece in pieces:
         through = _accumulate(state, _sum(piece, operands))
-        rows, z = _read(piece, through.map(lambda t: t[:, :, 1:]), operands)
-        found.append((rows.flatten(2, 3), None if z is None else z.flatten(2, 3)))
+        found.append(_read(piece, through.map(lambda t: t[:, :, 1:]), operands))
         state = through.map(lambda t: t[:, :, -1])
-    rows, zs = zip(*found, strict=True)
-    return torch.cat(rows, dim=2), None if zs[0] is None else torch.cat(zs, dim=2), state
+    return *_join_blocks(found), state
+
+
+def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
+    """Return the prefix as one block, the blocks, and the suffix as one block: (B, H, blocks, tokens, ·) each."""
+    prefix, suffix = ends
+    num_blocks = (terms.q.shape[2] - prefix - suffix) // size
+    pieces, start = [], 0
+    for count, length in ((1, prefix), (num_blocks, size), (1, suffix)):
+        stop = start + count * length
+        pieces.append(terms.map(lambda t, a=start, b=stop, n=(count, length): t[:, :, a:b].unflatten(2, n)))
+        start = stop
+    return pieces
+
+
+def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Join rows and z of the pieces of :func:`_cut_blocks`, (B, H, blocks, tokens, ·), token by token."""
+    rows, zs = (
+        None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
+    )
+    assert rows is not None
+    return rows, zs
+
+
+def _attend_forgetting(
+    attention: Attention, pieces: list[_Terms], before: _State, operands: torch.dtype | None, decay: Tensor | None
+) -> Rows:
+    """Attend with decay, by the delta rule or in both directions."""
+    sizes = [piece.k.shape[2] for piece in pieces]
+    sums = [_sum(piece, operands) for piece in pieces]
+    parts = _State(
+        torch.cat([part.products for part in sums], dim=2),
+        None if before.features is None else torch.cat([part.features for part in sums], dim=2),  # pyright: ignore
+    )
+    decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
+    through = _scan_blocks(attention, pieces, parts, before, decay, operands)
+    seen = through.map(lambda t: t[:, :, 1:])
+    if attention.has_both_directions:
+        later = _scan_blocks(attention, pieces, parts, before.map(torch.zeros_like), decay, operands, backward=True)
+        seen = seen.add(later.map(lambda t: t[:, :, :-1].flip(2)))
+    states = [
+        _State(products, features)
+        for products, features in zip(
+            seen.products.split(sizes, dim=2),
+            [None] * 3 if seen.features is None else seen.features.split(sizes, dim=2), strict=True,
+        )
+    ]  # fmt: skip
+    found = [_read(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
+    return *_join_blocks(found), through.map(lambda t: t[:, :, -1])
+
+
+def _scan_blocks(
+    attention: Attention, pieces: list[_Terms], parts: _State, before: _State, decay: Tensor,
+    operands: torch.dtype | None, backward: bool = False,
+) -> _State:  # fmt: skip
+    """Return the state before each block and after the last, in the order of the scan. backward: from the last one."""
+
+    def order(t: Tensor) -> Tensor:
+        return t.flip(2) if backward else t
+
+    parts, decay = parts.map(order), order(decay)
+    if attention.rule == "add":
+        return before.join(parts, accumulate, multiply_decay(decay.log()))
+
+    def form_transitions(of: str, weighted: str) -> Tensor:
+        found = [product(getattr(piece, weighted).mT, getattr(piece, of), operands) for piece in pieces]
+        return order(torch.cat(found, dim=2))
+
+    features = None
+    if before.features is not None and parts.features is not None:
+        transitions = form_transitions("z_keys", "z_k")
+        features = apply_delta_rule(before.features, parts.features, transitions, decay)
+    transitions = form_transitions("keys", "k")
+    return _State(apply_delta_rule(before.products, parts.products, transitions, decay), features)
 
 
 _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
@@ -432,7 +480,7 @@ def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
 
 
 def _attend_packed(
-    mask: str, terms: _Terms, before: _State, cu_seqlens: Tensor, operands: torch.dtype | None
+    mask: str, terms: _Terms, before: _State, cu_seqlens: Tensor, operands: torch.dtype | None, decay: Tensor | None
 ) -> Rows:  # fmt: skip
     where = _lay_out_chunks(cu_seqlens, terms.q.shape[2])
 
@@ -440,10 +488,17 @@ def _attend_packed(
         with_none = torch.nn.functional.pad(t, (0, 0, 0, 1))
         return with_none.index_select(2, where.source).unflatten(2, (-1, CHUNK))
 
+    num_tokens = terms.q.shape[2]
     terms = terms.map(cut)
-    parts = _sum(terms, operands)
     # A state more, for the chunks that no sequence has.
     first = before.map(lambda t: torch.cat([t, torch.zeros_like(t[:1])]))
+    if decay is not None:
+        logs = cut(lay_out_decay(decay, num_tokens, terms.k).log()[..., None]).squeeze(-1)
+        rows, z, after = _attend_packed_decaying(terms, first, logs, where.sequence, operands)
+        rows, z = (None if t is None else t.flatten(2, 3).index_select(2, where.place) for t in (rows, z))
+        assert rows is not None
+        return rows, z, after.map(lambda t: t[:-1])
+    parts = _sum(terms, operands)
     after = _State(*map(lambda a, b: _add_to(a, b, where.sequence), first, parts))  # pyright: ignore
     if mask == "causal":
         seen = parts.map(lambda t: _sum_before(t, where.sequence))
@@ -454,6 +509,36 @@ def _attend_packed(
     rows, z = (None if t is None else t.flatten(2, 3).index_select(2, where.place) for t in found)
     assert rows is not None
     return rows, z, after.map(lambda t: t[:-1])
+
+
+def _attend_packed_decaying(
+    terms: _Terms, first: _State, logs: Tensor, sequence: Tensor, operands: torch.dtype | None
+) -> Rows:
+    """Attend within chunks of packed sequences. logs: log g of the tokens, (1, H or 1, C, L)."""
+    weights, by_chunk = multiply_decay(logs), logs.sum(-1)
+    parts = _sum_decayed(terms, weights, operands)
+    same = sequence[:, None] == sequence
+    # Chunk c sees part c' with the decay of the chunks between them, and its sequence's first state with all before it.
+    between = torch.where(same, multiply_decay(by_chunk)[..., :-1, 1:], 0)
+    from_start = sum_after(by_chunk.flip(-1), sequence.flip(0)).flip(-1).exp()
+
+    def see(start: Tensor, part: Tensor) -> Tensor:
+        size, heads = part.shape[2], part.shape[1]
+        found = product(between.expand(1, heads, size, size), part.flatten(3)).view(part.shape)
+        return found + _scale(_by_chunk(start, sequence), from_start)
+
+    def finish(start: Tensor, part: Tensor) -> Tensor:
+        whole = start.new_zeros(len(start), by_chunk.shape[1]).index_add(0, sequence, by_chunk[0].T).exp()
+        part = _scale(part, sum_after(by_chunk, sequence).exp())
+        return (_scale(start, whole)).index_add(0, sequence, part[0].transpose(0, 1))
+
+    seen = first.join(parts, see)
+    return *_within_chunks(terms, seen, operands, decay=weights), first.join(parts, finish)
+
+
+def _scale(t: Tensor, factors: Tensor) -> Tensor:
+    """Multiply t by factors of its first dimensions."""
+    return t * factors.reshape(*factors.shape, *(1,) * (t.ndim - factors.ndim))
 
 
 def _by_chunk(t: Tensor, sequence: Tensor) -> Tensor:

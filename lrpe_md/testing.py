@@ -9,6 +9,7 @@ judges, the reference's error is that of its float32 run scaled by the ratio of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -492,6 +493,9 @@ class LinearCase:
     cu_seqlens: tuple[int, ...] | None = None  # lengths
     state: bool = False
     return_state: bool = False
+    decay: Literal["none", "head", "block"] = "none"  # of each head, or also of each block or, with "causal", token
+    rule: Literal["add", "delta"] = "add"
+    directions: Literal["forward", "both"] = "forward"
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
     grad_layout: Literal["bhnd", "bnhd", "odd", "expanded"] = "bhnd"
     eps: float = 1e-6
@@ -534,6 +538,7 @@ class LinearInputs:
     case: LinearCase = field(default_factory=LinearCase)
     amplitude: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)  # as of Inputs
+    decay: Tensor | None = None
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
         """Return the norm, with these weights instead of the inputs' own, in their order."""
@@ -573,11 +578,15 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
         randn(case.batch, heads, num, width).to(case.dtype)
         for heads, num, width in ((h_q, num_q, case.head_dim), (h_k, num_k, case.head_dim), (h_k, num_k, v_dim))
     )
+    if case.rule == "delta":  # A of a block is at most about 1
+        k = k * (case.head_dim * case.block) ** -0.5
     grad = randn(case.batch, h_q, num_q, v_dim).to(device, case.dtype)
     gate = None
     if case.gate != "none":
         gate = torch.rand(case.batch, case.gate_heads, num_k, generator=generator).add(0.25)
         gate = torch.where(torch.rand(gate.shape, generator=generator) < 0.3, 0, gate)
+        if case.rule == "delta" and case.norm != "none":  # which undoes what the keys were multiplied by
+            gate = gate / (case.head_dim * case.block)
         if case.gate == "nan":
             out = (gate == 0).expand(-1, h_k, -1)[..., None]
             k, v = (torch.where(out, float("nan"), t) for t in (k, v))
@@ -601,8 +610,17 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     return LinearInputs(
         qkv, _strided(grad, case.grad_layout), omega, phase, positions if placed else None, gate, cu_seqlens,
         before if case.state else (), after if case.return_state else (), case, amplitude,
-        _make_weights(case.encoding, randn, device),
+        _make_weights(case.encoding, randn, device), _make_decay(case, num_k, device),
     )  # fmt: skip
+
+
+def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -> Tensor | None:
+    if case.decay == "none":
+        return None
+    heads = case.heads[1]
+    blocks = math.prod(case.shape) // case.block if case.mask == "block" else num_tokens
+    size = (heads,) if case.decay == "head" else (case.batch, heads, blocks)
+    return torch.rand(size, generator=torch.Generator().manual_seed(case.seed + 3)).mul(0.7).add(0.3).to(device)
 
 
 def _make_frequencies(
@@ -621,7 +639,7 @@ def _make_frequencies(
 
 
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
-    """(q, k, v, omega, phase, gate, state, weights) -> (o, state): what the case asks for, at its positions.
+    """(q, k, v, omega, phase, gate, state, weights, decay) -> (o, state): what the case asks for, at its positions.
 
     operands: what the reference rounds both sides of its products to, as the kernels do for inputs of 16 bits.
     """
@@ -634,6 +652,7 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
         gate: Any = None,
         state: Sequence[Tensor] = (),
         weights: Sequence[Tensor] | None = None,
+        decay: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm = inputs.norm(weights)
         phases = (None, phase) if case.phase == "k" and phase is not None else phase
@@ -641,22 +660,24 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
             "map": case.map, "act": case.act, "dim": case.dim, "pairs": case.pairs, "rotary_dim": case.rotary_dim,
             "order": case.order, "normalizer": case.normalizer, "is_causal": case.mask == "causal",
             "block": case.block if case.mask == "block" else None, "eps": case.eps, "impl": impl,
+            "rule": case.rule, "directions": case.directions,
         }  # fmt: skip
         if operands is not None:
             q, k, v = qkv
-            given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state))
+            given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state), decay=decay)
             sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
             own = LinearOptions(**options)
             if norm is not None:
                 own, own_weights = take_norm(own, norm, 2)
                 given = given._replace(weights=own_weights)
             call = validate_linear(own, given, sides)
-            o, *after = ATTEND.refer(call, Operands(q, k, v, gate, tuple(state)), operands)
+            o, *after = ATTEND.refer(call, Operands(q, k, v, gate, tuple(state), decay), operands)
             return o, tuple(after)
         before: Any = tuple(state) or None
         found: Any = linear_attention(
             *qkv, omega=omega, positions=inputs.positions, phase=phases, amplitude=inputs.amplitude, gate=gate,
-            cu_seqlens=inputs.cu_seqlens, state=before, return_state=case.return_state, norm=norm, **options,
+            cu_seqlens=inputs.cu_seqlens, state=before, return_state=case.return_state, norm=norm, decay=decay,
+            **options,
         )  # fmt: skip
         o, after = found if case.return_state else (found, ())
         return o, tuple(t for t in after if t is not None)
@@ -667,8 +688,8 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
 def run_linear(
     inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Forward and backward: o, dq, dk, dv; dgate of a float gate, domega, dphase; S, sums, dS, dsums of the states;
-    dweight0 and so on of a norm."""
+    """Forward and backward: o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the
+    states; dweight0 and so on of a norm."""
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
     wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
@@ -683,7 +704,8 @@ def run_linear(
     omega, phase = learn("domega", inputs.omega, frequencies), learn("dphase", inputs.phase, frequencies)
     state = [learn(f"d{name}", t) for name, t in zip(names, inputs.state, strict=False)]
     weights = [learn(f"d{name}", t) for name, t in inputs.weights.items()]
-    o, after = bind_linear(inputs, impl, operands)(qkv, omega, phase, gate, state, weights)
+    decay = learn("ddecay", inputs.decay)
+    o, after = bind_linear(inputs, impl, operands)(qkv, omega, phase, gate, state, weights, decay)
     after = after[: len(inputs.grad_state)]
     outputs = {"o": o, **dict(zip(names, after, strict=False))}
     grads = [inputs.grad, *inputs.grad_state]

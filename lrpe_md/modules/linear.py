@@ -3,17 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
-from ..engine.linear.call import Description, LinearOptions, NormalizerName, State
+from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
-from ..engine.linear.validate import Given, check_eps, check_normalizer
+from ..engine.linear.validate import Given, check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
 
-__all__ = ["LinearAttention", "attend_with"]
+__all__ = ["HeadDecay", "LinearAttention", "attend_with"]
+
+DecayName = Literal["retnet", "transnormer"]
+
+
+class HeadDecay(nn.Module):
+    """A decay of each head, for :class:`LinearAttention`: (H,), fixed or learned.
+
+    Args:
+        num_heads: number of key heads, H.
+        initial: "retnet", 1 − 2^(−5 − h), "transnormer", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
+        depth: index of the layer divided by the number of layers, for "transnormer": deeper layers forget less.
+        learnable: learn the logarithm of g / (1 − g), so that g stays in (0, 1). The named initial decays are then at
+            most 1 − 2⁻¹².
+
+    It stays float32 through ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
+    state_dict.
+
+    Source: RetNet (arXiv 2307.08621), TransNormerLLM (arXiv 2307.14995).
+    """
+
+    decay: Tensor
+    logit: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        initial: DecayName | Tensor = "retnet",
+        *,
+        depth: float = 0.0,
+        learnable: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.learnable, self.depth = num_heads, learnable, depth
+        self.name = "own" if isinstance(initial, Tensor) else initial
+        self.initial = _initial_decay(num_heads, initial, depth)
+        if learnable:
+            if isinstance(initial, Tensor) and (self.initial == 1).any():
+                raise ValueError("initial: expected decays below 1 with learnable=True, which sigmoid reaches, got 1")
+            self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
+        else:
+            self.register_buffer("decay", self._value().to(device or torch.get_default_device()), persistent=False)
+
+    def _value(self) -> Tensor:
+        if not self.learnable:
+            return self.initial.float()
+        return self.initial.clamp_max(1 - 2.0**-12).logit().float()
+
+    def reset_parameters(self) -> None:
+        """Set the decay to its initial value, in place."""
+        with torch.no_grad():
+            (self.logit if self.learnable else self.decay).copy_(self._value())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        def exact(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        was_meta = (self.logit if self.learnable else self.decay).is_meta
+        super()._apply(exact, recurse)
+        if was_meta and not (self.logit if self.learnable else self.decay).is_meta:
+            self.reset_parameters()
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """List the parameters that an optimiser should not decay."""
+        return {name for name, _ in self.named_parameters(recurse=False)}
+
+    def forward(self) -> Tensor:
+        """Return the decay (H,)."""
+        return self.logit.sigmoid() if self.learnable else self.decay
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, initial={self.name!r}, learnable={self.learnable}"
+
+
+def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) -> Tensor:
+    if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
+        raise ValueError(f"num_heads: expected an integer of at least 1, got {num_heads!r}")
+    if isinstance(initial, Tensor):
+        values = initial.detach().to("cpu", torch.float64)
+        if values.shape != (num_heads,):
+            raise ValueError(f"initial: expected ({num_heads},), a decay of each head, got {tuple(values.shape)}")
+        check_decay_range(values)
+        return values
+    if initial not in get_args(DecayName):
+        raise ValueError(f"initial: expected one of {get_args(DecayName)} or a tensor (H,), got {initial!r}")
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth: expected a layer's index divided by the number of layers, got {depth!r}")
+    head = torch.arange(num_heads, dtype=torch.float64, device="cpu")
+    if initial == "retnet":
+        return 1 - 2.0 ** (-5 - head)
+    return (-8 * head / num_heads * (1 - depth)).exp()
 
 
 class LinearAttention(nn.Module):
@@ -27,7 +121,8 @@ class LinearAttention(nn.Module):
             ``encoding(q, k, positions=positions)`` and gives q̂ and k̂, which are then in memory; with "unrotated"
             its ``act`` and ``dim`` (default: none) say what q̄ and k̄ are, and all but the encoding runs in plain torch.
             A norm comes before such an encoding, in plain torch.
-        normalizer, eps: see :func:`lrpe_md.linear_attention`.
+        normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
+        decay: a :class:`HeadDecay`, or another module that returns a decay; None: no decay, unless forward gets one.
 
     Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v).
 
@@ -41,13 +136,29 @@ class LinearAttention(nn.Module):
         *,
         normalizer: NormalizerName = "unrotated",
         eps: float = 1e-6,
+        decay: nn.Module | None = None,
+        rule: Rule = "add",
+        directions: Directions = "forward",
     ) -> None:
         super().__init__()
+        check_rule(rule, directions)
+        if decay is not None and not isinstance(decay, nn.Module):
+            raise TypeError(
+                f"decay: expected a HeadDecay or another module, got {type(decay).__name__}; pass a tensor to forward"
+            )
         check_normalizer(normalizer, "relu" if encoding is None else getattr(encoding, "act", "none"))
         check_eps(eps)
         self.encoding = encoding
         self.normalizer: NormalizerName = normalizer
         self.eps = eps
+        self.decay = decay
+        self.rule: Rule = rule
+        self.directions: Directions = directions
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load a pickle, also of version 0.2, which has no decay."""
+        super().__setstate__({"rule": "add", "directions": "forward", **state})
+        self._modules.setdefault("decay", None)
 
     def forward(
         self,
@@ -62,23 +173,30 @@ class LinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: State | tuple[Tensor] | None = None,
         return_state: bool = False,
+        decay: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:
         """o (B, H_q, N, D_v) in q's dtype, or (o, state); the arguments are those of :func:`lrpe_md.linear_attention`.
 
-        Differentiable with respect to q, k, v, gate, state, the norm's weights and what the encoding learns.
+        A decay that is passed takes the place of the module's own. Differentiable with respect to q, k, v, gate, state,
+        decay, the norm's weights and what the encoding and the decay learn.
 
         Raises:
             ValueError, TypeError: what does not fit, before anything is launched.
         """
+        if decay is None and self.decay is not None:
+            decay = self.decay()
         return attend_with(
             self.encoding, q, k, v, positions, normalizer=self.normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=self.eps, norm=norm,
+            cu_seqlens=cu_seqlens, state=state, return_state=return_state, decay=decay, rule=self.rule,
+            directions=self.directions, eps=self.eps, norm=norm,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         encoding = "" if isinstance(self.encoding, nn.Module) else f"encoding={self.encoding!r}, "
-        return f"{encoding}normalizer={self.normalizer!r}, eps={self.eps:g}"
+        memory = "" if self.rule == "add" else f", rule={self.rule!r}"
+        memory += "" if self.directions == "forward" else f", directions={self.directions!r}"
+        return f"{encoding}normalizer={self.normalizer!r}, eps={self.eps:g}{memory}"
 
 
 def attend_with(
@@ -95,6 +213,9 @@ def attend_with(
     cu_seqlens: Tensor | None = None,
     state: State | tuple[Tensor] | None = None,
     return_state: bool = False,
+    decay: Tensor | None = None,
+    rule: Rule = "add",
+    directions: Directions = "forward",
     eps: float = 1e-6,
     norm: Norm | None = None,
 ) -> Any:
@@ -104,15 +225,17 @@ def attend_with(
     if encoding is not None and not getattr(encoding, "describes", False):
         options = LinearOptions(
             None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
-            is_causal=is_causal, block=block, eps=eps, return_state=return_state,
+            is_causal=is_causal, block=block, eps=eps, return_state=return_state, rule=rule, directions=directions,
         )  # fmt: skip
-        return run_encoded(options, Given(q, k, v, gate, cu_seqlens, as_state(state)), call, positions, norm)
+        given = Given(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
+        return run_encoded(options, given, call, positions, norm)
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
         own = own if norm is None else own._replace(norm=norm)
         return linear_attention(
             q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
-            cu_seqlens=cu_seqlens, state=state, return_state=return_state, eps=eps, **own._asdict(),
+            cu_seqlens=cu_seqlens, state=state, return_state=return_state, decay=decay, rule=rule,
+            directions=directions, eps=eps, **own._asdict(),
         )  # fmt: skip
 
     if encoding is None:

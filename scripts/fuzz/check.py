@@ -110,7 +110,7 @@ def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> 
     if c.normalizer == "none":
         return ambiguous
     z = exact["z"]
-    if c.normalizer == "unrotated":  # a sum of non-negative terms has a small relative error
+    if c.normalizer == "unrotated" and c.rule == "add":  # a sum of non-negative terms has a small relative error
         return ambiguous | ((z > c.eps / 2) & (z < 2 * c.eps))
     for _ in range(SAMPLES):
         error = (run_formula(c, no_grads, rounding)["z"] - z).abs()

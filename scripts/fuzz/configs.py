@@ -135,6 +135,10 @@ class LinearConfig(Config):
     state: bool = False
     return_state: bool = False
     gradient_of: str = "both"  # | "o" | "state"
+    decay: str = "none"  # | "heads" | "one": of all heads | "blocks" of each head | "shared" by samples and heads
+    decay_dtype: str = "float32"
+    rule: str = "add"
+    directions: str = "forward"
     eps: float = 1e-6
     cut: str = "own"  # how programs divide the tokens; see patch_cuts() in run.py
 
@@ -142,6 +146,27 @@ class LinearConfig(Config):
     def tokens(self) -> tuple[int, int]:
         q, k = self.place_q, self.place_k
         return (q.num_tokens, k.num_tokens) if q and k else self.num_tokens
+
+    @property
+    def forgets(self) -> bool:
+        """Return whether the state is not just a sum."""
+        return (self.decay, self.rule, self.directions) != ("none", "add", "forward")
+
+    @property
+    def has_kernels(self) -> bool:
+        """Return whether kernels exist: for no decay of packed sequences, and of single tokens with is_causal alone."""
+        return not self.forgets or (self.lengths is None and (self.mask == "causal" or self.block > 1))
+
+    def count_blocks(self) -> int:
+        """Count the blocks between prefix and suffix, with a causal mask the tokens."""
+        num_tokens, place = self.tokens[0], self.place_q
+        if self.mask == "causal":
+            return num_tokens
+        if place is None:
+            return num_tokens // self.block
+        start = place.start - place.prefix
+        rows = math.prod(place.shape)
+        return (min(start + num_tokens, rows) - min(max(start, 0), rows)) // self.block if start + num_tokens > 0 else 0
 
     @property
     def features(self) -> int:

@@ -182,7 +182,24 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
         c = replace(c, layout="dense")
     state = f.random() < 0.35
     kept = f.random() < 0.35
-    return replace(c, state=state, return_state=kept, gradient_of=pick(f, "both", "o", "state") if kept else "both")
+    c = replace(c, state=state, return_state=kept, gradient_of=pick(f, "both", "o", "state") if kept else "both")
+    return draw_memory(d, c) if mask != "full" and v.random() < 0.5 else c
+
+
+def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
+    """Draw a decay, the delta rule and the directions."""
+    v = d.variant
+    c = replace(
+        c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype)
+    )
+    if c.mask == "block" and v.random() < 0.3:
+        c = replace(c, directions="both", state=False, return_state=False, gradient_of="both")
+    if c.mask != "block" or c.block == 1 or v.random() < 0.5:
+        return c
+    delta = replace(c, rule="delta", gate=c.gate if c.gate not in ("none", "bool") else "float")
+    rows = (1 << (c.v_dim - 1).bit_length()) + c.features
+    itemsize = 2 if c.dtype.endswith("16") else 4
+    return c if d.limits.compiled and rows * c.features * itemsize > 2 * 32768 else delta
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:

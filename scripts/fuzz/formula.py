@@ -3,6 +3,7 @@
     Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c] on the grid, 0 for prefix and suffix        x̄ = act(norm(x))
     cosine   [x̄ cos Θ, x̄ sin Θ]           rotate   (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ)
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
+    with a memory that forgets, block by block: S_f = g_f (I − [delta] Σ β k̂ k̂ᵀ) S_{f−1} + Σ β k̂ vᵀ
 
 It follows the documentation rather than the reference implementation, and autograd differentiates it. A
 :class:`Rounding` adds random errors to the steps after which an implementation may round; check.py measures what they
@@ -191,10 +192,15 @@ def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str,
 # --- linear attention -----------------------------------------------------------------------------------------------
 
 
+def number_blocks(c: LinearConfig, where: Where) -> Tensor:
+    """Return the block of each token; prefix and suffix are separate blocks."""
+    return torch.where(where.part == 1, where.index.clamp_min(0) // c.block, torch.where(where.part == 0, -1, 1 << 40))
+
+
 def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
     """Return whether a query sees a key, (N_q, N_k)."""
-    if c.mask == "block":  # prefix and suffix are separate blocks
-        number = torch.where(k.part == 1, k.index.clamp_min(0) // c.block, torch.where(k.part == 0, -1, 1 << 40))
+    if c.mask == "block":
+        number = number_blocks(c, k)
         return number[:, None] >= number
     if c.mask == "causal":
         order = torch.arange(len(k.part), device=sequence.device)
@@ -207,23 +213,50 @@ def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
     """Return o, the state after the last token (S, sums) and, with a normaliser, z."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
-    heads = q.shape[1]
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
     if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
     q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
     k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
+    keys = Keys(k_hat, k_bar if c.normalizer == "unrotated" else k_hat, beta)
     k_bar, k_hat = beta * k_bar, beta * k_hat
     # Each is used twice, and the gradients may be rounded before they are summed.
     feature_q, feature_k = (q_bar, k_bar) if c.normalizer == "unrotated" else (q_hat, k_hat)
     feature_q, feature_k = r.perturb(feature_q), r.perturb(feature_k)
     q_hat, k_hat, v = r.perturb(q_hat, "operand"), r.perturb(k_hat, "operand"), r.perturb(v, "operand")
-    packed = c.lengths is not None
     lengths = torch.tensor(c.lengths or (k.shape[2],), device=q.device)
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
-    member = torch.nn.functional.one_hot(sequence, len(lengths)).to(q.dtype).T  # (sequences, N_k)
-    own_S = torch.einsum("bhne,bhnv,sn->sbhev", k_hat, v, member)
-    own_sums = torch.einsum("bhne,sn->sbhe", feature_k, member)
+    if c.forgets and c.mask == "block":
+        found = recur(c, t, (q_hat, feature_q), keys, v, wheres[0], r)
+    else:
+        found = sum_pairs(c, t, (q_hat, feature_q), (k_hat, feature_k, v), wheres, sequence, r)
+    rows, z, after_S, after_sums = found
+    if c.normalizer == "none":
+        return {"o": r.perturb(rows), "S": after_S}
+    if c.normalizer == "unrotated":
+        o = rows / torch.where(z > c.eps, z, c.eps)
+    else:
+        small = z.abs() < c.eps
+        o = torch.where(small, 0, rows / torch.where(small, 1, z))
+    return {"o": r.perturb(o), "S": after_S, "sums": after_sums, "z": z}
+
+
+Found = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, z, and the state after the last token
+
+
+def sum_pairs(
+    c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Any, wheres: tuple[Where, Where], sequence: Tensor,
+    r: Rounding,
+) -> Found:  # fmt: skip
+    """Sum over pairs of tokens, (N_q, N_k)."""
+    (q_hat, feature_q), (k_hat, feature_k, v), packed = queries, keys, c.lengths is not None
+    heads, num_seqs = q_hat.shape[1], len(c.lengths or (0,))
+    member = torch.nn.functional.one_hot(sequence, num_seqs).to(q_hat.dtype).T  # (sequences, N_k)
+    mask = make_mask(c, *wheres, sequence)
+    one = q_hat.new_ones(1, 1, 1, 1)
+    fade = fade_tokens(t, mask, member, sequence, r) if c.forgets else Fade(one, one, one, one[0])
+    own_S = torch.einsum("bhne,bhnv,sn->sbhev", fade.to_end * k_hat, v, member)
+    own_sums = torch.einsum("bhne,sn->sbhe", fade.to_end * feature_k, member)
     S, sums = (
         t[n].unsqueeze(int(packed)) if n in t else torch.zeros_like(own)
         for n, own in (("S", own_S), ("sums", own_sums))
@@ -233,23 +266,119 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
         """Multiply queries by the state of their sequence."""
         of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
         products = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
-        return torch.stack(products).sum(0)
+        return share(fade.from_start, heads) * torch.stack(products).sum(0)
 
-    mask = make_mask(c, *wheres, sequence)
-    weights = r.perturb(torch.where(mask, q_hat @ share(k_hat, heads).mT, 0), "operand")
+    between = share(fade.between, heads)
+    weights = r.perturb(torch.where(mask, (q_hat @ share(k_hat, heads).mT) * between, 0), "operand")
     rows = weights @ share(v, heads) + read_state(q_hat, r.perturb(S, "operand"))
     if r.arithmetic:  # rounding of implementations that sum the state over the keys that a query sees
         seen = mask.sum(-1, keepdim=True) / max(mask.shape[1], 1)
         rows = rows + seen * read_state(q_hat, r.perturb(own_S, "operand") - own_S)
     rows = r.perturb(rows, "exact", "operand")
-    after_S, after_sums = (r.perturb(x + own).squeeze(int(packed)) for x, own in ((S, own_S), (sums, own_sums)))
-    if c.normalizer == "none":
-        return {"o": r.perturb(rows), "S": after_S}
-    z = torch.where(mask, feature_q @ share(feature_k, heads).mT, 0).sum(-1, keepdim=True)
+    after_S, after_sums = (
+        r.perturb(fade.whole.reshape(*fade.whole.shape, *(1,) * (x.ndim - 3)) * x + own).squeeze(int(packed))
+        for x, own in ((S, own_S), (sums, own_sums))
+    )  # fmt: skip
+    z = torch.where(mask, (feature_q @ share(feature_k, heads).mT) * between, 0).sum(-1, keepdim=True)
     z = r.perturb(z + read_state(feature_q, sums[..., None]))
-    if c.normalizer == "unrotated":
-        o = rows / torch.where(z > c.eps, z, c.eps)
-    else:
-        small = z.abs() < c.eps
-        o = torch.where(small, 0, rows / torch.where(small, 1, z))
-    return {"o": r.perturb(o), "S": after_S, "sums": after_sums, "z": z}
+    return rows, z, after_S, after_sums
+
+
+class Fade(NamedTuple):
+    """Products of the tokens' decays."""
+
+    between: Tensor  # (B, H, N_q, N_k): behind a key, up to a query
+    from_start: Tensor  # (B, H, N, 1): up to a token of its sequence
+    to_end: Tensor  # (B, H, N, 1): behind it
+    whole: Tensor  # (sequences, B, H): of a sequence
+
+
+def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Tensor, r: Rounding) -> Fade:
+    decay = t["decay"][None, :, None] if t["decay"].ndim == 1 else t["decay"]
+    logs = decay.log().expand(-1, -1, len(sequence))
+    upto = logs.cumsum(-1)
+    total = torch.einsum("bhn,sn->sbh", logs, member)
+    ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # behind the sequence of each token
+    begins = ends - total.movedim(0, -1)[..., sequence]
+    between = torch.where(mask, upto[..., :, None] - upto[..., None, :], 0).exp()
+    exponents = (upto - begins)[..., None], (ends - upto)[..., None], total
+    return Fade(*(r.perturb(x) for x in (between, *(x.exp() for x in exponents))))
+
+
+class Keys(NamedTuple):
+    """k̂, what the normaliser sums of the keys, and β."""
+
+    hat: Tensor
+    feature: Tensor
+    beta: Tensor
+
+
+class Block(NamedTuple):
+    """Tokens that enter the memory together."""
+
+    begin: int
+    end: int
+    number: int | None  # of its decay; None: it has none
+
+
+def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
+    number = number_blocks(c, where)
+    values, counts = number.unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    on_grid = (values >= 0) & (values < 1 << 40)
+    order = on_grid.long().cumsum(0) - 1
+    rows = zip((ends - counts).tolist(), ends.tolist(), order.tolist(), on_grid.tolist(), strict=True)
+    return [Block(begin, end, n if inside else None) for begin, end, n, inside in rows]
+
+
+def recur(
+    c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Keys, v: Tensor, where: Where, r: Rounding
+) -> Found:  # fmt: skip
+    """Go from block to block."""
+    (q_hat, feature_q), heads = queries, queries[0].shape[1]
+    batch, key_heads = v.shape[:2]
+    blocks = list_blocks(c, where)
+    decay = t.get("decay")
+    if decay is not None:
+        decay = decay[None, :, None] if decay.ndim == 1 else decay
+
+    def zeros() -> tuple[Tensor, Tensor]:
+        S = q_hat.new_zeros(batch, key_heads, keys.hat.shape[3], v.shape[3])
+        return S, q_hat.new_zeros(batch, key_heads, keys.feature.shape[3], 1)
+
+    def enter(state: tuple[Tensor, Tensor], block: Block) -> tuple[Tensor, Tensor]:
+        here = slice(block.begin, block.end)
+        g: Any = 1.0
+        if decay is not None and block.number is not None:
+            at = min(block.number, decay.shape[2] - 1)
+            g = decay[:, :, at, None, None]
+        found = []
+        for old, x, y in zip(state, (keys.hat, keys.feature), (v, torch.ones_like(v[..., :1])), strict=True):
+            x, y = x[:, :, here], y[:, :, here]
+            beta = keys.beta[:, :, here]
+            weighted = r.perturb(r.perturb(beta * x, "operand"))
+            if c.rule == "delta":
+                A = r.perturb(weighted.mT @ r.perturb(x, "operand"), "arithmetic", "operand")
+                old = old - r.perturb(A @ old)
+            new = r.perturb(weighted.mT @ y, "arithmetic", "operand")
+            found.append(r.perturb(g * old + new))
+        return found[0], found[1]
+
+    state = zeros()
+    if "S" in t:
+        state = t["S"], t["sums"][..., None] if "sums" in t else state[1]
+    seen = []
+    for block in blocks:
+        state = enter(state, block)
+        seen.append(state)
+    if c.directions == "both":
+        later = zeros()
+        for i in reversed(range(len(blocks))):
+            seen[i], later = tuple(a + b for a, b in zip(seen[i], later, strict=True)), enter(later, blocks[i])
+    rows, z = [q_hat[:, :, :0, :1] * v.new_zeros(v.shape[3])], [feature_q[:, :, :0, :1]]
+    for block, (S, sums) in zip(blocks, seen, strict=True):
+        here = slice(block.begin, block.end)
+        rows.append(q_hat[:, :, here] @ share(r.perturb(S, "operand"), heads))
+        z.append(feature_q[:, :, here] @ share(sums, heads))
+    rows, z = r.perturb(torch.cat(rows, 2), "exact", "operand"), r.perturb(torch.cat(z, 2))
+    return rows, z, state[0], state[1][..., 0]

@@ -51,11 +51,17 @@ def make_linear(c: LinearConfig, device: Any) -> Inputs:
         if c.gate != "float":
             closed = draws.uniform(*gate.shape) < (2 if c.gate == "closed" else 0.4)
             gate = torch.where(closed, 0, gate)
+        if c.rule == "delta":  # otherwise states grow
+            gate = gate / (8 * c.head_dim * c.block)
         if c.gate == "nan":
             out = (gate == 0).to(device)[..., None].expand(-1, key_heads, -1, -1)
             t["k"], t["v"] = (arrange(torch.where(out, float("nan"), x), c.layout) for x in (k, v))
         gate = gate > 0 if c.gate == "bool" else gate.to(getattr(torch, c.gate_dtype))
         t["gate"] = draws.table(gate)
+    if c.decay != "none":
+        blocks = c.count_blocks()
+        size = {"heads": (key_heads,), "one": (1,), "shared": (1, 1, blocks)}.get(c.decay, (c.batch, key_heads, blocks))
+        t["decay"] = draws.table((1 - draws.uniform(*size) * 0.7).to(getattr(torch, c.decay_dtype)))
     batch, wide = len(c.lengths) if c.lengths else c.batch, torch.float64 if c.dtype == "float64" else torch.float32
     sizes: dict[str, tuple[int, ...]] = {"S": (batch, key_heads, c.features, c.v_dim)}
     if c.normalizer != "none":
@@ -144,11 +150,12 @@ def call_linear(c: LinearConfig, inputs: Inputs, t: Named, impl: str) -> Named:
         ends = torch.tensor([0, *c.lengths]).cumsum(0)
         cu_seqlens = pad(ends.to(t["q"].device, getattr(torch, c.cu_dtype)))
     function: Any = linear_attention
+    impl = impl if c.has_kernels else "auto"
     result: Any = function(
         t["q"], t["k"], t["v"], map=c.map, positions=inputs.positions, normalizer=c.normalizer, gate=t.get("gate"),
         is_causal=c.mask == "causal", block=c.block if c.mask == "block" else None, cu_seqlens=cu_seqlens,
         state=(t["S"], t.get("sums")) if c.state else None, return_state=c.return_state, eps=c.eps, impl=impl,
-        **make_common_options(c, t),
+        decay=t.get("decay"), rule=c.rule, directions=c.directions, **make_common_options(c, t),
     )  # fmt: skip
     if not c.return_state:
         return {"o": result}

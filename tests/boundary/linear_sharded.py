@@ -104,6 +104,28 @@ def linear_batch_and_heads(mesh, impl):
 
 
 @case
+def linear_memory(mesh, impl):
+    """Shard batch and heads of a memory that forgets; sharded tokens are refused."""
+    frames = {"positions": Grid((4, 3), prefix=1, suffix=2), "block": 3}
+    for options, blocks in (
+        ({**frames, "rule": "delta"}, 4),
+        (frames, 4),
+        ({"positions": GRID, "is_causal": True}, 15),
+    ):
+        for batch, p in ((3, BATCH), (2, HEADS)):
+            where = dict.fromkeys((*QKV, "gate"), p) if p == BATCH else dict.fromkeys(QKV, p)
+            for size in ((2,), (batch, 2, blocks), (1, 1, blocks)):
+                tensors = inputs(mesh, batch=batch)
+                tensors |= {"k": tensors["k"] * 0.2, "decay": normal(mesh, *size).sigmoid()}
+                close_enough(mesh, tensors, where, **options)
+    where = {"q": HEADS, "k": ALL, "v": ALL, "decay": ALL}
+    tensors = inputs(mesh, key_heads=1) | {"decay": normal(mesh, 1).sigmoid()}
+    close_enough(mesh, tensors, where, **frames)
+    with pytest.raises(ValueError, match="expected all tokens on each rank with a decay"):
+        close_enough(mesh, tensors, dict.fromkeys(QKV, TOKENS), **frames)
+
+
+@case
 def linear_tokens(mesh, impl):
     """Shard tokens unevenly: the state needs one all-reduce, causal masks the sum over earlier ranks."""
     tensors = inputs(mesh)

@@ -39,7 +39,7 @@ class Launcher(SimpleNamespace):
 
     def backward(self, call, grads, operands, saved, needs, outs=()):
         self.seen.append("backward")
-        _, k, v, _, _ = operands
+        _, k, v, *_ = operands
         sequences = k.shape[0] if call.cu_seqlens is None else len(call.cu_seqlens) - 1
         size = (sequences, k.shape[1], call.spec.out_dim(k.shape[3]), v.shape[3])
         assert [t.shape for t in saved] == [torch.Size(size)]
@@ -53,7 +53,8 @@ def launcher(monkeypatch, device):
     if device == "cuda":
         return None
     stub = Launcher(seen=[])
-    monkeypatch.setitem(ATTEND.launchers, "head", stub)
+    for memory in ("sum", "add", "delta", "add both", "delta both"):
+        monkeypatch.setitem(ATTEND.launchers, memory, stub)
     return stub
 
 
@@ -88,7 +89,7 @@ def example(map, device, dtype=torch.float64, **changes):
     assert inputs.gate is not None
     given = {  # a gate of 0 has no derivative
         "omega": inputs.omega, "phase": inputs.phase, "gate": inputs.gate + 0.5,
-        **dict(zip(("S", "sums"), inputs.state, strict=False)),
+        **dict(zip(("S", "sums"), inputs.state, strict=False)), "decay": inputs.decay,
     }  # fmt: skip
     given = {name: t for name, t in given.items() if t is not None}
     names = list(given)
@@ -97,7 +98,7 @@ def example(map, device, dtype=torch.float64, **changes):
         found = dict(zip(names, others, strict=True))
         state = [found[name] for name in ("S", "sums") if name in found]
         o, after = bind_linear(inputs, impl)(
-            (q, k, v), found.get("omega"), found.get("phase"), found.get("gate"), state
+            (q, k, v), found.get("omega"), found.get("phase"), found.get("gate"), state, decay=found.get("decay")
         )  # fmt: skip
         return (o, *after)
 
@@ -110,6 +111,9 @@ FULL, CAUSAL, PACKED = {"mask": "full"}, {"mask": "causal"}, {"cu_seqlens": (2, 
 MASKS = [
     FULL, CAUSAL, {"mask": "block", "block": 3}, PACKED,
     {"mask": "causal", "cu_seqlens": (2, 0, 5)}, {"normalizer": "none", "phase": "k"},
+    {"mask": "block", "block": 3, "decay": "block", "rule": "delta", "normalizer": "none"},
+    {"mask": "causal", "decay": "head"},
+    {"mask": "block", "block": 3, "decay": "head", "directions": "both", "state": False, "return_state": False},
 ]  # fmt: skip
 
 
@@ -350,9 +354,9 @@ def operator_call(case, device):
     phase = (None, inputs.phase) if case.phase == "k" else inputs.phase
     options = LinearOptions(
         case.map, case.act, rotary_dim=case.rotary_dim, normalizer=case.normalizer, is_causal=case.mask == "causal",
-        block=case.block if case.mask == "block" else None,
+        block=case.block if case.mask == "block" else None, rule=case.rule, directions=case.directions,
     )  # fmt: skip
-    given = Given(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state)
+    given = Given(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state, decay=inputs.decay)
     return inputs, validate_linear(options, given, Sides(inputs.omega, inputs.positions, phase))
 
 
@@ -362,27 +366,31 @@ OPERATOR_CASES = [
     LinearCase(None, batch=1, mask="causal", cu_seqlens=(3, 0, 13), normalizer="none", state=True, return_state=True),
     LinearCase("rotate", k_shape=(2, 2), gate="bool", normalizer="none", act="silu"),
     LinearCase(rotary_dim=6, normalizer="encoded", act="softplus", state=True, return_state=True),
+    LinearCase("rotate", mask="block", block=5, decay="block", rule="delta", state=True, return_state=True),
+    LinearCase(mask="block", block=5, directions="both", gate="float"),
+    LinearCase(mask="causal", decay="head"),
 ]
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_opcheck(case, device):
     inputs, call = operator_call(case, device)
-    args = (*inputs.qkv, inputs.gate, list(inputs.state), *ATTEND.flatten(call))
+    args = (*inputs.qkv, inputs.gate, inputs.decay, list(inputs.state), *ATTEND.flatten(call))
     out = torch.ops.lrpe_md.linear_forward(*args, case.return_state, False)
     assert len(out) == 1 + len(inputs.grad_state)
     torch.library.opcheck(torch.ops.lrpe_md.linear_forward.default, (*args, case.return_state, False))
     grads = [torch.randn_like(t) for t in out]
-    q, k, v, gate, state, *rest = args
+    q, k, v, gate, decay, state, *rest = args
     floats = gate is not None and gate.is_floating_point()
     for needed in (False, True):
         needs = LinearNeeds(
             needed and floats, needed and case.map is not None, needed and call.q_tables.phase is not None,
             needed and call.k_tables.phase is not None, state=needed and bool(state),
+            decay=needed and decay is not None,
         )  # fmt: skip
-        args = (grads, q, k, v, gate, state, [], *rest, *needs)
+        args = (grads, q, k, v, gate, decay, state, [], *rest, *needs)
         found = torch.ops.lrpe_md.linear_backward(*args)
-        assert len(found) == 3 + sum(needs[:4]) + needs.state * len(state)
+        assert len(found) == 3 + sum(needs[:4]) + needs.state * len(state) + needs.decay
         torch.library.opcheck(torch.ops.lrpe_md.linear_backward.default, args)
 
 

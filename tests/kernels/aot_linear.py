@@ -19,6 +19,7 @@ import triton
 from lrpe_md.engine import kernels
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.linear import launch as linear_launch
+from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as plans
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import Given, validate_linear
@@ -33,7 +34,11 @@ READ = {
     "causal": CAUSAL,
     "raw": replace(CAUSAL, map=None, act="none"),
 }
+MEMORY = LinearCase("rotate", dtype=BF16, head_dim=112, mask="block", block=5, decay="block")
 FEW = [  # cases that cover every kernel
+    MEMORY,
+    replace(MEMORY, rule="delta", gate="float", prefix=2, state=True),
+    LinearCase("rotate", (700,), dtype=BF16, head_dim=64, mask="causal", decay="head", state=True),
     LinearCase(dtype=BF16, head_dim=64, heads=(2, 2)),
     LinearCase(dtype=BF16, head_dim=72, heads=(2, 2)),
     LinearCase("rotate", dtype=BF16, head_dim=64, mask="causal", gate="float", phase="both", act="softplus"),
@@ -42,6 +47,11 @@ FEW = [  # cases that cover every kernel
 ]
 CASES = [
     *FEW,
+    LinearCase(dtype=BF16, head_dim=64, mask="block", block=5, rule="delta", directions="both", normalizer="encoded"),
+    LinearCase(None, mask="block", block=5, rule="delta", decay="head", normalizer="none", heads=(2, 2)),
+    LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=32, mask="block", block=5, rule="delta", norm="rms"),
+    LinearCase(None, (700,), dtype=BF16, heads=(2, 2), mask="causal", decay="block", normalizer="encoded"),
+    LinearCase(shape=(700,), head_dim=72, mask="causal", decay="block", gate="float"),
     LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),
     LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=slice(4, 36), pairs="interleaved", phase="k", gate="bool"),
     LinearCase(mask="causal", cu_seqlens=(9, 7), batch=1, normalizer="encoded", act="sigmoid", state=True),
@@ -65,21 +75,23 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
     phases = (None, inputs.phase) if case.phase == "k" else inputs.phase
     options = LinearOptions(
         case.map, case.act, case.dim, case.pairs, case.rotary_dim, case.order, case.normalizer, case.mask == "causal",
-        case.block or None, case.eps, case.return_state, "triton",
+        case.block or None, case.eps, case.return_state, "triton", rule=case.rule, directions=case.directions,
     )  # fmt: skip
     q, k, v = inputs.qkv
     state = tuple(inputs.state)
-    given = Given(q, k, v, inputs.gate, inputs.cu_seqlens, state)
+    given = Given(q, k, v, inputs.gate, inputs.cu_seqlens, state, decay=inputs.decay)
     norm = inputs.norm()
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
         given = given._replace(weights=weights)
     call = validate_linear(options, given, Sides(inputs.omega, inputs.positions, phases, inputs.amplitude))
-    operands = Operands(q, k, v, inputs.gate, state)
+    operands = Operands(q, k, v, inputs.gate, state, inputs.decay)
     mapped = case.map is not None
     needs = LinearNeeds(
-        case.gate == "float", mapped, False, mapped and case.phase != "none", bool(inputs.weights), case.state
+        case.gate == "float", mapped, False, mapped and case.phase != "none", bool(inputs.weights), case.state,
+        inputs.decay is not None,
     )  # fmt: skip
+    launcher: Any = launch_memory if call.attention.forgets else linear_launch
     names = [name for name in kernels.__all__ if name.startswith("linear")]
     saved = {name: getattr(kernels, name) for name in names}
     recorders = {name: aot.Recorder(fn) for name, fn in saved.items()}
@@ -89,8 +101,8 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
     try:
         for name, recorder in recorders.items():
             setattr(kernels, name, recorder)
-        linear_launch.forward(call, operands, case.return_state, False)
-        linear_launch.backward(call, [inputs.grad], operands, [], needs)
+        launcher.forward(call, operands, case.return_state, False)
+        launcher.backward(call, [inputs.grad], operands, [], needs)
     finally:
         linear_launch.reduce_partial, plans.ONE_PASS = reduce, longest
         linear_launch.reduce_weights = reduce_weights

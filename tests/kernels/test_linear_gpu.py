@@ -43,6 +43,25 @@ def test_masks(shape, name, changes, dtype):
     assert not check_linear(LinearCase(name, shape, dtype=dtype, **changes), "auto", "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 112])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"decay": "block"}, {"decay": "block", "rule": "delta", "gate": "float", "prefix": 3, "state": True},
+        {"decay": "head", "rule": "delta", "directions": "both", "normalizer": "none"},
+        {"decay": "block", "mask": "causal", "act": "softplus"},
+        {"decay": "head", "mask": "causal", "normalizer": "none", "state": True, "return_state": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(5, 40), (3, 920)], ids=str)
+def test_memory(shape, changes, head_dim, dtype):
+    changes = {"mask": "block", "block": shape[1], **REAL, "head_dim": head_dim, **changes}
+    changes["block"] = shape[1] if changes["mask"] == "block" else 0
+    assert not check_linear(LinearCase("rotate", shape, dtype=dtype, **changes), "auto", "cuda")
+
+
 KINDS_OF_POSITIONS = (
     {}, {"scale": (2.5, 0.5)}, {"origin": "by_sample"}, {"coords": "shared"}, {"coords": "by_sample", "masked": True},
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_linear, testing
+from lrpe_md import Coordinates, Grid, geometric_theta, linear_attention, reference_linear, reference_products, testing
 from lrpe_md.testing import LinearCase, bind_linear, check_linear, make_linear_inputs, run_linear
 
 ACTIVATIONS = {
@@ -418,14 +418,14 @@ def test_autocast_and_precision_settings_have_no_effect(dtype, mask):
 def test_products_are_formed_in_ieee(monkeypatch):
     """Check the setting at the product itself, since many CPUs have no other precision."""
     seen = []
-    rounded = reference_linear._rounded
+    rounded = reference_products._rounded
 
     def watch(t, dtype):
         seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
         seen.append(torch.is_autocast_enabled("cpu"))
         return rounded(t, dtype)
 
-    monkeypatch.setattr(reference_linear, "_rounded", watch)
+    monkeypatch.setattr(reference_products, "_rounded", watch)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
@@ -446,7 +446,7 @@ def test_rounded_operands():
 
     a.requires_grad_()
     b.requires_grad_()
-    y = reference_linear.product(a, b, torch.bfloat16)
+    y = reference_products.product(a, b, torch.bfloat16)
     assert torch.equal(y, low(a) @ low(b))
     assert not torch.equal(y, a @ b)
     da, db = torch.autograd.grad(y, (a, b), g)

@@ -334,6 +334,11 @@ class Variant(NamedTuple):
     one_side: bool = False  # of q and k, which have positions and phase in common
     has_no_gqa: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
+    memory: str = "sum"  # | "add", with a decay | "delta": see kernels/memory.py
+    width: int = 0  # of a row of a state, in tiles of block_c
+    num_scans: int = 1  # 2 in both directions
+    adds_first: bool = False  # a scan of gradients
+    need_ddecay: bool = False
     queries: Variant | None = None  # of q's side, in a kernel that takes both sides; None: the same as of k's
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -213,6 +214,7 @@ class Operator(ABC):
     """
 
     num_rows = 0  # so many of the inputs; 0: all
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # of a call
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
@@ -226,7 +228,7 @@ class Operator(ABC):
         """
         *given, kept = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
-        self.launchers: dict[str, Any] = {}  # by what a norm is over
+        self.launchers: dict[str, Any] = {}  # by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -373,9 +375,10 @@ class Operator(ABC):
 
     def launcher(self, call: Any) -> Any:
         """Return the module of the kernels."""
-        found = self.launchers.get(call.spec.norm_over)
+        key = self.launcher_key(call)
+        found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[call.spec.norm_over] = self.import_launcher(call)
+            found = self.launchers[key] = self.import_launcher(call)
         return found
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Triton kernels. angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives. activations.
-rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. reduce: the second pass
-of dω. softmax: over features, and over the sequence. signature: which arguments choose no variant.
+rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. decay and memory:
+states of linear attention that forget, from token to token and from block to block. reduce: the second pass of dω.
+softmax: over features, and over the sequence. signature: which arguments choose no variant.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; V all that is compiled in (:class:`engine.core.call.Variant`), with V.block_r rows (a row is a
@@ -10,6 +11,7 @@ arguments throughout.
 Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks for a constexpr, a local one is made.
 """
 
+from .decay import linear_decay_query_state_kernel, linear_decay_state_kernel
 from .encode import lrpe_kernel
 from .heads import heads_kernel
 from .linear import (
@@ -23,14 +25,21 @@ from .linear import (
     linear_state_kernel,
 )
 from .linear_causal import linear_causal_forward_kernel, linear_causal_key_kernel, linear_causal_query_kernel
+from .memory import (
+    linear_memory_key_kernel,
+    linear_memory_scan_kernel,
+    linear_transition_gradient_kernel,
+    linear_transition_kernel,
+)
 from .reduce import reduce_partial_kernel
 from .softmax import softmax_sequence_kernel
 
 __all__ = [
     "heads_kernel", "linear_backward_kernel", "linear_causal_forward_kernel", "linear_causal_key_kernel",
-    "linear_causal_query_kernel",
-    "linear_forward_kernel", "linear_key_gradient_kernel", "linear_output_kernel",
-    "linear_query_gradient_kernel", "linear_query_state_kernel",
-    "linear_scan_kernel", "linear_state_kernel", "lrpe_kernel",
+    "linear_causal_query_kernel", "linear_decay_query_state_kernel", "linear_decay_state_kernel",
+    "linear_forward_kernel", "linear_key_gradient_kernel", "linear_memory_key_kernel", "linear_memory_scan_kernel",
+    "linear_output_kernel", "linear_query_gradient_kernel", "linear_query_state_kernel",
+    "linear_scan_kernel", "linear_state_kernel", "linear_transition_gradient_kernel", "linear_transition_kernel",
+    "lrpe_kernel",
     "reduce_partial_kernel", "softmax_sequence_kernel",
 ]  # fmt: skip

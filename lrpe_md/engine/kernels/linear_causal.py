@@ -2,12 +2,14 @@
 
 A program walks along the tokens of its piece with the state of all before in registers; within a block of tokens it
 multiplies those that see each other, as softmax attention does. The state before a piece comes from the kernels of
-linear.py. Names as there; P are products of tokens (rows see columns, or are seen by them), tri their mask.
+linear.py. Names as there; P are products of tokens (rows see columns, or are seen by them), tri their mask. With
+V.memory "add" states decay from token to token (decay.py), and masks carry the decay between two tokens.
 """
 
 import triton
 import triton.language as tl
 
+from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, sum_crossing
 from .features import (
     empty_weight_sums,
     fill_rest,
@@ -95,6 +97,91 @@ def causal_mask_transposed(V: tl.constexpr):
 
 
 @triton.jit
+def form_fading(decay, place, V: tl.constexpr):
+    """Return the sums of log g that the states of a block of tokens fade by; without a decay nothing."""
+    if V.memory == "add":
+        return load_decay(decay, place, V=V)
+    else:
+        return ()
+
+
+@triton.jit
+def mask_pairs(products, fading, V: tl.constexpr):
+    """Products of queries (rows) and keys of a block that see each other, with the decay between them."""
+    if V.memory == "add":
+        L, _behind, _total = fading
+        return products * fade_pairs(L, V=V)
+    else:
+        return tl.where(causal_mask(V=V), products, 0.0)
+
+
+@triton.jit
+def mask_pairs_transposed(products, fading, V: tl.constexpr):
+    """The same of keys (rows) and queries."""
+    if V.memory == "add":
+        L, _behind, _total = fading
+        return products * fade_pairs_transposed(L, V=V)
+    else:
+        return tl.where(causal_mask_transposed(V=V), products, 0.0)
+
+
+@triton.jit
+def fade_from_start(x, fading, V: tl.constexpr):
+    """x (tokens, channels), tile by tile, times the decay from the beginning of the block to each token."""
+    if V.memory == "add":
+        L, _behind, _total = fading
+        return scale_row(x, fade(L, V=V)[:, None])
+    else:
+        return x
+
+
+@triton.jit
+def fade_to_end(x, fading, V: tl.constexpr):
+    """x times the decay behind each token, up to the end of the block."""
+    if V.memory == "add":
+        _L, behind, _total = fading
+        return scale_row(x, fade(behind, V=V)[:, None])
+    else:
+        return x
+
+
+@triton.jit
+def fade_state(S, fading, V: tl.constexpr):
+    """S times the decay of the whole block."""
+    if V.memory == "add":
+        _L, _behind, total = fading
+        return scale_row(S, fade(total, V=V))
+    else:
+        return S
+
+
+@triton.jit
+def sum_counts_seen(counts, Z, fading, V: tl.constexpr):
+    """Return Z at each token: see :func:`sum_seen`."""
+    if V.memory == "add":
+        L, _behind, _total = fading
+        pairs = fade_pairs(L, V=V)
+        return add_rows(mix_exactly(pairs, counts, V=V), fade_from_start(spread_sums(counts, Z, V=V), fading, V=V))
+    else:
+        return sum_seen(counts, Z, causal_mask(V=V), V=V)
+
+
+@triton.jit
+def mix_exactly(pairs, counts, V: tl.constexpr):
+    """pairs (tokens, tokens) times counts, whose rounding to operands is made up for."""
+    mixed = ()
+    for i in tl.static_range(len(counts)):
+        mixed += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
+    if V.operand != "same":
+        rest = ()
+        for i in tl.static_range(len(counts)):
+            rest += (counts[i] - to_operand(counts[i], V=V).to(tl.float32),)
+        mixed = mix_tokens(pairs, rest, mixed, V=V)
+        mixed = mix_tokens(pairs - to_operand(pairs, V=V).to(tl.float32), counts, mixed, V=V)
+    return mix_tokens(pairs, counts, mixed, V=V)
+
+
+@triton.jit
 def sum_seen(counts, Z, tri, V: tl.constexpr):
     """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
 
@@ -149,19 +236,20 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 
 @triton.jit
-def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
+def attend(q_hat, k_hat, v_block, S, fading, V: tl.constexpr):
     """o z of a block of tokens, which see S and those of their own, tile by tile of v."""
     S = to_operands(S, V=V)
+    reading = fade_from_start(q_hat, fading, V=V)
     if V.output_transposed:  # tokens are columns from end to end: nothing that is summed up changes its layout
-        products = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+        products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), fading, V=V)
         values = tl.trans(v_block[0])
-        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_hat, S, V=V)[0], V=V)),)
+        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(reading, S, V=V)[0], V=V)),)
     else:
-        products = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), fading, V=V)
         if V.raw:  # q̂ is in shared memory
-            seen = apply_state(q_hat, S, V=V)
+            seen = apply_state(reading, S, V=V)
         else:
-            seen = transpose_tiles(sum_columns(q_hat, S, V=V))
+            seen = transpose_tiles(sum_columns(reading, S, V=V))
         products = to_operand(products, V=V)
         out = ()
         for i in tl.static_range(len(v_block)):
@@ -171,9 +259,10 @@ def attend(q_hat, k_hat, v_block, S, V: tl.constexpr):
 
 @kernel
 def linear_causal_forward_kernel(
-    q, k, v, o, gate, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    q, k, v, o, gates, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):
-    """o of each piece of the tokens of a query head."""
+    """o of each piece of the tokens of a query head. gates: β and log g."""
+    gate, decay = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack(sizes)
@@ -191,30 +280,34 @@ def linear_causal_forward_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        place = (b, g, n0, o_n, m_n)
+        fading = form_fading(decay, place, V=V)
+        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
         _x, q_bar, q_hat, _q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
         v_block = to_operands(v_block, V=V)
-        out = attend(q_hat, k_hat, v_block, S, V=V)
+        out = attend(q_hat, k_hat, v_block, S, fading, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
-            scale, _free = invert_denominator(row_dot(q_counts, sum_seen(k_counts, Z, causal_mask(V=V), V=V)), eps, V=V)
+            scale, _free = invert_denominator(row_dot(q_counts, sum_counts_seen(k_counts, Z, fading, V=V)), eps, V=V)
             out = scale_row(out, scale[:, None])
-            Z = add_rows(Z, sum_tokens(k_counts))
-        S = add_outer_products(S, v_block, k_hat, V=V)
+            Z = add_rows(fade_state(Z, fading, V=V), sum_tokens(fade_to_end(k_counts, fading, V=V)))
+        S = add_outer_products(fade_state(S, fading, V=V), v_block, fade_to_end(k_hat, fading, V=V), V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
 @kernel
 def linear_causal_query_kernel(
-    tensors, gate, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
+    tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
     """dq, and what the gradients of the state and of keys need of each query: 1/z and dz.
 
-    tensors: q, k, v, do, dq. scales (2, B, H, N).
+    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N), for V.need_ddecay (4, B, H, N) with what each
+    query reads of the state in front of its block, times its gradient, and :func:`sum_crossing`.
     """
+    gate, decay = gates
     q, k, v, do, dq = tensors
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
@@ -228,7 +321,6 @@ def linear_causal_query_kernel(
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     o_n = tl.arange(0, V.block_n)
-    tri = causal_mask(V=V)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -239,20 +331,26 @@ def linear_causal_query_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
+        place = (b, g, n0, o_n, m_n)
+        fading = form_fading(decay, place, V=V)
+        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_turned, V=V)
         v_block = to_operands(v_block, V=V)
         x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
-        products = tl.where(tri, multiply_tokens(do_block, v_block, V=V), 0.0)
-        dx_hat = multiply_tiles(do_block, to_operands(S, V=V), V=V)  # of o z
+        products = mask_pairs(multiply_tokens(do_block, v_block, V=V), fading, V=V)
+        dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), fading, V=V)  # of o z
+        if V.need_ddecay:
+            from_state = row_dot(q_hat, dx_hat)
+            crossing = products * multiply_tokens(q_hat, k_hat, V=V)
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
         dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
-            seen = sum_seen(k_counts, Z, tri, V=V)
-            scale, free = invert_denominator(row_dot(normalizer_features(q_bar, q_hat, V=V), seen), eps, V=V)
+            q_counts = normalizer_features(q_bar, q_hat, V=V)
+            seen = sum_counts_seen(k_counts, Z, fading, V=V)
+            scale, free = invert_denominator(row_dot(q_counts, seen), eps, V=V)
             dz = tl.where(free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
@@ -263,10 +361,18 @@ def linear_causal_query_kernel(
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), seen, dz)
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
-            Z = add_rows(Z, sum_tokens(k_counts))
+            if V.need_ddecay:
+                Z_seen = fade_from_start(spread_sums(q_counts, Z, V=V), fading, V=V)
+                from_state = from_state * scale + dz * row_dot(q_counts, Z_seen)
+                counted = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), fading, V=V)
+                crossing = crossing * scale[:, None] + counted * dz[:, None]
+            Z = add_rows(fade_state(Z, fading, V=V), sum_tokens(fade_to_end(k_counts, fading, V=V)))
+        if V.need_ddecay:
+            tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
+            tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
         total = add_angle_gradients(total, dangles, q_side, turned, V=V)
-        S = add_outer_products(S, v_block, k_hat, V=V)
+        S = add_outer_products(fade_state(S, fading, V=V), v_block, fade_to_end(k_hat, fading, V=V), V=V)
     store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -298,6 +404,20 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
 
 
 @triton.jit
+def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
+    """Store what each key leaves in the state behind its block, times its gradient: (B, G, N). keys: β k̂, β k̄."""
+    if V.need_ddecay:
+        k_hat, k_bar = keys
+        dx_hat, dcounts = grads
+        b, g, n0, o_n, m_n = place
+        G, N = sizes
+        products = row_dot(k_hat, dx_hat)
+        if V.normalizer != "none":
+            products += row_dot(normalizer_features(k_bar, k_hat, V=V), dcounts)
+        tl.store(p_products + (tl.cast(b, tl.int64) * G + g) * N + n0 + o_n, products, mask=m_n)
+
+
+@triton.jit
 def begin_values(k_hat, dS, V: tl.constexpr):
     """dv of a block of keys by the queries of later blocks: tiles (tokens, D_v), if V.single_layout (D_v, tokens)."""
     if V.single_layout:
@@ -307,14 +427,14 @@ def begin_values(k_hat, dS, V: tl.constexpr):
 
 
 @triton.jit
-def add_to_values(dv_block, k_hat, queries, V: tl.constexpr):
+def add_to_values(dv_block, k_hat, queries, fading, V: tl.constexpr):
     """Add what queries of the keys' own block leave to dv."""
     q_hat, _, do_block = queries
     if V.single_layout:
-        weights = tl.where(causal_mask(V=V), multiply_tokens(q_hat, k_hat, V=V), 0.0)
+        weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), fading, V=V)
         return (multiply(tl.trans(do_block[0]), to_operand(weights, V=V), dv_block[0], V=V),)
     else:
-        weights = tl.where(causal_mask_transposed(V=V), multiply_tokens(k_hat, q_hat, V=V), 0.0)
+        weights = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), fading, V=V)
         weights = to_operand(weights, V=V)
         added = ()
         for i in tl.static_range(len(do_block)):
@@ -332,33 +452,41 @@ def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
-def add_to_keys(grads, v_block, queries, V: tl.constexpr):
+def add_to_keys(grads, v_block, queries, fading, V: tl.constexpr):
     """Add what queries of the keys' own block leave to dk̂ and to the normaliser's gradient."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
-    products = tl.where(causal_mask_transposed(V=V), multiply_tokens(v_block, do_block, V=V), 0.0)
+    products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), fading, V=V)
     if V.normalizer != "none":
-        dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
+        if V.memory == "add":
+            L, _behind, _total = fading
+            dcounts = add_rows(dcounts, mix_exactly(fade_pairs_transposed(L, V=V), q_counts, V=V))
+        else:
+            dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
     return mix_tokens(products, q_hat, dx_hat, V=V), dcounts
 
 
 @triton.jit
-def add_to_state(grads, queries, V: tl.constexpr):
+def add_to_state(grads, queries, fading, V: tl.constexpr):
     """Add a block of queries to dS and dZ, which keys of earlier blocks need."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
-        dZ = add_rows(dZ, sum_tokens(q_counts))
-    return add_outer_products(dS, do_block, q_hat, V=V), dZ
+        dZ = add_rows(dZ, sum_tokens(fade_from_start(q_counts, fading, V=V)))
+    return add_outer_products(dS, do_block, fade_from_start(q_hat, fading, V=V), V=V), dZ
 
 
 @kernel
 def linear_causal_key_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv."""
+    """dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv.
+
+    gates: β and dβ, log g and, for V.need_ddecay, what each key leaves in the state behind its block, times the
+    gradient of that (B, G, N).
+    """
     q, k, v, do, dk, dv = tensors
-    gate, dgate = gates
+    gate, dgate, decay, products_of_keys = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
     G, R, P, B = unpack(sizes)
@@ -381,30 +509,38 @@ def linear_causal_key_kernel(
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, (b, g, n0, o_n, m_n), V=V)
-        k_hat = map_features(gate_keys(x_bar, beta, V=V), turned, V=V)
+        place = (b, g, n0, o_n, m_n)
+        fading = form_fading(decay, place, V=V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        k_bar = gate_keys(x_bar, beta, V=V)
+        k_hat = map_features(k_bar, turned, V=V)
+        keys = (k_hat, k_bar)
+        keeping = fade_to_end(k_hat, fading, V=V)
         v_block = to_operands(v_block, V=V)
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = spread_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V)
+        dcounts = fade_to_end(spread_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), fading, V=V)
+        dS, dZ = fade_state(dS, fading, V=V), fade_state(dZ, fading, V=V)
         if V.has_no_gqa:  # dv is done with before dk is begun
-            place = (b, g, n0, o_n, m_n)
             queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
-            dv_block = add_to_values(begin_values(k_hat, operands, V=V), k_hat, queries, V=V)
+            dv_block = add_to_values(begin_values(keeping, operands, V=V), k_hat, queries, fading, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
-            dx_hat, dcounts = add_to_keys((multiply_tiles(v_block, operands, V=V), dcounts), v_block, queries, V=V)
-            dS, dZ = add_to_state((dS, dZ), queries, V=V)
+            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
+            dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
+            dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
         else:
-            dx_hat = multiply_tiles(v_block, operands, V=V)
-            dv_block = begin_values(k_hat, operands, V=V)
+            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
+            dv_block = begin_values(keeping, operands, V=V)
             for r in range(R):
                 h = g * R + r
                 place = (b, h, n0, o_n, m_n)
                 queries = load_queries((q, do), (q_side, (q_tables, h)), turned, scales, place, V=V)
-                dv_block = add_to_values(dv_block, k_hat, queries, V=V)
-                dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, V=V)
-                dS, dZ = add_to_state((dS, dZ), queries, V=V)
+                dv_block = add_to_values(dv_block, k_hat, queries, fading, V=V)
+                dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
+                dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)

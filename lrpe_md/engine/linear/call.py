@@ -24,12 +24,14 @@ from ..core.call import (
 )
 
 __all__ = [
-    "Description", "LinearCall", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName", "Operands", "Packing",
-    "Results", "Sides", "State",
+    "Description", "Directions", "LinearCall", "LinearNeeds", "LinearOptions", "MapOrNone", "NormalizerName",
+    "Operands", "Packing", "Results", "Rule", "Sides", "State",
 ]  # fmt: skip
 
 MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]
+Rule = Literal["add", "delta"]
+Directions = Literal["forward", "both"]
 State = tuple[Tensor, Tensor | None]  # S and Σ, None for normalizer "none"
 
 
@@ -49,6 +51,8 @@ class LinearOptions(NamedTuple):
     return_state: bool = False
     impl: Impl = "auto"
     norm: NormOptions | None = None
+    rule: Rule = "add"
+    directions: Directions = "forward"
 
     @property
     def encoding(self) -> Options:
@@ -83,7 +87,7 @@ class Sides(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """A checked call, all of it but q, k, v, the gate and the state."""
+    """A checked call, all of it but q, k, v, the gate, the state and the decay."""
 
     attention: Attention
     spec: Spec  # for map=None "none", and a table of frequencies (1, 0, 0)
@@ -133,6 +137,7 @@ class Operands(NamedTuple):
     v: Tensor
     gate: Tensor | None
     state: tuple[Tensor, ...]
+    decay: Tensor | None = None
 
 
 class LinearNeeds(NamedTuple):
@@ -144,3 +149,4 @@ class LinearNeeds(NamedTuple):
     phase_k: bool = False  # what k does, also where they share a phase
     norm: bool = False  # all of γ and β that there are
     state: bool = False  # S and Σ
+    decay: bool = False

@@ -20,7 +20,15 @@ from ..encode.dispatch import is_laid_out
 from ..encode.validate import check_input
 from .call import LinearCall, LinearOptions, Operands, Results, Sides, State
 from .operator import ATTEND
-from .validate import Given, check_gate, check_normalizer, check_sequence_softmax, no_frequencies, validate_linear
+from .validate import (
+    Given,
+    check_decay_range,
+    check_gate,
+    check_normalizer,
+    check_sequence_softmax,
+    no_frequencies,
+    validate_linear,
+)
 
 WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
 
@@ -44,7 +52,7 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
         given = given._replace(weights=weights)
-    q, k, v, gate, cu_seqlens, state, weights = given
+    q, k, v, gate, cu_seqlens, state, weights, decay = given
     omega, positions, phase, amplitude = sides
     one_phase = type(phase) is not tuple
     direct, key = _call_key(options, given, sides, one_phase)
@@ -66,8 +74,10 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
         gain: Any = amplitude
         tables = Tables(omega, phase, None, origin, None, None, gain)
         call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches, weights)
+    if decay is not None:
+        check_decay_range(decay)
     results = WITH_STATE if options.return_state else WITHOUT_STATE
-    o, *after = ATTEND.run(call, Operands(q, k, v, gate, state), options.impl, direct, results)
+    o, *after = ATTEND.run(call, Operands(q, k, v, gate, state, decay), options.impl, direct, results)
     return (o, pack_state(after)) if options.return_state else o
 
 
@@ -97,12 +107,14 @@ def run_encoded(
     expected = [(*t.shape[:2], k.shape[3]) for t in state[:1]]
     if [tuple(t.shape) for t in state[1:]] != expected:
         raise ValueError(f"state: expected (S, Σ), Σ of shape {expected[0]}, got {[tuple(t.shape) for t in state]}")
+    check_decay_range(given.decay)
     with no_autocast(v):
         wide = torch.promote_types(v.dtype, torch.float32)
         q_bar, k_bar = (activate(x.to(wide), options.act, options.dim) for x in (given.q, k))
         o, after = attend_encoded(
             call.attention._replace(normalizer="unrotated"), Features(q_bar, q_hat), Features(k_bar, k_hat), v,
-            gate=given.gate, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, dtype=given.q.dtype,
+            gate=given.gate, decay=given.decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends,
+            dtype=given.q.dtype,
         )  # fmt: skip
     return (o, pack_state(after)) if options.return_state else o
 
@@ -130,8 +142,9 @@ def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: boo
     The key is None if the result holds tensors that nobody passed.
     """
     omega, positions, phase, amplitude = sides
-    q, k, v, gate, cu_seqlens, state, weights = given
-    direct = is_direct((q, k, v, gate, cu_seqlens, omega, *((phase,) if one_phase else phase), *state, *weights))
+    q, k, v, gate, cu_seqlens, state, weights, decay = given
+    phases = (phase,) if one_phase else phase
+    direct = is_direct((q, k, v, gate, cu_seqlens, omega, decay, *phases, *state, *weights))
     if (
         not direct
         or not one_phase
@@ -143,5 +156,5 @@ def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: boo
             return direct, None
     if amplitude is not None and not is_laid_out(amplitude):
         return direct, None
-    sizes = make_key(positions, (q, k, v, gate, cu_seqlens, omega, phase, amplitude, *weights, *state))
+    sizes = make_key(positions, (q, k, v, gate, cu_seqlens, omega, phase, amplitude, decay, *weights, *state))
     return direct, None if sizes is None else ("linear", options, tuple(map(type, options)), *sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -217,34 +217,34 @@ def _cut_range(num_tokens: int, cut: Cut, device: torch.device) -> Tensor:
         for slot, begin in enumerate(range(0, max(num_tokens, 1), cut.length))
         for n in range(begin, min(begin + cut.length, max(num_tokens, 1)), cut.part)
     ]
-    return _as_table(rows, device)
+    return as_table(rows, device)
 
 
 @cache
 def _cut_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     rows = [
         [n, min(n + length, end), slot, 0]
-        for slot, (begin, end) in enumerate(pairwise(_bound_blocks(num_tokens, ends, block)))
+        for slot, (begin, end) in enumerate(pairwise(bound_blocks(num_tokens, ends, block)))
         for n in range(begin, end, length)
     ]
-    return _as_table(rows or [[0, 0, 0, 0]], device)
+    return as_table(rows or [[0, 0, 0, 0]], device)
 
 
 @cache
 def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
     """Pieces and blocks."""
-    bounds = _bound_blocks(num_tokens, ends, block)
+    bounds = bound_blocks(num_tokens, ends, block)
     pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
     return max(1, pieces), max(1, len(bounds) - 1)
 
 
-def _bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
+def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
     """List where blocks begin and where the last one ends. Prefix and suffix tokens are blocks of one."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
 
-def _as_table(rows: list[list[int]], device: torch.device) -> Tensor:
+def as_table(rows: list[Any], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
@@ -279,6 +279,7 @@ class Work:
         self.weights = call.weights
         if call.spec.norm != "none":
             self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
+        self.log_decay: Tensor | None = None  # (B, H_k, N), with a causal mask
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -333,6 +334,10 @@ class Work:
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         tile = choose_tile(stage, state, self.dtype.itemsize, INTERPRETING, regular)
+        need_ddecay = self.log_decay is not None and self.needs.decay
+        if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # what both leave for dg adds up with the same blocks
+            keys = choose_tile(LinearPass.CAUSAL_KEYS, state, self.dtype.itemsize, INTERPRETING, regular)
+            tile = tile._replace(block_n=keys.block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS
@@ -364,6 +369,8 @@ class Work:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
+            memory="sum" if self.log_decay is None else "add",
+            need_ddecay=need_ddecay,
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
 
@@ -497,6 +504,11 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
     return gate, pack(b, h if gate.shape[1] > 1 else 0, n)
 
 
+def gates_with_strides(work: Work) -> tuple:
+    """Return β and log g, either of them None, as causal kernels take them."""
+    return gate_with_strides(work.gate), gate_with_strides(work.log_decay)
+
+
 def count_side(side: Call, variant: Variant) -> tuple:
     """Return where the tokens of q or of k are, and the strides of their tables."""
     steps, grid = count_tables(side, variant), count_grid(side.layout)
@@ -521,6 +533,8 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
         recording.start(kernel, programs, args, variant, options)
     except OutOfResources:
         smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
+        if variant.need_ddecay and variant.causal:
+            smaller = [tile for tile in smaller if tile.block_n == variant.block_n]
         for i, tile in enumerate(smaller):
             single_layout = variant.single_layout and tile.block_n >= WARPGROUP_ROWS
             tokens_as_n = _has_tokens_as_n(variant.causal, single_layout, tile.block_n)
@@ -578,17 +592,23 @@ Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the su
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
     """Sum the states that the tokens of each slot see. Also return the state after the last token."""
-    sizes = work.sizes
-    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, return_last))
-    variant, _ = described
     pieces, needed = work.parts(return_last)
-    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    states = form_states(work, needed, return_last)
+    return scan_states(work, states, pieces, state, return_last)
+
+
+def form_states(work: Work, pieces: Pieces, exact: bool) -> Tensor:
+    """Return the states of pieces of the keys, (P, B H_k, size). exact: see :func:`refine`."""
+    sizes = work.sizes
+    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, exact))
+    variant, _ = described
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten_keys(variant), states, needed.numbers, pack(sizes.groups, needed.num_pieces, sizes.batch),
+        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * needed.num_pieces, args, described)
-    return scan_states(work, states, pieces, state, return_last)
+    start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
+    return states
 
 
 def refine(work: Work, wanted: bool) -> dict[str, Any]:
@@ -652,7 +672,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
     described = work.describe_both(LinearPass.CAUSAL, [o], has_state=bool(seen))
     variant, _ = described
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gate_with_strides(work.gate),
+        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gates_with_strides(work),
         (work.flatten_queries(variant), work.flatten_keys(variant)), seen or (None, None), pieces.numbers,
         work.counts(pieces), work.call.attention.eps,
     )  # fmt: skip
@@ -778,10 +798,12 @@ def backward(
     saved: Sequence[Tensor],
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
+    differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, the norm's weights, dS and dΣ, in this order.
 
-    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be.
+    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be. differentiate_as: what to run in place of
+    :func:`differentiate`; gradients of its own follow those of the state.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -803,8 +825,10 @@ def backward(
     q_weights, k_weights = _allocate_weight_sums(work, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
     written = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
     with current_device(work.q):
-        if one_pass:
-            last: list[Tensor] = []
+        if differentiate_as is not None:
+            last = differentiate_as(work, written, operands, dstate, saved)
+        elif one_pass:
+            last = []
             differentiate_one_pass(work, written)
         elif call.attention.mask == "causal":
             last = differentiate_causal(work, written, state, dstate, tuple(saved))
@@ -850,8 +874,17 @@ def differentiate(
     work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
 ) -> list[Tensor]:
     """Run the backward in two passes. Return the gradient of the state if it is needed."""
-    sizes, eps = work.sizes, work.call.attention.eps
     seen = saved or sum_states(work, state, False)[0]
+    pieces = work.pieces(of_queries=True)
+    dstates = differentiate_queries(work, grads, seen)
+    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    differentiate_keys(work, grads, dseen)
+    return last
+
+
+def differentiate_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+    """Write dq, and return dS and dZ of each piece and query head."""
+    sizes, eps = work.sizes, work.call.attention.eps
     pieces = work.pieces(of_queries=True)
     stage = LinearPass.QUERIES_OMEGA if work.need_dangles else LinearPass.QUERIES
     described = work.describe(stage, work.q_side, [grads.dq])
@@ -867,7 +900,12 @@ def differentiate(
     )  # fmt: skip
     start(kernels.linear_query_gradient_kernel, programs, args, described)
     sum_query_states(work, seen, None, dstates, pieces)
-    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
+    return dstates
+
+
+def differentiate_keys(work: Work, grads: Grads, dseen: Seen) -> None:
+    """Write dk, dv and dβ."""
+    sizes = work.sizes
     pieces = work.pieces(of_queries=False)
     outs = [grads.dk, grads.dv]
     described = work.describe(LinearPass.KEYS, work.k_side, outs, need_dgate=grads.dgate is not None)
@@ -878,7 +916,6 @@ def differentiate(
         dseen, grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
     start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
-    return last
 
 
 def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:
@@ -901,22 +938,40 @@ def differentiate_causal(
     seen = saved or sum_before(work, state, False)[0]
     pieces = work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
-    scales = torch.empty(2, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
-    variant, _ = described
-    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
-    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
-    args = (
-        tensors, gate_with_strides(work.gate), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
-        work.counts(pieces), work.call.attention.eps,
-    )  # fmt: skip
-    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
+    scales = differentiate_causal_queries(work, grads, seen)
     dseen, last = (), []
     if pieces.num_pieces > 1 or dstate or work.needs.state:
         parts, needed = work.parts(work.needs.state, backward=True)
         dstates = torch.empty(needed.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
         sum_query_states(work, (None, None), scales, dstates, needed)
         dseen, last = scan_states(work, dstates, parts, dstate, work.needs.state, backward=True)
+    differentiate_causal_keys(work, grads, dseen, scales)
+    return last
+
+
+def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+    """Write dq. Return 1/z, dz and, with a decay, what its gradient takes of each query: (2 or 4, B H_q, N)."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    heads = sizes.rows * sizes.repeats
+    rows = 2 if work.log_decay is None else 4
+    scales = torch.empty(rows, heads, sizes.num_queries, dtype=work.acc, device=work.device)
+    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
+    variant, _ = described
+    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
+    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
+    args = (
+        tensors, gates_with_strides(work), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
+        work.counts(pieces), work.call.attention.eps,
+    )  # fmt: skip
+    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
+    return scales
+
+
+def differentiate_causal_keys(
+    work: Work, grads: Grads, dseen: Seen, scales: Tensor, products: Tensor | None = None
+) -> None:
+    """Write dk, dv and dβ, and what the gradient of a decay takes of each key to products, (B, H_k, N)."""
+    sizes, pieces = work.sizes, work.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     described = work.describe_both(
         LinearPass.CAUSAL_KEYS, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
@@ -925,11 +980,10 @@ def differentiate_causal(
     sides = (work.flatten_queries(variant), work.flatten_keys(variant, grads.k_weights))
     args = (
         tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), sides, dseen or (None, None), scales,
-        grads.k_partial, pieces.numbers, work.counts(pieces),
+        (gate_with_strides(work.gate), gate_with_strides(grads.dgate), gate_with_strides(work.log_decay), products),
+        sides, dseen or (None, None), scales, grads.k_partial, pieces.numbers, work.counts(pieces),
     )  # fmt: skip
     start(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, described)
-    return last
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,11 +30,16 @@ def _angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> 
 
 class Attend(Operator):
     """The rows are q, k and v. The learned tensors are the gate, omega, the phases of q and k, all weights of a norm,
-    and the state."""
+    the state and the decay."""
 
     num_rows = 3
+    launcher_key = staticmethod(attrgetter("attention.memory"))
 
     def import_launcher(self, call: LinearCall) -> Any:
+        if call.attention.forgets:
+            from . import launch_memory
+
+            return launch_memory
         from . import launch
 
         return launch
@@ -46,7 +52,7 @@ class Attend(Operator):
                 call, inputs = prepare(call, inputs, impl, direct)
         if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
             return self.refer(call, inputs)
-        if inputs.q.is_cuda and not _fits_kernels(impl, call, inputs):
+        if not _fits_kernels(impl, call, inputs):
             impl = "reference"
         return super().run(call, inputs, impl, direct, options)
 
@@ -62,16 +68,17 @@ class Attend(Operator):
         return LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, None, weights)
 
     def read_inputs(self, values: Sequence[Any]) -> Operands:
-        q, k, v, gate, state = values
-        return Operands(q, k, v, gate, tuple(state))
+        q, k, v, gate, decay, state = values
+        return Operands(q, k, v, gate, tuple(state), decay)
 
     def write_inputs(self, inputs: Operands) -> tuple[Any, ...]:
-        q, k, v, gate, state = inputs
-        return q, k, v, gate, list(state)
+        q, k, v, gate, state, decay = inputs
+        return q, k, v, gate, decay, list(state)
 
     def learned(self, call: LinearCall, inputs: Operands) -> tuple[Tensor | None, ...]:
         q_tables, k_tables = call.q_tables, call.k_tables
-        return inputs.gate, q_tables.omega, q_tables.phase, k_tables.phase, *call.weights, *inputs.state
+        tables = q_tables.omega, q_tables.phase, k_tables.phase
+        return inputs.gate, *tables, *call.weights, *inputs.state, inputs.decay
 
     def constants(self, call: LinearCall) -> tuple[Tensor | None, ...]:
         q_tables, k_tables = call.q_tables, call.k_tables
@@ -93,22 +100,22 @@ class Attend(Operator):
         self, call: LinearCall, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]
     ) -> Operands:  # fmt: skip
         q, k, v = rows
-        state: Any = learned[8:]
-        return Operands(q, k, v, learned[0], state)
+        state: Any = learned[8:-1]
+        return Operands(q, k, v, learned[0], state, learned[-1])
 
     def read_needs(self, wanted: Sequence[bool]) -> LinearNeeds:
         gate, omega, phase_q, phase_k = wanted[:4]
-        return LinearNeeds(gate, omega, phase_q, phase_k, any(wanted[4:8]), any(wanted[8:]))
+        return LinearNeeds(gate, omega, phase_q, phase_k, any(wanted[4:8]), any(wanted[8:-1]), wanted[-1])
 
     def list_needs(self, needs: LinearNeeds, call: LinearCall, inputs: Operands) -> tuple[bool, ...]:
-        return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state)
+        return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state), needs.decay
 
     def refer(self, call: LinearCall, inputs: Operands, rounded: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Run the reference: o, and the state behind the last token.
 
         rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
         """
-        q, k, v, gate, state = inputs
+        q, k, v, gate, state, decay = inputs
         omega = reference.widen(call.q_tables.omega)
         q_angles = _angles(call, call.q_layout, call.q_tables, omega)
         k_angles = q_angles if call.has_one_side else _angles(call, call.k_layout, call.k_tables, omega)
@@ -117,7 +124,7 @@ class Attend(Operator):
         )  # fmt: skip
         o, after = reference_linear.attend(
             call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, scales=scales, gate=gate,
-            cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, operands=rounded,
+            decay=decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, operands=rounded,
         )  # fmt: skip
         return arrange_in_memory(o, memory_order(q)), *after
 
@@ -128,7 +135,7 @@ class Attend(Operator):
 
     def fake_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
         return_state, keep = options
-        q, k, v, _, _ = inputs
+        q, k, v = inputs[:3]
         out = [like_in_memory(q, v.shape[3])]
         if return_state:
             out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in call.state_sizes(k, v)]
@@ -148,7 +155,7 @@ class Attend(Operator):
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights = call
         one_side = k_tables is q_tables
         tables = q_tables if one_side else (*q_tables, *k_tables)
-        tensors = *inputs[:4], cu_seqlens, *weights, *tables, *inputs.state
+        tensors = *inputs[:4], cu_seqlens, *weights, *tables, inputs.decay, *inputs.state
         return tensors, (attention, spec, q_layout, k_layout, launches, one_side, len(inputs.state))
 
     def put_together(
@@ -161,8 +168,9 @@ class Attend(Operator):
             k_tables = Tables(*tensors[16:23])
         call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, tensors[4], launches, weights)
         q, k, v, gate = tensors[:4]
-        inputs = Operands(q, k, v, gate, tuple(tensors[end : end + num_states]))
-        return call, inputs, tensors[end + num_states :]
+        decay, *others = tensors[end:]
+        inputs = Operands(q, k, v, gate, tuple(others[:num_states]), decay)
+        return call, inputs, others[num_states:]
 
     def keep_for_backward(
         self, call: LinearCall, inputs: Operands, options: Results, direct: bool
@@ -182,18 +190,29 @@ class Attend(Operator):
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Return whether the kernels take a call on a GPU: no float64, for which Triton has no products, and no state that
-    is too large."""
-    q, v = operands.q, operands.v
-    features = call.spec.out_dim(q.shape[3])
-    fits = fits_kernels(v.shape[3], features, q.element_size())
-    if impl == "triton" and (q.dtype == torch.float64 or not fits):
-        what = "float64" if q.dtype == torch.float64 else f"a state of {features} x {v.shape[3]} elements"
-        raise ValueError(f"impl: 'triton' has no kernel for {what} in {q.dtype} on a GPU; use impl='auto'")
-    return fits and q.dtype != torch.float64
+    """Return whether the kernels take a call: no decay of packed sequences or of tokens one by one beside a prefix or
+    in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large."""
+    q, v, attention = operands.q, operands.v, call.attention
+    forgets, features, reason = attention.memory != "sum", 0, ""
+    if forgets and call.cu_seqlens is not None:
+        reason = "a decay with cu_seqlens"
+    elif forgets and attention.block == 1:
+        reason = "block=1 with a decay and a prefix, a suffix or directions='both'"
+    elif q.is_cuda and q.dtype == torch.float64:
+        reason = "float64 on a GPU"
+    elif not q.is_cuda:
+        return True
+    else:
+        features = call.spec.out_dim(q.shape[3])
+    if features and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
+        reason = f"a state of {features} x {v.shape[3]} elements in {q.dtype} on a GPU"
+        reason += " and rule='delta'" if attention.rule == "delta" else ""
+    if reason and impl == "triton":
+        raise ValueError(f"impl: 'triton' has no kernel for {reason}; use impl='auto'")
+    return not reason
 
 
-_INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor[] state", "Tensor[] saved"
+_INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor? decay", "Tensor[] state", "Tensor[] saved"
 _PARTS = (
     Part(Attention, "", "SymInt"), Part(Spec), Part(Layout, "q_", "SymInt"), Part(Layout, "k_", "SymInt"),
     Part(Tables, "q_"), Part(Tables, "k_"), Part(Weights), Part(Packing),

@@ -111,9 +111,12 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     return tile
 
 
-def fits_kernels(v_dim: int, num_features: int, itemsize: int) -> bool:
-    """A program has a whole state at hand, in registers and, as operands, in shared memory."""
-    return sum(pad_width(v_dim)) * num_features <= LARGEST // itemsize
+def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
+    """A program has a whole state at hand, in registers and, as operands, in shared memory.
+
+    delta: also a matrix of features by features.
+    """
+    return (sum(pad_width(v_dim)) + delta * num_features) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:

@@ -60,7 +60,7 @@ def run_shards(
         o, *after = run_local(call, operands, Results(return_state))
         return o, tuple(after)
 
-    q, k, v, gate, state = operands
+    q, k, v, gate, state, decay = operands
     placed: Any = (q, k, v)
     check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
     check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
@@ -71,6 +71,7 @@ def run_shards(
     here = Operands(
         _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, apart),
         tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, apart) for t in state),
+        decay if decay is None else _local_decay(decay, k, apart),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
     if over_tokens:
@@ -83,7 +84,7 @@ def run_shards(
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
     """Run with tokens sharded over the group. Return the local part of o and the state after all tokens."""
-    q, k, v, gate, before = operands
+    q, k, v, gate, before, _ = operands
     alone = call._replace(
         attention=call.attention._replace(mask="full", block=0),
         **dict(zip(("q_layout", "q_tables"), _without_tokens(call.q_layout, call.q_tables), strict=True)),
@@ -184,6 +185,11 @@ def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
             f"cu_seqlens: expected all tokens on each rank, got q with its tokens or batch sharded, "
             f"{tuple(q.placements)}"
         )
+    if call.attention.forgets and count_ranks(q, TOKENS) > 1:
+        raise ValueError(
+            f"q: expected all tokens on each rank with a decay, rule='delta' or directions='both', got its tokens "
+            f"sharded, {tuple(q.placements)}; shard its batch or heads"
+        )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
         raise ValueError(f"q: expected tokens sharded over one axis of the mesh, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
@@ -231,6 +237,12 @@ def _local(x: Any, q: Any) -> Tensor:
 def _local_gate(gate: Any, k: Any, apart: list[int]) -> Tensor:
     dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
     return _share_gradient(take_local(gate, k, dims), k, apart)
+
+
+def _local_decay(decay: Any, k: Any, apart: list[int]) -> Tensor:
+    sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
+    dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
+    return _share_gradient(take_local(decay, k, dims), k, apart)
 
 
 def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:

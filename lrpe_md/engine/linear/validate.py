@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import check_dense, check_offsets, split_pair
+from ...checks import can_read, check_dense, check_offsets, split_pair
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
@@ -15,14 +15,15 @@ from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from ..core.norms import check_weights
 from ..core.operator import check_impl
 from ..encode.validate import check_act, check_input, check_unused, locate, validate
-from .call import LinearCall, LinearOptions, NormalizerName, Sides
+from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
 __all__ = [
-    "NEVER_NEGATIVE", "Given", "check_edges", "check_eps", "check_gate", "check_normalizer",
+    "NEVER_NEGATIVE", "Given", "check_decay_range", "check_edges", "check_eps", "check_gate", "check_normalizer",
+    "check_rule",
     "check_sequence_softmax", "no_frequencies", "validate_linear",
 ]  # fmt: skip
 
-NORMALIZER_NAMES = get_args(NormalizerName)
+NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
 
@@ -43,11 +44,12 @@ class Given(NamedTuple):
     cu_seqlens: Tensor | None = None
     state: tuple[Tensor, ...] = ()  # S, or S and Σ
     weights: Weights = NO_WEIGHTS
+    decay: Tensor | None = None
 
 
 def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> LinearCall:
     """Check every argument; what remains to be said to an operator."""
-    attention = _attend_how(options)
+    attention = _attend_how(options, given)
     q, k, v = given.q, given.k, given.v
     apart = type(sides.positions) is tuple
     check_input("q", q, q)
@@ -65,6 +67,10 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     spec, q_side, k_side = _place(options, given, sides)
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
+    if given.decay is not None:
+        _check_decay(given.decay, k, q_side.layout, attention)
+    if attention.memory == "add" and attention.block == 1 and not any(q_side.layout.ends):
+        attention = attention._replace(mask="causal", block=0)
     _check_state(given, spec, attention.normalizer)
     if options.norm is not None:
         for side in (q_side, k_side):
@@ -74,7 +80,7 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     )  # fmt: skip
 
 
-def _attend_how(options: LinearOptions) -> Attention:
+def _attend_how(options: LinearOptions, given: Given) -> Attention:
     check_impl(options.impl)
     if options.map not in ("cosine", "rotate", None):
         raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
@@ -90,7 +96,64 @@ def _attend_how(options: LinearOptions) -> Attention:
                 "is_causal: expected False with block, which is causal between blocks and full within each, got True"
             )
     mask = "causal" if options.is_causal else "full" if block is None else "block"
-    return Attention(options.normalizer, mask, block or 0, float(options.eps))
+    rule, directions = options.rule, options.directions
+    check_rule(rule, directions)
+    if given.decay is not None and mask == "full":
+        raise ValueError("decay: expected is_causal=True or a block, which order the tokens, got neither; pass block=")
+    if rule == "delta" and mask == "full":
+        raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
+    if rule == "delta" and (mask == "causal" or block == 1):
+        raise ValueError(
+            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for the delta "
+            "rule token by token use the library flash-linear-attention (fla)"
+        )
+    if directions == "both" and mask != "block":
+        raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
+    if directions == "both" and (given.state or options.return_state):
+        name = "state" if given.state else "return_state"
+        raise ValueError(f"{name}: expected none with directions='both', which needs the whole sequence; drop it")
+    memory = "sum" if given.decay is None and (rule, directions) == ("add", "forward") else rule
+    memory = f"{rule} both" if directions == "both" else memory
+    return Attention(options.normalizer, mask, block or 0, float(options.eps), memory)
+
+
+def check_rule(rule: Any, directions: Any) -> None:
+    if rule not in RULES:
+        raise ValueError(f"rule: expected one of {RULES}, got {rule!r}")
+    if directions not in DIRECTIONS:
+        raise ValueError(f"directions: expected one of {DIRECTIONS}, got {directions!r}")
+
+
+def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) -> None:
+    batch, heads, num_tokens, _ = k.shape
+    form = "(H_k or 1,) or (B or 1, H_k or 1, blocks)"
+    check_dense("decay", decay, form)
+    if not decay.is_floating_point():
+        raise TypeError(f"decay: expected floats, got {decay.dtype}")
+    num_blocks, unit = num_tokens, "tokens"
+    if attention.mask == "block":
+        num_blocks, unit = (num_tokens - sum(layout.ends)) // attention.block, "blocks between prefix and suffix"
+    by_head = decay.ndim == 1 and decay.shape[0] in (1, heads)
+    by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
+    if not by_head and not (by_block and decay.shape[2] == num_blocks):
+        raise ValueError(
+            f"decay: expected ({heads} or 1,), by head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the "
+            f"{unit}, got {tuple(decay.shape)}"
+        )
+    if decay.device != k.device:
+        raise ValueError(f"decay: expected it on k's device {k.device}, got {decay.device}")
+
+
+def check_decay_range(decay: Tensor | None) -> None:
+    """Check that a memory fades and doesn't grow, if the values can be read."""
+    if decay is None or not can_read(decay) or not decay.numel():
+        return
+    least, most = decay.detach().aminmax()
+    if not (least > 0 and most <= 1):  # also catches NaN
+        raise ValueError(
+            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps all, "
+            "and a sigmoid keeps a learned one in range"
+        )
 
 
 def check_normalizer(normalizer: Any, act: str) -> None:

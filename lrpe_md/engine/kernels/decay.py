@@ -1,0 +1,163 @@
+"""Decay from token to token, for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
+
+Within a block of tokens each weight of a key carries the product of the decays behind it, up to the query; the state in
+front of the block carries the product up to the query; and each key carries into the state the product up to the end.
+Products are exponentials of sums of log g. Names as in linear.py; L are the sums up to each token of a block.
+"""
+
+import triton
+import triton.language as tl
+
+from .features import (
+    fill_rest,
+    load_gate,
+    load_row,
+    load_side,
+    load_values,
+    locate_tensor,
+    map_features,
+    normalise_tokens,
+    to_tiles,
+    turn_block,
+)
+from .linear import (
+    activate_tokens,
+    add_outer_products,
+    add_scaled,
+    empty_state,
+    empty_sums,
+    find_state,
+    form_keys,
+    locate_piece,
+    normalizer_features,
+    point_to_scales,
+    store_state,
+    sum_tokens,
+)
+from .rows import add_rows, scale_row
+from .signature import kernel, unpack
+from .tiles import move_tokens
+
+
+@triton.jit
+def load_decay(decay, place, V: tl.constexpr):
+    """L of a block of tokens, the sums of log g behind each, and the sum of all.
+
+    Differences of L lose digits of strong decays: where operands are not rounded, L is float64.
+    """
+    b, h, n0, o_n, m_n = place
+    logs = load_gate(decay, b, h, n0 + o_n, m_n, V=V)
+    if V.operand == "same":
+        logs = logs.to(tl.float64)
+    total = tl.sum(logs, axis=0)
+    return tl.cumsum(logs, axis=0), tl.cumsum(logs, axis=0, reverse=True) - logs, total
+
+
+@triton.jit
+def fade(logs, V: tl.constexpr):
+    """exp of sums of log g, in the dtype of the arithmetic."""
+    return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
+
+
+@triton.jit
+def fade_pairs(L, V: tl.constexpr):
+    """The decay of each key (column) for each query (row) of a block; 0 for later keys."""
+    o_n = tl.arange(0, V.block_n)
+    between = tl.minimum(L[:, None] - L[None, :], 0.0)
+    return tl.where(o_n[:, None] >= o_n[None, :], fade(between, V=V), 0.0)
+
+
+@triton.jit
+def fade_pairs_transposed(L, V: tl.constexpr):
+    """The same of each key (row) for each query (column)."""
+    o_n = tl.arange(0, V.block_n)
+    between = tl.minimum(L[None, :] - L[:, None], 0.0)
+    return tl.where(o_n[:, None] <= o_n[None, :], fade(between, V=V), 0.0)
+
+
+@triton.jit
+def sum_crossing(products, V: tl.constexpr):
+    """For each token of a block the sum of what later queries (rows), or its own, read of earlier keys (columns)."""
+    o_n = tl.arange(0, V.block_n)
+    if V.operand == "same":
+        products = products.to(tl.float64)
+    earlier = tl.cumsum(products, axis=1) - products
+    return tl.sum(tl.where(o_n[:, None] >= o_n[None, :], earlier, 0.0), axis=0)
+
+
+@triton.jit
+def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
+    """S and the tiles of Z of tokens begin .. end of a head, at their end."""
+    gate, decay = gates
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, h, V=V)
+    v_head = locate_tensor(v, b, h, V=V)
+    S = empty_state(V=V)
+    Z = empty_sums(V=V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        place = (b, h, n0, o_n, m_n)
+        _raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, place, V=V)
+        _L, behind, total = load_decay(decay, place, V=V)
+        weight = fade(behind, V=V)
+        if V.gated:
+            weight *= beta
+        k_bar = scale_row(k_bar, weight[:, None])
+        k_hat = map_features(k_bar, turned, V=V)
+        factor = fade(total, V=V)
+        S = add_outer_products(scale_row(S, factor), v_block, k_hat, V=V)
+        if V.normalizer != "none":
+            Z = add_rows(scale_row(Z, factor), normalizer_features(k_bar, k_hat, V=V))
+    return S, sum_tokens(Z)
+
+
+@kernel
+def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """The state of each piece of the tokens at its end: states (P, B G, D_v Ê + sums). gates: β and log g."""
+    G, P, B = unpack(sizes)
+    piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
+    S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
+    p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
+    store_state(p_state, p_state + V.v_dim * V.num_features, S, Z, V=V)
+
+
+@kernel
+def linear_decay_query_state_kernel(
+    q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dS and dZ in front of each piece, by piece and query head, of its queries. scales: see point_to_scales."""
+    G, R, P, B = unpack(sizes)
+    piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
+    g = h // R
+    side = (side, load_side(side, b, g, h, V=V))
+    _table, cut = pieces
+    _length, N = unpack(cut)
+    p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
+    o_n = tl.arange(0, V.block_n)
+    q_head = locate_tensor(q, b, h, V=V)
+    do_head = locate_tensor(do, b, h, V=V)
+    dS = empty_state(V=V)
+    dZ = empty_sums(V=V)
+    before = tl.sum(tl.zeros([2], dtype=tl.float64 if V.operand == "same" else tl.float32))
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
+        x = normalise_tokens(x, side, n0, o_n, V=V)
+        do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
+        x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
+        turned = turn_block(side, n0, o_n, V=V)
+        L, _behind, total = load_decay(decay, (b, g, n0, o_n, m_n), V=V)
+        weight = fade(before + L, V=V)
+        before += total
+        if V.normalizer != "none":
+            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+            scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
+            dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
+            dZ = add_scaled(dZ, counts, dz * weight)
+            weight *= scale
+        dS = add_outer_products(dS, do_block, map_features(scale_row(x_bar, weight[:, None]), turned, V=V), V=V)
+    p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
+    store_state(p_dstate, p_dstate + V.v_dim * V.num_features, dS, sum_tokens(dZ), V=V)

@@ -1,0 +1,453 @@
+"""Memory that forgets, over blocks of tokens: S_f = g_f (I − A_f) S_{f−1} + B_f, forward and backward.
+
+Kernels of linear.py form B_f and read states. Here A_f = Σ β k̂ k̂ᵀ of all blocks is formed at once; a scan goes from
+block to block, in float32, since 16 bits would lose what I − A keeps; and keys get what A and B leave them. With
+V.memory "add" A is 0. States are held transposed, as there: A is symmetric, so each row of Sᵀ has a scan of its own,
+and the sums of the normaliser are one more row.
+
+Names as in linear.py; M = −g (dS Sᵀ + S dSᵀ) is the gradient of A and its transpose, with S the state before a block.
+"""
+
+import triton
+import triton.language as tl
+
+from .features import (
+    empty_weight_sums,
+    fill_rest,
+    load_gate,
+    load_row,
+    load_side,
+    locate_tensor,
+    map_features,
+    map_features_backward,
+    multiply,
+    normalise_tokens,
+    store_row_gradient,
+    store_values,
+    store_weight_sums,
+    to_operand,
+    to_tiles,
+    turn_block,
+    zero_gated_tokens,
+)
+from .linear import (
+    activate_tokens,
+    add_angle_gradients,
+    add_scaled,
+    apply_state,
+    empty,
+    empty_total,
+    find_counted,
+    form_keys,
+    load_slot,
+    load_sums,
+    locate_piece,
+    multiply_tiles,
+    row_dot,
+    store_gate,
+    store_total,
+    to_operands,
+    to_rows,
+)
+from .rows import add_rows, scale_row
+from .signature import kernel, unpack
+from .tiles import move_tokens
+
+# --- A ---------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.constexpr):
+    """Form k̂ of tokens n0 + o_n, or with COUNTS k̄, and β times the same."""
+    b, h, n0, o_n, m_n = place
+    k = to_tiles(load_row(move_tokens(k_head, n0, V=V), o_n, m_n, V=V), V=V)
+    if V.gated:
+        beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
+        k = zero_gated_tokens(k, beta)
+    k = normalise_tokens(k, side, n0, o_n, V=V)
+    x = fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V)
+    if not COUNTS:
+        x = map_features(x, turn_block(side, n0, o_n, V=V), V=V)
+    if V.gated:
+        return x, scale_row(x, beta[:, None])
+    else:
+        return x, x
+
+
+@triton.jit
+def empty_columns(BLOCKS: tl.constexpr, r: tl.constexpr, V: tl.constexpr):
+    """Zeros for the columns of A that belong to tile r: a tile for each tile of rows."""
+    A = ()
+    for i in tl.static_range(len(BLOCKS)):
+        A += (empty(ROWS=BLOCKS[i], COLUMNS=BLOCKS[r], V=V),)
+    return A
+
+
+@triton.jit
+def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
+    """The columns of A that belong to tile r, of tokens begin .. end of a head."""
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, h, V=V)
+    A = empty_columns(BLOCKS=V.sum_blocks if COUNTS else V.feature_blocks, r=r, V=V)
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        place = (b, h, n0, o_n, n0 + o_n < end)
+        x, weighted = form_counted_keys(k_head, gate, side, place, COUNTS=COUNTS, V=V)
+        column = to_operand(x[r], V=V)
+        added = ()
+        for i in tl.static_range(len(A)):
+            added += (multiply(tl.trans(to_operand(weighted[i], V=V)), column, A[i], V=V),)
+        A = added
+    return A
+
+
+@triton.jit
+def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
+    """Channels (1, channels) of tile i of k̂, or with COUNTS of what the normaliser counts; which of them there are."""
+    if COUNTS:
+        return find_counted(i=i, V=V)
+    else:
+        o_e = tl.arange(0, V.feature_blocks[i])[None, :]
+        return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
+
+
+@triton.jit
+def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
+    o_c, m_c = find_features(i=r, COUNTS=COUNTS, V=V)
+    for i in tl.static_range(len(A)):
+        o_r, m_r = find_features(i=i, COUNTS=COUNTS, V=V)
+        tl.store(p + tl.trans(o_r) * WIDTH + o_c, A[i], mask=tl.trans(m_r) & m_c)
+
+
+@kernel
+def linear_transition_kernel(k, gate, side, p_transitions, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
+    """A of each piece of the tokens (P, B G, Ê²), and behind it for "unrotated" that of the normaliser, D²."""
+    G, P, B = unpack(sizes)
+    piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
+    side = (side, load_side(side, b, g, g, V=V))
+    walk = (b, g, begin, end)
+    MATRIX: tl.constexpr = V.num_features * V.num_features
+    EXTRA: tl.constexpr = V.num_sums * V.num_sums if V.normalizer == "unrotated" else 0
+    p = p_transitions + (tl.cast(piece, tl.int64) * B * G + b * G + g) * (MATRIX + EXTRA)
+    for r in tl.static_range(len(V.feature_blocks)):
+        A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=False, V=V)
+        store_columns(p, A, r=r, WIDTH=V.num_features, COUNTS=False, V=V)
+    if V.normalizer == "unrotated":
+        for r in tl.static_range(len(V.sum_blocks)):
+            A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=True, V=V)
+            store_columns(p + MATRIX, A, r=r, WIDTH=V.num_sums, COUNTS=True, V=V)
+
+
+# --- from block to block -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def multiply_exactly(a, b, acc, V: tl.constexpr):
+    """a b + acc, in the precision of the sums."""
+    if V.wide:
+        return tl.dot(a, b, acc, out_dtype=tl.float64)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def place_rows(o_r, num_rows, i: tl.constexpr, V: tl.constexpr):
+    """Offsets of tile i of rows of Sᵀ within a state, and which of them there are."""
+    o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
+    return o_r[:, None] * V.width + o_c, (o_r < num_rows)[:, None] & (o_c < V.width)
+
+
+@triton.jit
+def load_rows(p, o_r, num_rows, V: tl.constexpr):
+    """Rows of Sᵀ, tile by tile."""
+    S = ()
+    for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
+        o, mask = place_rows(o_r, num_rows, i=i, V=V)
+        S += (tl.load(p + o, mask=mask, other=0.0).to(tl.float64 if V.wide else tl.float32),)
+    return S
+
+
+@triton.jit
+def store_rows(p, S, o_r, num_rows, V: tl.constexpr):
+    for i in tl.static_range(len(S)):
+        o, mask = place_rows(o_r, num_rows, i=i, V=V)
+        tl.store(p + o, S[i], mask=mask)
+
+
+@triton.jit
+def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
+    """Rows of what the pieces of a block, and R heads of each, leave."""
+    first, last = pieces
+    row, rows, R, size = steps
+    total = ()
+    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
+        total += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
+    for p in range(first, last):
+        for r in range(R):
+            own = p_parts + ((tl.cast(p, tl.int64) * rows + row) * R + r) * size
+            total = add_rows(total, load_rows(own, o_r, num_rows, V=V))
+    return total
+
+
+@triton.jit
+def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
+    """Tile (i, j) of A of a block."""
+    first, last = pieces
+    row, rows, size, base = steps
+    o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]
+    o_c = j * V.block_c + tl.arange(0, V.block_c)[None, :]
+    mask = (o_r < V.width) & (o_c < V.width)
+    A = empty(ROWS=V.block_c, COLUMNS=V.block_c, V=V)
+    for p in range(first, last):
+        own = p_transitions + (tl.cast(p, tl.int64) * rows + row) * size + base
+        A += tl.load(own + o_r * V.width + o_c, mask=mask, other=0.0)
+    return A
+
+
+@triton.jit
+def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
+    """Sᵀ (I − A)."""
+    if V.memory == "add":
+        return S
+    else:
+        kept = ()
+        for j in tl.static_range(len(S)):
+            read = empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V)
+            for i in tl.static_range(len(S)):
+                A = load_transition(p_transitions, pieces, steps, i=i, j=j, V=V)
+                read = multiply_exactly(S[i], A, read, V=V)
+            kept += (S[j] - read,)
+        return kept
+
+
+@triton.jit
+def sum_products(x, y):
+    """Σ x y over all tiles, in float64."""
+    total = tl.sum(x[0].to(tl.float64) * y[0].to(tl.float64))
+    for i in tl.static_range(1, len(x)):
+        total += tl.sum(x[i].to(tl.float64) * y[i].to(tl.float64))
+    return total
+
+
+@kernel
+def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes", V: tl.constexpr):
+    """The state before each block and after the last, in the order of the scan: series (F + 1, B G, size).
+
+    Before block f it is at f, or backward at f + 1; the last is at the other end. parts: B (P, B G R, size), of which R
+    heads are summed, A (P, B G, ..) and the first state (B G, size) or None. V.adds_first: the gradient of such a scan,
+    to which parts are added before the state is stored. series: also those whose gradient this is, at the other end of
+    each block, and partial sums for dg (row blocks, F, B G), both for V.need_ddecay. decay (F, B G). offsets (F + 1):
+    of the pieces of a block. numbers: of rows of a state; where they begin in a state, and A in the transitions.
+    """
+    p_parts, p_transitions, p_first = parts
+    p_series, p_partner, p_ddecay = series
+    counts, places = numbers
+    rows, R, F, num_rows, backward = unpack(counts)
+    size, base, matrix, matrix_base = unpack(places)
+    blocks = (num_rows + V.block_r - 1) // V.block_r
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) - row * blocks
+    o_r = block * V.block_r + tl.arange(0, V.block_r)
+    ahead = tl.where(backward != 0, 1, 0)
+    S = ()
+    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
+        S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
+    if p_first is not None:
+        S = add_rows(S, load_rows(p_first + tl.cast(row, tl.int64) * size + base, o_r, num_rows, V=V))
+    for i in range(F):
+        f = tl.where(backward != 0, F - 1 - i, i)
+        pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
+        new = sum_rows(p_parts + base, pieces, (row, rows, R, size), o_r, num_rows, V=V)
+        if V.adds_first:
+            S = add_rows(S, new)
+        store_rows(p_series + (tl.cast(f + ahead, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
+        S = take_out(S, p_transitions, pieces, (row, rows, matrix, matrix_base), V=V)
+        if V.need_ddecay:
+            other = p_partner + (tl.cast(f + 1 - ahead, tl.int64) * rows + row) * size + base
+            ddecay = sum_products(S, load_rows(other, o_r, num_rows, V=V))
+            tl.store(p_ddecay + (tl.cast(block, tl.int64) * F + f) * rows + row, ddecay)
+        S = scale_row(S, tl.load(p_decay + tl.cast(f, tl.int64) * rows + row))
+        if not V.adds_first:
+            S = add_rows(S, new)
+    last = tl.where(backward != 0, 0, F)
+    store_rows(p_series + (tl.cast(last, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_columns(p, num_rows, v0, i, V: tl.constexpr):
+    """Rows v0 .. of Sᵀ (rows, channels) and of the channels tile i."""
+    o_r = v0 + tl.arange(0, V.block_r)
+    o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
+    mask = (o_r < num_rows)[:, None] & (o_c < V.width)
+    return tl.load(p + o_r[:, None] * V.width + o_c, mask=mask, other=0.0)
+
+
+@triton.jit
+def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
+    """total + (dS Sᵀ + S dSᵀ), a tile (rows, columns) of it."""
+    i, j = tile
+    for v0 in range(0, num_rows, V.block_r):
+        dS_i = load_columns(p_gradient, num_rows, v0, i, V=V)
+        S_j = load_columns(p_state, num_rows, v0, j, V=V)
+        total = multiply_exactly(tl.trans(dS_i), S_j, total, V=V)
+        S_i = load_columns(p_state, num_rows, v0, i, V=V)
+        dS_j = load_columns(p_gradient, num_rows, v0, j, V=V)
+        total = multiply_exactly(tl.trans(S_i), dS_j, total, V=V)
+    return total
+
+
+@kernel
+def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
+    """M (F, B G, Ê²), a program for a tile of it.
+
+    forward, backward: the states before each block of both scans and their gradients, each (F, B G, size); of the
+    backward one None where there is none.
+    """
+    p_state, p_gradient = forward
+    p_later, p_later_gradient = backward
+    num_rows, size = unpack(sizes)
+    TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
+    pid = tl.program_id(0)
+    place = tl.cast(pid // (TILES * TILES), tl.int64)  # of a block and a head
+    tile = pid % (TILES * TILES)
+    i = tile // TILES
+    j = tile - i * TILES
+    total = empty(ROWS=V.block_c, COLUMNS=V.block_c, V=V)
+    total = add_gradient(total, p_state + place * size, p_gradient + place * size, num_rows, (i, j), V=V)
+    if p_later is not None:
+        total = add_gradient(total, p_later + place * size, p_later_gradient + place * size, num_rows, (i, j), V=V)
+    total = total * -tl.load(p_decay + place)
+    o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]
+    o_c = j * V.block_c + tl.arange(0, V.block_c)[None, :]
+    p = p_out + place * (V.width * V.width) + o_r * V.width + o_c
+    tl.store(p, total.to(p_out.dtype.element_ty), mask=(o_r < V.width) & (o_c < V.width))
+
+
+@triton.jit
+def load_matrix(p, V: tl.constexpr):
+    """M as operands: tiles by row, then by column."""
+    M = ()
+    for i in tl.static_range(len(V.feature_blocks)):
+        o_r, m_r = find_features(i=i, COUNTS=False, V=V)
+        for j in tl.static_range(len(V.feature_blocks)):
+            o_c, m_c = find_features(i=j, COUNTS=False, V=V)
+            values = tl.load(p + tl.trans(o_r) * V.num_features + o_c, mask=tl.trans(m_r) & m_c, other=0.0)
+            M += (to_operand(values, V=V),)
+    return M
+
+
+@triton.jit
+def apply_matrix(x, M, V: tl.constexpr):
+    """x (tokens, features) times M, tile by tile. Tokens are columns of the products: see multiply_tiles."""
+    result = ()
+    for i in tl.static_range(len(x)):
+        total = empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V)
+        for j in tl.static_range(len(x)):
+            total = multiply(M[i * len(x) + j], tl.trans(to_operand(x[j], V=V)), total, V=V)
+        result += (tl.trans(total),)
+    return result
+
+
+@triton.jit
+def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
+    """x̄ times the gradient of the normaliser's A and its transpose: Σ u (w · x̄) + w (u · x̄), of pairs of vectors."""
+    result = ()
+    for i in tl.static_range(len(x_bar)):
+        result += (x_bar[i] * 0.0,)
+    for pair in tl.static_range(V.num_scans):
+        u = to_rows(load_sums(p_vectors + 2 * pair * V.num_sums, V=V))
+        w = to_rows(load_sums(p_vectors + (2 * pair + 1) * V.num_sums, V=V))
+        from_u = row_dot(spread_rows(u, x_bar), x_bar)
+        from_w = row_dot(spread_rows(w, x_bar), x_bar)
+        result = add_scaled(add_scaled(result, u, from_w), w, from_u)
+    return result
+
+
+@triton.jit
+def spread_rows(rows, like):
+    """(1, channels) for each token, tile by tile."""
+    result = ()
+    for i in tl.static_range(len(rows)):
+        result += (tl.broadcast_to(rows[i], [like[i].shape[0], like[i].shape[1]]),)
+    return result
+
+
+@triton.jit
+def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
+    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω, and those for dγ and dβ of the norm.
+
+    tensors: k, v, dk, dv. gates: β and dβ. grads: operands dS, sums dZ, M, and a pointer to vectors in its place for
+    the normaliser.
+    """
+    total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    k, v, dk, dv = tensors
+    gate, dgate = gates
+    dS, dZ, M, p_vectors = grads
+    b, h, begin, end = walk
+    o_n = tl.arange(0, V.block_n)
+    k_head = locate_tensor(k, b, h, V=V)
+    v_head = locate_tensor(v, b, h, V=V)
+    dk_head = locate_tensor(dk, b, h, V=V)
+    dv_head = locate_tensor(dv, b, h, V=V)
+    ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
+    for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
+        m_n = n0 + o_n < end
+        k_row = move_tokens(k_head, n0, V=V)
+        v_row = move_tokens(v_head, n0, V=V)
+        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        weight = m_n.to(ACC)  # of tokens that are not there 0
+        x_hat = map_features(x_bar, turned, V=V)
+        from_state = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
+        if V.normalizer == "encoded":
+            from_state = add_scaled(from_state, to_rows(dZ), weight)
+        from_transition = apply_matrix(x_hat, M, V=V)
+        vectors = ()
+        if V.normalizer == "unrotated":
+            vectors = apply_vectors(x_bar, p_vectors, V=V)
+        if V.gated:
+            if V.need_dgate:  # A is a product of two keys, of which β multiplies one
+                dbeta = row_dot(x_hat, from_state) + 0.5 * row_dot(x_hat, from_transition)
+                if V.normalizer == "unrotated":
+                    dbeta += row_dot(spread_rows(to_rows(dZ), x_bar), x_bar) + 0.5 * row_dot(x_bar, vectors)
+                store_gate(dgate, dbeta, beta, b, h, n0 + o_n, m_n)
+            weight *= beta
+        gated = scale_row(x_hat, weight[:, None]) if V.gated else x_hat
+        store_values(move_tokens(dv_head, n0, V=V), apply_state(gated, dS, V=V), o_n, m_n, V=V)
+        dx_hat = add_rows(from_state, from_transition)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+        if V.normalizer == "unrotated":
+            dx_bar = add_rows(add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC)), vectors)
+        if V.gated:
+            dx_bar = scale_row(dx_bar, weight[:, None])
+            if V.need_dangles:
+                dangles = scale_row(dangles, weight[:, None])
+        dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
+        total = add_angle_gradients(total, dangles, side, turned, V=V)
+    return total, dweights
+
+
+@kernel
+def linear_memory_key_kernel(
+    tensors, gates, side, slots, matrices, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
+):  # fmt: skip
+    """dk, dv, dβ, and sums for dω. tensors: k, v, dk, dv. slots: dS and dZ of each block; matrices: M and vectors."""
+    p_slots, p_slot_sums = slots
+    p_matrices, p_vectors = matrices
+    G, P, B = unpack(sizes)
+    piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
+    row = tl.cast(slot, tl.int64) * B * G + b * G + g
+    dS, dZ = load_slot(p_slots, p_slot_sums, row, V=V)
+    M = load_matrix(p_matrices + row * (V.num_features * V.num_features), V=V)
+    if p_vectors is not None:
+        p_vectors += row * (2 * V.num_scans * V.num_sums)
+    side = (side, load_side(side, b, g, g, V=V))
+    grads = (dS, dZ, M, p_vectors)
+    total, dweights = write_key_gradients(tensors, gates, side, grads, (b, g, begin, end), V=V)
+    store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
+    if V.need_dangles:
+        J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
+        own = tl.cast(piece, tl.int64) * B * G + b * G + g
+        store_total(p_partial + own * (J * V.num_channels), total, V=V)

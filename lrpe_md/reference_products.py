@@ -1,0 +1,92 @@
+"""Matrix products of the reference: in the dtype of their factors, whatever autocast and TF32 are set to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine.inductor.private import are_transforms_active
+from .reference import no_autocast
+
+__all__ = ["product"]
+
+
+@contextmanager
+def _exact_products(x: Tensor) -> Iterator[None]:
+    """float32 products in float32: no autocast, no TF32, and on a CPU no bfloat16."""
+    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
+    before = [(backend, backend.fp32_precision) for backend in backends]
+    loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
+    if not loose and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+        yield
+        return
+    try:
+        for backend, _ in loose:
+            backend.fp32_precision = "ieee"
+        with no_autocast(x):
+            yield
+    finally:
+        for backend, precision in loose:
+            backend.fp32_precision = precision
+
+
+class _Product(torch.autograd.Function):
+    """a @ b, whose derivatives are products of the same kind."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
+        ctx.operands = operands
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore
+        a, b = ctx.saved_tensors
+        need_a, need_b, _ = ctx.needs_input_grad
+        da = product(grad, b.mT, ctx.operands) if need_a else None
+        return da, product(a.mT, grad, ctx.operands) if need_b else None, None
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Tensor | None:  # pyright: ignore
+        a, b = ctx.saved_tensors
+        parts = [] if da is None else [product(da, b, ctx.operands)]
+        parts += [] if db is None else [product(a, db, ctx.operands)]
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+class _TransformedProduct(_Product):
+    """The product in the form that function transforms require, which is slower to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:  # pyright: ignore
+        with _exact_products(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.operands = inputs
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+
+
+def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return t if dtype is None else t.to(dtype).to(t.dtype)
+
+
+def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
+    """a (.., M, K) @ b (.., K, N) in the dtype that they have, whatever autocast and TF32 are set to.
+
+    operands: both are rounded to it first, here and in the derivatives, which pass the rounding as if it were none.
+    """
+    if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
+        with no_autocast(a):
+            return _rounded(a, operands) @ _rounded(b, operands)
+    return (_TransformedProduct if are_transforms_active() else _Product).apply(a, b, operands)
