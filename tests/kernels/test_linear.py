@@ -187,9 +187,14 @@ def test_states_of_many_pieces(tokens, heads, monkeypatch):
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
         monkeypatch.setattr(linear_plan, name, value)
     remembered.clear()
-    assert linear_plan.SCAN_PIECES == 16
+    assert linear_plan.choose_scan_tile(2, 1024) == (512, 16)
     assert_within_budget(LinearCase(shape=(tokens,), prefix=0, batch=1, heads=heads, state=True, return_state=True))
     remembered.clear()
+
+
+def test_scans_of_many_heads_have_large_tiles():
+    assert linear_plan.choose_scan_tile(768, 8256) == (1024, 1)
+    assert linear_plan.choose_scan_tile(1, 8256) == (512, 16)
 
 
 def test_number_of_programs():

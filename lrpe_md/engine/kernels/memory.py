@@ -75,11 +75,15 @@ def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.con
 
 
 @triton.jit
-def empty_columns(BLOCKS: tl.constexpr, r: tl.constexpr, V: tl.constexpr):
+def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
     """Zeros for the columns of A that belong to tile r: a tile for each tile of rows."""
     A = ()
-    for i in tl.static_range(len(BLOCKS)):
-        A += (empty(ROWS=BLOCKS[i], COLUMNS=BLOCKS[r], V=V),)
+    if COUNTS:
+        for i in tl.static_range(len(V.sum_blocks)):
+            A += (empty(ROWS=V.sum_blocks[i], COLUMNS=V.sum_blocks[r], V=V),)
+    else:
+        for i in tl.static_range(len(V.feature_blocks)):
+            A += (empty(ROWS=V.feature_blocks[i], COLUMNS=V.feature_blocks[r], V=V),)
     return A
 
 
@@ -89,7 +93,7 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
-    A = empty_columns(BLOCKS=V.sum_blocks if COUNTS else V.feature_blocks, r=r, V=V)
+    A = empty_columns(r=r, COUNTS=COUNTS, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         place = (b, h, n0, o_n, n0 + o_n < end)
         x, weighted = form_counted_keys(k_head, gate, side, place, COUNTS=COUNTS, V=V)

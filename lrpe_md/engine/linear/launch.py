@@ -37,10 +37,9 @@ from ..kernels.signature import pack
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
-    SCAN_BLOCK,
-    SCAN_PIECES,
     LinearPass,
     LinearTile,
+    choose_scan_tile,
     choose_tile,
     choose_value_widths,
     choose_walk,
@@ -639,9 +638,10 @@ def scan_states(
     last = None
     if return_last:
         last = torch.empty(num_states * sizes.groups, sizes.state, dtype=work.acc, device=work.device)
+    block, in_flight = choose_scan_tile(sizes.rows, sizes.state)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
-        block_c=SCAN_BLOCK, stages=SCAN_PIECES, wide=work.acc == torch.float64,
+        block_c=block, stages=in_flight, wide=work.acc == torch.float64,
         causal=work.call.attention.mask == "causal",
     )  # fmt: skip
     repeats = states.shape[1] // max(1, sizes.rows)
@@ -649,7 +649,7 @@ def scan_states(
         states, (seen, sums), (begin, last), pieces.table,
         pack(sizes.groups, repeats, pieces.num_pieces, states.shape[0], sizes.batch, int(backward)),
     )  # fmt: skip
-    start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, SCAN_BLOCK), args, (variant, {}))
+    start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
     return (seen, sums), [] if last is None else split_state(work, last)
 
 

@@ -191,8 +191,12 @@ class Attend(Operator):
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """Return whether the kernels take a call: no decay of packed sequences or of tokens one by one beside a prefix or
-    in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large."""
-    q, v, attention = operands.q, operands.v, call.attention
+    in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large.
+
+    The gradient of a decay by head is a sum over all tokens of sums over later tokens, in which the rounding of the
+    causal kernels adds up: on a GPU the reference forms it.
+    """
+    q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention
     forgets, features, reason = attention.memory != "sum", 0, ""
     if forgets and call.cu_seqlens is not None:
         reason = "a decay with cu_seqlens"
@@ -202,6 +206,8 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
         reason = "float64 on a GPU"
     elif not q.is_cuda:
         return True
+    elif attention.mask == "causal" and _is_learned_by_head(decay):
+        reason = "a causal mask with a decay by head that needs a gradient"
     else:
         features = call.spec.out_dim(q.shape[3])
     if features and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):
@@ -210,6 +216,10 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     if reason and impl == "triton":
         raise ValueError(f"impl: 'triton' has no kernel for {reason}; use impl='auto'")
     return not reason
+
+
+def _is_learned_by_head(decay: Tensor | None) -> bool:
+    return decay is not None and decay.ndim == 1 and decay.requires_grad and torch.is_grad_enabled()
 
 
 _INPUTS = "Tensor q", "Tensor k", "Tensor v", "Tensor? gate", "Tensor? decay", "Tensor[] state", "Tensor[] saved"

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "SCAN_BLOCK", "SCAN_PIECES", "LinearPass", "LinearTile", "Walk", "choose_tile", "choose_value_widths",
+    "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths",
     "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
 ]  # fmt: skip
 
@@ -71,8 +71,9 @@ SHORTEST = 256  # tokens of a piece, where pieces give all multiprocessors work
 FEW_PROGRAMS = 256  # less than two on each multiprocessor
 LARGE_STATE = 4096  # elements, from which on short pieces don't pay
 STATE_TO_PART = 4  # elements of a state for a token of a part
-SCAN_BLOCK = 512  # elements of a state a program sums up
-SCAN_PIECES = 16  # of which loads are on their way
+# Elements of a state that a program of a scan sums up, and pieces whose loads are on their way: where there are many
+# programs, and where there are few.
+SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
 ONE_PASS = 384  # tokens that one program goes through
 MULTIPROCESSORS = 132  # of the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # that run at once; a fixed number, so that sums are in the same order on all GPUs
@@ -109,6 +110,12 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
+
+
+def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
+    """Choose the elements and the pieces in flight of a program that sums states of so many heads."""
+    few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
+    return SCAN_TILE_OF_FEW if few else SCAN_TILE
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
