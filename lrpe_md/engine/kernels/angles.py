@@ -87,7 +87,7 @@ def drop_turns(s, w, ANY_SIZE: tl.constexpr):
         less = tl.ceil(-0.5 - s * w)
         shifted = (less - 2.0 * tl.floor(less * 0.5)) + ROUND
     else:
-        shifted = s * w + ROUND  # cheaper than ceil, which is a conversion
+        shifted = tl.fma(s, w, ROUND)  # cheaper than ceil, which is a conversion
         less = ROUND - shifted  # a minus sign would be one more subtraction, from 0
     return tl.fma(s, w, less), shifted.to(tl.int32, bitcast=True)
 
@@ -285,7 +285,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
             low = s * w_lo  # Σ of what the float32 hi leaves out
         else:
             part += a
-            low += s * w_lo
+            low = tl.fma(s, w_lo, low)
         half += odd
         if ANY_SIZE:
             low += s_lo[:, None] * (w_hi * LOW)
@@ -323,12 +323,16 @@ def take_cos_sin(angles, half, V: tl.constexpr):
         sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [angles], tl.float32, True, 1)
     else:
         z = angles * angles
-        s = (
-            ((7.750529050827026e-2 * z - 5.982178449630737e-1) * z + 2.55006742477417) * z - 5.167709827423096
-        ) * z + PI_LO
-        s = tl.fma(angles, tl.full(angles.shape, PI_HI, tl.float32), angles * s)
-        c = ((-2.3991823196411133e-2 * z + 2.3469902575016022e-1) * z - 1.335164189338684) * z + 4.0587053298950195
-        c = (c * z - 4.934802055358887) * z + 1.0
+        s = tl.fma(z, 7.750529050827026e-2, -5.982178449630737e-1)
+        s = tl.fma(s, z, 2.55006742477417)
+        s = tl.fma(s, z, -5.167709827423096)
+        s = tl.fma(s, z, PI_LO)
+        s = tl.fma(angles, PI_HI, angles * s)
+        c = tl.fma(z, -2.3991823196411133e-2, 2.3469902575016022e-1)
+        c = tl.fma(c, z, -1.335164189338684)
+        c = tl.fma(c, z, 4.0587053298950195)
+        c = tl.fma(c, z, -4.934802055358887)
+        c = tl.fma(c, z, 1.0)
         sign = half << 31
         cos = (c.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         sin = (s.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
