@@ -361,7 +361,8 @@ def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
     result = ()
     for i in tl.static_range(len(x_bar)):
         result += (x_bar[i] * 0.0,)
-    for pair in tl.static_range(V.num_scans):
+    SCANS: tl.constexpr = V.num_scans
+    for pair in tl.static_range(SCANS):
         u = to_rows(load_sums(p_vectors + 2 * pair * V.num_sums, V=V))
         w = to_rows(load_sums(p_vectors + (2 * pair + 1) * V.num_sums, V=V))
         from_u = row_dot(spread_rows(u, x_bar), x_bar)
