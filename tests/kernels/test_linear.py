@@ -331,7 +331,9 @@ def test_widths(name, head_dim, shift, widths):
 
 @pytest.mark.parametrize("width", range(1, 257))
 def test_tiles_hold_each_channel_once(width):
-    for blocks in (linear_plan.choose_widths(width), linear_plan.choose_value_widths(width)):
+    stages = linear_plan.LinearPass
+    cuts = [linear_plan.choose_widths(width, stage) for stage in (stages.STATE, stages.QUERIES_OMEGA)]
+    for blocks in (*cuts, linear_plan.choose_value_widths(width)):
         padded = linear_plan.pad_width(width)
         assert sum(blocks[:-1]) < width <= sum(blocks) <= sum(padded)
         assert all(block >= 16 and block & (block - 1) == 0 for block in blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -326,7 +326,7 @@ class Work:
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
-        tiles = cut_channels(spec, sizes.head_dim, pad_width if causal else choose_widths)
+        tiles = cut_channels(spec, sizes.head_dim, pad_width if causal else partial(choose_widths, stage=stage))
         values = cut_width(0, sizes.v_dim, pad_width if causal else choose_value_widths)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
         ptx = has_ptx(self.dtype)

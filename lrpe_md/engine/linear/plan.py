@@ -65,6 +65,7 @@ NARROWEST = 16  # channels of a tile: matrix units take no less
 # them: forming features takes most instructions. Channels of v: a second tile of less than 64 costs more than it saves.
 SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
+WIDEST_OF_OMEGA = 80  # channels; sums for dω take the registers that a second tile of more would need
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens: a multiple of every block of tokens
 SHORTEST = 256  # tokens of a piece, where pieces give all multiprocessors work
@@ -84,8 +85,10 @@ def pad_width(width: int) -> tuple[int, ...]:
     return (max(NARROWEST, 1 << (width - 1).bit_length()),)
 
 
-def choose_widths(width: int) -> tuple[int, ...]:
-    """Choose the tiles that so many channels of q and k, or pairs of them, are cut into."""
+def choose_widths(width: int, stage: LinearPass) -> tuple[int, ...]:
+    """Choose the tiles that so many channels of q and k, or pairs of them, are cut into in a pass."""
+    if stage is LinearPass.QUERIES_OMEGA and width > WIDEST_OF_OMEGA:
+        return pad_width(width)
     return SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
 
 
