@@ -468,8 +468,9 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
         if not _takes_options():
             source = source.replace("triton_meta={", f"triton_meta={{{str(COMPILER_OPTIONS)[1:-1]}, ", 1)
         made = re.search(r"@triton_heuristics.*?^def (\w+)", source, re.DOTALL | re.MULTILINE)
-        by_triton = made is None or not by_torch
-        kind = "" if by_triton else f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n"
+        kind = ""
+        if made is not None and by_torch:
+            kind = f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n"
         return define(name, source + kind + end + rest, *args, **kwargs)
 
     wrapper.define_kernel = define_fixed
