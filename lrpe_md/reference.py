@@ -102,7 +102,10 @@ def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``."""
+    """x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``.
+
+    Softmax, which is not element by element, is in ``engine/kernels/softmax.py``.
+    """
 
     forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
     never_negative: bool = False
@@ -210,7 +213,7 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 
 
 class Map(NamedTuple):
-    """x̄ → y. The kernels have a branch for each entry, in ``engine/kernels/encode.py``."""
+    """x̄ → y. The kernels have a branch for each entry but "none", in ``engine/kernels/encode.py``."""
 
     channels: Callable[[int], int]  # C: angles of a head, from the channels that are mapped
     out_dim: Callable[[int, int], int]  # of a head of y, from head_dim and C
@@ -231,7 +234,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # of linear attention alone: there are no angles
+    "none": Map(  # no angles: for linear attention and its norm over all heads
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,

@@ -39,7 +39,7 @@ class Attention(NamedTuple):
     mask: str = "full"  # | "causal" | "block"
     block: int = 0  # tokens of a block, for mask "block"
     eps: float = 1e-6
-    memory: str = "sum"  # | "add" or "delta", or one of them with " both": see the properties below
+    memory: str = "sum"  # nothing is forgotten | "add", with a decay | "delta" | "add both" | "delta both"
 
     @property
     def forgets(self) -> bool:

@@ -49,7 +49,10 @@ def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: Tensor) -> Tensor:
-    """Do the same for rule "delta". transitions: A, (B, H, F, E, E); decay (B or 1, H or 1, F)."""
+    """Return the series of :func:`accumulate` for rule "delta".
+
+    transitions: A, (B, H, F, E, E); decay (B or 1, H or 1, F).
+    """
     state, series = before, [before]
     for f in range(parts.shape[2]):
         columns = state if state.ndim == 4 else state.unsqueeze(-1)

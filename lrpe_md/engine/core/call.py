@@ -221,7 +221,7 @@ class Needs(NamedTuple):
     omega: bool = False
     phase: bool = False
     norm: bool = False  # all of γ and β that there are
-    tables: bool = False  # cos and sin
+    tables: bool = False  # given cos and sin, by the reference: the kernels form no such gradient
 
 
 class Call(NamedTuple):
@@ -334,7 +334,8 @@ class Variant(NamedTuple):
     one_side: bool = False  # of q and k, which have positions and phase in common
     has_no_gqa: bool = False  # a head of q for each head of k
     has_state: bool = False  # of tokens before these
-    memory: str = "sum"  # | "add", with a decay | "delta": see kernels/memory.py
+    # Not Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by I − A, "add" does not.
+    memory: str = "sum"
     width: int = 0  # of a row of a state, in tiles of block_c
     num_scans: int = 1  # 2 in both directions
     adds_first: bool = False  # a scan of gradients

@@ -1,4 +1,4 @@
-"""Memory layouts of tensors (B, H, N, D), and new tensors with the same layout."""
+"""Layouts of tensors (B, H, N, D) in memory, and new tensors with the same layout. No states of linear attention."""
 
 from __future__ import annotations
 

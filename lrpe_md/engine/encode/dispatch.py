@@ -92,7 +92,8 @@ def _call_key(
 ) -> tuple[bool, Hashable | None]:  # fmt: skip
     """Return whether tensors are plain, see :func:`is_direct`, and the cache key: all that :func:`validate` looks at.
 
-    The key is None if the result holds tensors that nobody passed.
+    The key is None for calls that are validated each time: tensors that are not plain, positions other than a Grid
+    or given tables, and calls whose result holds tensors that nobody passed.
     """
     is_given = type(positions) is GivenTables
     direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if is_given else (*xs, omega, phase, *weights))

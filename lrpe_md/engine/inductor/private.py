@@ -1,7 +1,8 @@
-"""Names of torch that it does not promise to keep, outside of its compiler.
+"""Names that torch does not promise to keep. Those of its compiler are used in lowering.py.
 
-``READ_FROM`` says which torch version each name was read from, those of lowering.py included. A test resolves all of
-them, so that it tells which one is gone when torch moves on.
+``READ_FROM`` says which torch version each name was read from, those of lowering.py and core/recording.py included. A
+test resolves all of them, so that it tells which one is gone when torch moves on. Attributes of objects, ``_cdata`` and
+``_backward_cls``, are not among them. Names bound at module level fail at import if they go, the others when called.
 """
 
 from __future__ import annotations

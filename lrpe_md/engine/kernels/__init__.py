@@ -1,7 +1,13 @@
-"""Triton kernels. angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives. activations.
-rows: products and their sums. tiles: loads and stores. encode: both maps, forward and backward. decay and memory:
-states of linear attention that forget, from token to token and from block to block. reduce: the second pass of dω.
-softmax: over features, and over the sequence. signature: which arguments choose no variant.
+"""Triton kernels.
+
+- encode: both maps, forward and backward. heads: the same after a norm over all heads.
+- angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives.
+- activations, norm, softmax: what comes before the map. Softmax is over features or over the sequence.
+- features: q̂ and k̂ of linear attention. linear: states, and attention without a causal mask. linear_causal: with one.
+- decay, memory: states that forget, from token to token and from block to block.
+- reduce: sums of partial gradients, of ω, φ and a norm's weights.
+- rows: products and their sums. tiles: loads and stores. signature: which arguments choose no variant.
+- fixed: kernels with their numbers compiled in, for compilers.
 
 The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
 position, w frequency; V all that is compiled in (:class:`engine.core.call.Variant`), with V.block_r rows (a row is a

@@ -52,7 +52,7 @@ from .tiles import (
     upcast,
 )
 
-# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS ---------------------
+# --- the two maps, on tiles (tokens, channels): a branch for each entry of reference.MAPS but "none" ------------
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Linear attention, all tokens seeing all: S = Σ β k̂ vᵀ, then o = q̂ S / z. Forward and backward.
+"""Linear attention where tokens of a slot see the same state: S = Σ β k̂ vᵀ, then o = q̂ S / z. Forward and backward.
+
+A slot is the whole, a sequence or a block. linear_causal.py takes the states before its pieces from here, too.
 
 S is held transposed, Sᵀ (D_v, Ê), a tile of it for each tile of features and each of v, so that v goes to the matrix
 units as it was loaded. In one pass a program forms the state of a key head of a sample and goes on to the tokens of

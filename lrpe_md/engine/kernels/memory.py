@@ -210,7 +210,7 @@ def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constex
 
 @triton.jit
 def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
-    """Sᵀ (I − A)."""
+    """Sᵀ (I − A): take out what the keys of a block read. With V.memory "add" that is S itself."""
     if V.memory == "add":
         return S
     else:

@@ -139,7 +139,8 @@ def pack_state(tensors: Sequence[Tensor]) -> State:
 def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: bool) -> tuple[bool, Hashable | None]:
     """Return whether tensors are plain, see :func:`is_direct`, and the cache key: all that validation looks at.
 
-    The key is None if the result holds tensors that nobody passed.
+    The key is None for calls that are validated each time: tensors that are not plain, positions other than a Grid,
+    pairs, and calls whose result holds tensors that nobody passed. Values of cu_seqlens and decay are not in the key.
     """
     omega, positions, phase, amplitude = sides
     q, k, v, gate, cu_seqlens, state, weights, decay = given

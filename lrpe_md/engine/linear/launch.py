@@ -107,7 +107,7 @@ def measure(call: LinearCall, operands: Operands) -> Sizes:
 
 
 class Pieces(NamedTuple):
-    """Chunks of tokens, one for each program, and the number of states that they leave."""
+    """Pieces of the tokens, one for each program, and the number of states that they leave."""
 
     table: Tensor | None  # (P, 4) of begin, end, slot and sequence; None: as many tokens each, and one slot
     length: int
@@ -156,7 +156,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of causal chunks. One program sums the state of each part, where a state is needed."""
+    """Parts of causal pieces. One program sums the state of each part, where a state is needed."""
 
     every: Pieces
     needed: Pieces  # the first of them, or backward the last
@@ -252,7 +252,7 @@ def as_table(rows: list[Any], device: torch.device) -> Tensor:
 
 
 class Work:
-    """Readable inputs, and what all kernels of a call have in common."""
+    """Readable inputs, and what all kernels of a call have in common. Not the ``Work`` of ``encode/plan.py``."""
 
     def __init__(
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NONE
@@ -522,7 +522,13 @@ _fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # in place of what too
 
 
 def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
-    """Launch a kernel, of a smaller tile where the GPU has less shared memory than this one takes."""
+    """Launch a kernel. If its tile takes more shared memory than the GPU has, try those of :func:`shrink` in turn.
+
+    The one that fits is remembered for the next launch. A recorded launch is not tried.
+
+    Raises:
+        OutOfResources: no tile fits.
+    """
     if not programs:
         return
     variant, options = described

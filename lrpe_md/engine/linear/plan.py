@@ -1,4 +1,4 @@
-"""Divide the work of linear attention: tiles, one pass or two, and chunks of tokens."""
+"""Divide the work of linear attention: tiles, one pass or two, and pieces of the tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LinearPass(Enum):
     STATE = "state"  # two passes: k, v to the state
     OUTPUT = "output"  # q to o
     QUERIES = "queries"  # q, do to dq
-    QUERIES_OMEGA = "queries_omega"  # and to the sums for dω and dφ
-    QUERY_STATE = "query_state"  # and to the gradient of the state
-    KEYS = "keys"  # to dk and dv
+    QUERIES_OMEGA = "queries_omega"  # q, do to dq and the sums for dω and dφ
+    QUERY_STATE = "query_state"  # q, do to the gradient of the state, also with a causal mask
+    KEYS = "keys"  # k, v and that gradient to dk and dv
     CAUSAL = "causal"  # two passes with a causal mask: to o
     CAUSAL_QUERIES = "causal_queries"  # to dq
     CAUSAL_KEYS = "causal_keys"  # to dk and dv
@@ -130,7 +130,7 @@ def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = Fal
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
-    """List smaller tiles, for a GPU with less shared memory than a tile takes."""
+    """List smaller tiles, to try in turn on a GPU with less shared memory than a tile takes."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
