@@ -16,7 +16,7 @@ from ..norm import Norm
 
 __all__ = ["HeadDecay", "LinearAttention", "attend_with"]
 
-DecayName = Literal["retnet", "transnormer"]
+DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
@@ -24,15 +24,15 @@ class HeadDecay(nn.Module):
 
     Args:
         num_heads: number of key heads, H.
-        initial: "retnet", 1 − 2^(−5 − h), "transnormer", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
-        depth: index of the layer divided by the number of layers, for "transnormer": deeper layers forget less.
+        initial: "retnet", 1 − 2^(−5 − h), "lightning", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
+        depth: index of the layer divided by the number of layers, for "lightning": deeper layers forget less.
         learnable: learn the logarithm of g / (1 − g), so that g stays in (0, 1). The named initial decays are then at
             most 1 − 2⁻¹².
 
     It stays float32 through ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
     state_dict.
 
-    Source: RetNet (arXiv 2307.08621), TransNormerLLM (arXiv 2307.14995).
+    Source: RetNet (arXiv 2307.08621); Lightning attention of TransNormerLLM (arXiv 2307.14995).
     """
 
     decay: Tensor

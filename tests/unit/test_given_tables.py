@@ -192,11 +192,6 @@ BAD = {
         r"norm.weight: expected 3 groups of tokens",
         {"tables": (COS[:6], COS[:6]), "norm": Norm("rms", torch.ones(2, 1, 8))},
     ),
-    "a kernel for the gradient of a table": (
-        ValueError,
-        r"tables: the kernels give no gradient",
-        {"tables": (COS.clone().requires_grad_(), COS), "impl": "triton"},
-    ),
     "softmax over packed tokens": (
         ValueError,
         r"dim: softmax over the sequence",

@@ -407,11 +407,11 @@ def test_sana_wm(both):
 def test_initial_decays():
     torch.testing.assert_close(HeadDecay(3)(), torch.tensor([1 - 1 / 32, 1 - 1 / 64, 1 - 1 / 128]))
     expected = torch.tensor([-8 * h / 4 * 0.75 for h in range(4)]).exp()
-    torch.testing.assert_close(HeadDecay(4, "transnormer", depth=0.25)(), expected)
+    torch.testing.assert_close(HeadDecay(4, "lightning", depth=0.25)(), expected)
     own = torch.tensor([0.3, 0.9])
     torch.testing.assert_close(HeadDecay(2, own)(), own)
     torch.testing.assert_close(HeadDecay(2, own, learnable=True)(), own)
-    assert HeadDecay(2, "transnormer", learnable=True)().max() < 1
+    assert HeadDecay(2, "lightning", learnable=True)().max() < 1
 
 
 @pytest.mark.parametrize("learnable", [False, True])
@@ -501,7 +501,7 @@ def test_values_are_checked_at_each_call():
         ({"num_heads": 2, "initial": torch.ones(3)}, r"initial: expected \(2,\)"),
         ({"num_heads": 2, "initial": torch.tensor([0.5, 2.0])}, "decay: expected factors"),
         ({"num_heads": 2, "initial": torch.ones(2), "learnable": True}, "below 1"),
-        ({"num_heads": 2, "initial": "transnormer", "depth": 2.0}, "depth"),
+        ({"num_heads": 2, "initial": "lightning", "depth": 2.0}, "depth"),
     ],
 )  # fmt: skip
 def test_errors_of_head_decay(arguments, message):
