@@ -49,7 +49,7 @@ CASES = [
     *FEW,
     LinearCase(dtype=BF16, head_dim=64, mask="block", block=5, rule="delta", directions="both", normalizer="encoded"),
     LinearCase(None, mask="block", block=5, rule="delta", decay="head", normalizer="none", heads=(2, 2)),
-    LinearCase("rotate", dtype=HALF, head_dim=72, rotary_dim=32, mask="block", block=5, rule="delta", norm="rms"),
+    LinearCase("rotate", dtype=HALF, head_dim=64, rotary_dim=32, mask="block", block=5, rule="delta", norm="rms"),
     LinearCase(None, (700,), dtype=BF16, heads=(2, 2), mask="causal", decay="block", normalizer="encoded"),
     LinearCase(shape=(700,), head_dim=72, mask="causal", decay="block", gate="float"),
     LinearCase(None, dtype=BF16, head_dim=64, mask="block", block=5, normalizer="encoded", state=True),

@@ -156,8 +156,13 @@ def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] =
     return [Segment(begin + at, min(block, width - at), block) for at, block in zip(offsets, blocks, strict=False)]
 
 
-def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> Tiles:
-    """Cut a row into tiles. choose: see :func:`cut_width`."""
+def cut_channels(
+    spec: Spec,
+    head_dim: int,
+    choose: Callable[[int], tuple[int, ...]] = pad_channels,
+    pad: Callable[[int], tuple[int, ...]] = pad_channels,
+) -> Tiles:
+    """Cut a row into tiles. choose: see :func:`cut_width`; pad: the same for channels that pass."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
@@ -170,7 +175,7 @@ def cut_channels(spec: Spec, head_dim: int, choose: Callable[[int], tuple[int, .
     num_turned = len(tiles)
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
-            tiles += cut_width(begin, end - begin, choose)
+            tiles += cut_width(begin, end - begin, pad)
     begins, widths, blocks = zip(*tiles, strict=True)
     return Tiles(mapped[0].block, num_turned, begins, widths, blocks, halves, len(mapped))
 

@@ -326,7 +326,8 @@ class Work:
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
-        tiles = cut_channels(spec, sizes.head_dim, pad_width if causal else partial(choose_widths, stage=stage))
+        choose = pad_width if causal else partial(choose_widths, stage=stage)
+        tiles = cut_channels(spec, sizes.head_dim, choose, pad_width)
         values = cut_width(0, sizes.v_dim, pad_width if causal else choose_value_widths)
         v_begins, v_widths, v_blocks = zip(*values, strict=True)
         ptx = has_ptx(self.dtype)
