@@ -53,7 +53,9 @@ class HeadDecay(nn.Module):
         self.initial = _initial_decay(num_heads, initial, depth)
         if learnable:
             if isinstance(initial, Tensor) and (self.initial == 1).any():
-                raise ValueError("initial: expected decays below 1 with learnable=True, which sigmoid reaches, got 1")
+                raise ValueError(
+                    "initial: expected decays below 1 with learnable=True, because a sigmoid never reaches 1, got 1"
+                )
             self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
         else:
             self.register_buffer("decay", self._value().to(device or torch.get_default_device()), persistent=False)
@@ -97,7 +99,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
-            raise ValueError(f"initial: expected ({num_heads},), a decay of each head, got {tuple(values.shape)}")
+            raise ValueError(f"initial: expected ({num_heads},), one decay per head, got {tuple(values.shape)}")
         check_decay_range(values)
         return values
     if initial not in get_args(DecayName):

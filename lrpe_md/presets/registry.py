@@ -485,9 +485,9 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
-        raise ValueError(f"name: expected one that is not published or an encoding's, got {name!r}")
+        raise ValueError(f"name: expected a name that is not a published preset or an encoding, got {name!r}")
     if name in REGISTERED and not overwrite:
-        raise ValueError(f"name: expected one that is not registered, or overwrite=True, got {name!r}")
+        raise ValueError(f"name: expected a name that is not registered, or overwrite=True, got {name!r}")
     make_preset(name, scheme, scheme.head_dim, scheme.num_heads)
     REGISTERED[name] = scheme
 
@@ -543,7 +543,7 @@ def preset(
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
-            f"{key}: expected it to be left out, since {name} has none (it takes "
+            f"{key}: expected None, because {name} has none (it takes "
             f"{' and '.join(sorted(frequencies.takes))}), got {changes[key]!r}"
         )
     changes.pop("seed", None)

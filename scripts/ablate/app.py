@@ -54,7 +54,7 @@ PANELS = {
 def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[
-        list[str] | None, typer.Argument(help="Data of the training; for video, one or more files.")
+        list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
     ] = None,
     encoding: Annotated[
         list[str] | None,
@@ -70,7 +70,7 @@ def run(
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
+        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and longer training.")
     ] = False,
     baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
     assignments: Annotated[

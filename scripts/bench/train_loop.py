@@ -189,10 +189,10 @@ def main(
         typer.Option(help="Published size and patch, such as B/2; repeatable. (default: B/2 and XL/2)"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 64,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that prepare batches.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each loop.")] = 3,
-    number: Annotated[int, typer.Option(min=1, help="Number of latents on the disk.")] = 8192,
+    workers: Annotated[int, typer.Option(min=0, help="Number of threads that prepare batches.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps per turn.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="Number of turns per loop.")] = 3,
+    number: Annotated[int, typer.Option(min=1, help="Number of latents to write to disk.")] = 8192,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Train a tiny model to test that everything runs.")] = False,
@@ -202,7 +202,7 @@ def main(
     choose("--device", [device], ("cuda", "cpu"))
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
         )
     here = measured_on(choose_device(device), commit)
     out.parent.mkdir(parents=True, exist_ok=True)

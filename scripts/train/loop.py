@@ -74,7 +74,7 @@ def start(config: Training) -> Accelerator:
     """The processes, the device and the logs."""
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
-        raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
+        raise typer.BadParameter("--precision fp16: needs a GPU; use bf16 or no")
     trackers: Any = choose_trackers(config)
     accelerator = Accelerator(
         cpu=cpu,
@@ -84,10 +84,10 @@ def start(config: Training) -> Accelerator:
     )
     if accelerator.distributed_type not in PLAIN:
         raise typer.BadParameter(
-            f"accelerate's {accelerator.distributed_type.value}: not used here; --sharding fsdp shards"
+            f"accelerate's {accelerator.distributed_type.value}: not supported here; use --sharding fsdp"
         )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
-        raise typer.BadParameter("--sharding fsdp: shards over several processes; start it with torchrun")
+        raise typer.BadParameter("--sharding fsdp: needs several processes; start it with torchrun")
     parts = config.accumulate * accelerator.num_processes
     if config.batch % parts:
         raise typer.BadParameter(
@@ -352,8 +352,8 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is from before: try a "
-                "lower --lr, more --warmup, or --precision bf16 in place of fp16"
+                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is older: try a "
+                "lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
 
@@ -399,7 +399,7 @@ class Trainer:
         if differ:
             raise typer.BadParameter(
                 f"--out {out} holds a training with other settings ({'; '.join(differ)}); choose another folder, or "
-                "give it those"
+                "pass the same settings"
             )
         return state
 
@@ -437,7 +437,7 @@ class Trainer:
             )
             differ = sorted(there ^ here)  # torch passes over what is missing
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} in one alone")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} only in one")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:

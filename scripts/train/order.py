@@ -60,7 +60,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
     sizes = np.array([len(group) for group in groups])
     if sizes.sum() < batch:
         raise typer.BadParameter(
-            f"--batch {batch}: there are {sizes.sum()} samples; make it smaller, or give more data"
+            f"--batch {batch}: there are {sizes.sum()} samples; make it smaller, or add data"
         )  # fmt: skip
 
     @lru_cache(maxsize=2 * len(groups))
@@ -101,7 +101,7 @@ def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
 
 def steps_per_epoch(num: int, batch: int) -> int:
     if num < batch:
-        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or give more data")
+        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or add data")
     return num // batch
 
 

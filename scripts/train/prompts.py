@@ -65,11 +65,11 @@ class Sheet:
             return trained, trained
         found = re.fullmatch(r"(\d+)x(\d+)", self.size)
         if found is None:
-            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, as 96x64, got {self.size!r}")
+            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}")
         height, width = int(found[1]), int(found[2])
         if height % multiple or width % multiple or not height * width:
             raise typer.BadParameter(
-                f"--size: expected multiples of {multiple}, the model's patch, got {self.size}; the next is "
+                f"--size: expected multiples of {multiple}, the model's patch size, got {self.size}; the next is "
                 f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
             )
         return height, width
@@ -80,9 +80,9 @@ def check_out(out: Path, option: str = "--out", example: str = "sheet.png") -> N
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"{option} {out} can't be written ({error.strerror}); choose another place") from error
+        raise typer.BadParameter(f"{option} {out} can't be written ({error.strerror}); choose another path") from error
     if out.is_dir():
-        raise typer.BadParameter(f"{option} {out}: expected a file, as {example}, got a folder")
+        raise typer.BadParameter(f"{option} {out}: expected a file, such as {example}, got a folder")
 
 
 def words_of(captions: Iterable[str]) -> set[str]:
@@ -96,7 +96,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
             raise typer.BadParameter(
-                f"--prompt: expected at most {length - 1} bytes, as the captions of the training, got {bytes_of}: "
+                f"--prompt: expected at most {length - 1} bytes, like the captions in training, got {bytes_of}: "
                 f"{prompt!r}; shorten it"
             )
     known = run / "words.txt"
@@ -196,7 +196,7 @@ class Painter:
             return None
         if self.encoder is None:
             raise typer.BadParameter(
-                "--encoder: expected the text model that made the features of the training "
+                "--encoder: expected the text model that computed the features for the training "
                 f"({self.condition['encoder']}), got none"
             )
         return Text(*(None if value is None else value.float() for value in self.encoder(prompts)))

@@ -58,7 +58,7 @@ def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
             return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
     except Exception as error:  # of damaged bytes zipfile, zlib and NumPy raise errors of their own
         raise typer.BadParameter(
-            f"{path}: expected captions and images of a training, got a file that can't be read as such "
+            f"{path}: expected captions and images saved by a training run, got a file that can't be read "
             f"({type(error).__name__}); delete it and train again"
         ) from error
 

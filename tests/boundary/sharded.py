@@ -215,7 +215,7 @@ def norms(mesh, impl):
     with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
     table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
-    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens where the tokens of Coordinates"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens if the tokens of Coordinates"):
         rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 
 
@@ -337,9 +337,9 @@ def refused(mesh, impl):
         rotate(distribute_tensor(x, mesh, [Shard(3)]), omega=omega, positions=GRID)
     with pytest.raises(ValueError, match=r"k: expected placements .* Partial.* k\.redistribute"):
         rotate(shard, DTensor.from_local(x, mesh, [Partial()]), omega=omega, positions=GRID)
-    with pytest.raises(TypeError, match="k: expected a DTensor beside DTensors, got a plain tensor"):
+    with pytest.raises(TypeError, match="k: expected a DTensor, like the other tensors, got a plain tensor"):
         rotate(shard, x, omega=omega, positions=GRID)
-    with pytest.raises(TypeError, match="x: expected a DTensor beside DTensors"):
+    with pytest.raises(TypeError, match="x: expected a DTensor, like the other tensors"):
         rotate(x, omega=distribute_tensor(omega, mesh, [Replicate()]), positions=GRID)
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     with pytest.raises(ValueError, match="k: expected q's mesh"):

@@ -397,7 +397,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
-    (["-p", "eva02", "--shape", "1x1"], "--shape: expected a grid on which eva02 rotates some channel, got 1x1"),
+    (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
 ])  # fmt: skip
 def test_invalid_arguments(arguments: list[str], message: str, tmp_path: Path):
     result = run(*arguments, "--out", str(tmp_path / "out"))

@@ -472,7 +472,7 @@ BAD = {
     "heads of transnormer": (r"num_heads: .*has frequencies of its own", lambda: preset("transnormer")),
     "heads of pope": (r"num_heads: .*has a phase of its own", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
-        r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
+        r"split: expected None, because mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
     "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
@@ -540,7 +540,7 @@ def test_options_have_an_effect_or_are_refused(name):
             if (name, key) != ("cosformer", "scaling"):
                 assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
-            with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
+            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} has none"):
                 preset(name, num_heads=plain.num_heads, **{key: value})
     # Grid options.
     shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))

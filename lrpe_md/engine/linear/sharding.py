@@ -206,7 +206,7 @@ def _check_local_blocks(call: LinearCall, local: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "block: expected a Grid where tokens are sharded, whose ranks know prefix and suffix, got coordinates"
+            "block: expected a Grid if tokens are sharded, so that every rank knows prefix and suffix, got coordinates"
         )
     check_edges(local.q_layout, call.q_layout.start + q.shape[2], call.attention.block)
 

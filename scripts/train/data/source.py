@@ -35,7 +35,7 @@ class GenerativeTraining(Training):
         )
     )
     condition: str = option("auto", "captions, labels, none, or auto: captions or labels if the data has them.")
-    without: str = option("", "Field of the table of captions; rows where it is true are left out.")
+    without: str = option("", "Field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that is the class, of .json in shards or of a Hugging Face data set.")
     parts: int = option(20, "Hold out one in this many images, or segments of videos.", least=1)
@@ -47,7 +47,7 @@ class GenerativeTraining(Training):
     )
     max_ratio: float = option(
         1.0,
-        "Largest ratio of the sides. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
+        "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
         "--size² pixels, and each batch comes from one bucket. Latents keep theirs.",
         least=1,
     )
@@ -121,7 +121,7 @@ class Source:
         """Refuse a batch that is larger than the training part."""
         if batch > len(self.train):
             raise typer.BadParameter(
-                f"--batch {batch}: there are {len(self.train)} samples to train on; make it smaller"
+                f"--batch {batch}: there are only {len(self.train)} samples to train on; make it smaller"
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:

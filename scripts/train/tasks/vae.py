@@ -69,7 +69,9 @@ class VaeTraining(GenerativeTraining):
         except ValueError:
             found = ()
         if not found or min(found) < 1 or any(width % GROUPS for width in found):
-            raise typer.BadParameter(f"--widths: expected multiples of {GROUPS} with commas, got {self.widths!r}")
+            raise typer.BadParameter(
+                f"--widths: expected multiples of {GROUPS}, separated by commas, got {self.widths!r}"
+            )
         return found
 
     @property
