@@ -353,10 +353,10 @@ class _Attention(_Forward):
         if self.encoder.count_calls() == before:
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
-                "encoded, got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention "
-                "that is written out by\n"
+                "encoded, got none. In timm, set `fused_attn = True` on the module. Otherwise, replace the "
+                "hand-written attention with\n"
                 "    x = F.scaled_dot_product_attention(q, k, v)\n"
-                "or encode before it, with an encoding that the module owns:\n"
+                "or encode q and k before it, with an encoding that the module owns:\n"
                 "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
             )
         return output

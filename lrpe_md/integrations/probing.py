@@ -243,7 +243,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(3, "returns x unchanged")
     start, width = changed[0], changed[-1] + 1 - changed[0]
     if width % 2:
-        raise Unlike(3, f"changes {width} channels, which are not pairs")
+        raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
         """Return the output for x that is one at these of the changed channels, and zero elsewhere."""

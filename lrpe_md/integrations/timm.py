@@ -493,7 +493,7 @@ def _attentions(model: Any) -> list[Any]:
         found += inside
     if len({(m.num_heads, m.head_dim) for m in found}) != 1:
         raise ValueError(
-            "model: expected one number of heads and one head_dim in all blocks, got (num_heads, head_dim) = "
+            "model: expected the same number of heads and head_dim in all blocks, got (num_heads, head_dim) = "
             f"{[(m.num_heads, m.head_dim) for m in found]}"
         )
     if type(model.patch_drop) not in (nn.Identity, PatchDropout):

@@ -436,7 +436,7 @@ SCHEMES: dict[str, Scheme] = {
         grid=partial(f.diagonal, stride=1), tokens=DIAGONAL, after=(0, 1, 2), advance=(0,),
     ),
     "circle_rope": Scheme(
-        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image lies on a circle around the diagonal of the text.
+        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image lies on a circle around the text's diagonal.
 
         Every image token has the same distance from a text token. Options are ``radius``, ``alpha`` (weight of the
         angle; the rest is the token's index), ``mix`` (weight of the plane) and ``stride`` (between frames).
@@ -565,7 +565,7 @@ def preset(
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
-            f"num_heads: expected the number of key heads, since each head of {name} has "
+            f"num_heads: expected the number of key heads, because each head of {name} has "
             f"{'a phase' if made.phase else 'frequencies'} of its own, got None; pass num_heads=, or 1 to share one"
         )
     return made

@@ -411,19 +411,19 @@ class Preset:
         for segment in segments:
             if isinstance(segment, int):
                 if scheme.tokens is None:
-                    raise ValueError(f"segments: {self.name} has tokens on grids only, expected a shape, got {segment}")
+                    raise ValueError(
+                        f"segments: {self.name} expects a shape, because its tokens lie on a grid, got {segment}"
+                    )
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
                 grid = scheme.grid(tuple(segment), **options)
                 if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"segments: {self.name} has {self.num_axes} axes, expected a shape for them, got {segment}"
-                    )
+                    raise ValueError(f"segments: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
-                            f"reference: {self.name} has a table of positions, expected None, got {reference}"
+                            f"reference: {self.name} expects None, because positions are a table, got {reference}"
                         )
                     grid = grid.interpolate(reference)
                 if scheme.apart is not None and number:

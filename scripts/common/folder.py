@@ -71,7 +71,7 @@ def claim(out: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise typer.BadParameter(
-                    f"--out {out}: another training is writing there; wait until it ends, or choose another folder"
+                    f"--out {out}: another run is writing there; wait until it ends, or choose another folder"
                 ) from error
             except OSError:  # the file system has no locks
                 pass

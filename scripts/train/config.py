@@ -120,7 +120,7 @@ class Training:
     turn: Path | None = field(
         default=None,
         metadata=describe(
-            "Lock file for --seconds: trainings with the same file take turns on the device.", free=True, panel=RUN
+            "Lock file for --seconds: runs with the same file take turns on the device.", free=True, panel=RUN
         ),
     )
 

@@ -398,7 +398,7 @@ class Trainer:
         differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
         if differ:
             raise typer.BadParameter(
-                f"--out {out} holds a training with other settings ({'; '.join(differ)}); choose another folder, or "
+                f"--out {out} holds a run with other settings ({'; '.join(differ)}); choose another folder, or "
                 "pass the same settings"
             )
         return state

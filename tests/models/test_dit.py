@@ -300,7 +300,7 @@ BAD = {
     "attention": (r"attention: .*'flash'", lambda: dit(attention="flash")),
     "normalizer": (r"normalizer: .*act='none'", lambda: dit(attention="linear", encoding=RotateMd(32, 2))),
     "video": (r"x: expected \(B, 3, height, width\), got \(2, 3, 1, 8, 8\)", lambda: dit()(*inputs(1, 8, 8))),
-    "odd size": (r"x: expected sizes in multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
+    "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
     "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),

@@ -392,7 +392,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: reference"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: reference: expected a size"),
-    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral has tokens on grids only"),
+    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral expects a shape"),
     (["-p", "eva02", "--token", "18x0"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
     (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),

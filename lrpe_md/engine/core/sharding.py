@@ -136,7 +136,7 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     ranks = count_ranks(x, HEADS)
     if t.shape[dim] % ranks:
         raise ValueError(
-            f"{name}: expected heads that {ranks} ranks divide, or 1 that all share, got {t.shape[dim]} "
+            f"{name}: expected a multiple of {ranks} heads, one part per rank, or 1 shared head, got {t.shape[dim]} "
             f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
         )
 

@@ -153,8 +153,8 @@ def check_decay_range(decay: Tensor | None) -> None:
     least, most = decay.detach().aminmax()
     if not (least > 0 and most <= 1):  # also catches NaN
         raise ValueError(
-            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps all, "
-            "and a sigmoid keeps a learned one in range"
+            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps "
+            "everything; use a sigmoid to keep learned factors in range"
         )
 
 
