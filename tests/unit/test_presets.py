@@ -495,12 +495,12 @@ BAD = {
     ),
     "bad scaling": (r"factor: .*got -1", lambda: preset("wan", scaling=partial(ntk_scaling, factor=-1.0))),
     "text where there is none": (r"segments: wan .*got 5", lambda: preset("wan").positions(5, (2, 3, 4))),
-    "shape of other axes": (r"segments: eva02 has 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
+    "shape of other axes": (r"expects a shape with 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
     "odd size to merge": (
         r"segments: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
     ),
     "reference of a table": (
-        r"reference: qwen2_vl_vision has a table", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
+        r"reference: qwen2_vl_vision expects None", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
     ),
 }  # fmt: skip
 

@@ -88,7 +88,7 @@ class DigitsTraining(Training):
     clip: float = changed("clip", 0.0)
     ema: float = changed("ema", 0.0)
     data: str = option("digits", f"Data set, one of: {', '.join(SOURCES)}.")
-    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
 

@@ -93,8 +93,8 @@ class ImageTraining(Training):
     dataset: str = option("", "Data set of timm's, such as torch/cifar10, whose root is --data.")
     label: str = option("", "Field that is the class, of a metadata.jsonl, of .json in shards, or of a data set.")
     without: str = option("", "Field of metadata.jsonl; rows in which it is true are left out.")
-    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
-    stream: bool = option(False, "Decode images of a folder when they are needed, instead of all before the training.")
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
+    stream: bool = option(False, "Decode a folder's images when needed, instead of all before training.")
     size: int = option(0, "Height and width in training, pixels; 0 chooses 28 for idx files, 224 for others.", least=0)
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
@@ -110,7 +110,7 @@ class ImageTraining(Training):
     crop: float = option(
         1.0, "Smallest share of the image that a random crop shows; 1 takes the central square.", least=0, below=1.001
     )
-    shift: int = option(2, "Largest random shift of an image each way, pixels.", least=0, off=True)
+    shift: int = option(2, "Largest random shift of an image in each direction, in pixels.", least=0, off=True)
     flip: bool = option(True, "Mirror half of the images.")
     erase: float = option(0.0, "Probability of random erasing.", least=0, below=1)
     mixup: float = option(0.0, "Alpha of mixup; 0 disables it.", least=0, off=True)

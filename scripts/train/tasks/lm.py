@@ -98,13 +98,13 @@ class LmTraining(Training):
     encoding: str = option("rotate", TEXT.help)
     attention: str = option("softmax", f"Kind of attention, one of: {', '.join(TEXT.attentions)}.")
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
-    length: int = option(512, "Length of a window of text, bytes.", least=1)
+    length: int = option(512, "Length of a text window, in bytes.", least=1)
     lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, bytes.", free=True, panel=RUN)
     scaling: str = option(
         "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
     )  # fmt: skip
-    test_bytes: int = option(EVAL_BYTES, "Most bytes of held-out text to evaluate.", free=True, least=1)
+    test_bytes: int = option(EVAL_BYTES, "Maximum number of bytes of held-out text to evaluate.", free=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
