@@ -1,4 +1,4 @@
-"""Weights that a training starts from: a run, a checkpoint of timm's, or a safetensors file; and the file of a run."""
+"""Load weights to start from (a run, a timm checkpoint, or a safetensors file), and export those of a run."""
 
 from __future__ import annotations
 
