@@ -95,9 +95,7 @@ def main(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            max=1, callback=positive, help="Text: top-p, the cumulative probability to sample from. (default: 0.95)"
-        ),
+        typer.Option(max=1, callback=positive, help="Text: cumulative probability to sample from. (default: 0.95)"),
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
     size: Annotated[
@@ -111,9 +109,7 @@ def main(
         str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty condition)")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Images: number of sampling steps. (default: 50)")] = None,
-    sampler: Annotated[
-        str | None, typer.Option(help=f"Sampler of images: {', '.join(SAMPLERS)}. (default: heun)")
-    ] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Images: {', '.join(SAMPLERS)}. (default: heun)")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
@@ -130,8 +126,7 @@ def main(
         int | None, typer.Option(min=1, help="Images: number to write to --npz, cycling through prompts or classes.")
     ] = None,
     npz: Annotated[
-        Path | None,
-        typer.Option(help="Images: .npz to write --count samples to: arr_0 uint8 (N, H, W, 3), arr_1 labels."),
+        Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
     """Generate text or images with a trained model. Averaged weights are used if the training kept them."""

@@ -190,7 +190,10 @@ REFUSED = {
     "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, such as 96x64"),
     "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, like the captions in training, got 24"),
-    "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
+    "of text": (
+        ["--tokens", "5"],
+        "--tokens: not available for a run of `train diffusion`, which takes --size, --scale",
+    ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "positions": (
         ["--positions", "squeezed", "--prompt", "a"],
@@ -217,7 +220,7 @@ def test_options_of_images_are_refused_for_text(tmp_path):
     folder = bare(tmp_path / "lm", {"model": {"vocab_size": 256}, "length": 8})
     result = invoke(folder, "--size", "8x8", "--scale", 2)
     assert result.exit_code == 2
-    assert "--size, --scale: not for a run of `train lm`" in result.output
+    assert "--size, --scale: not available for a run of `train lm`" in result.output
 
 
 def test_outputs_that_cannot_be_written(run_folder, tmp_path):
