@@ -623,7 +623,7 @@ def refused(reason):
 REFUSED = []
 
 
-@refused("as it was")
+@refused("x unchanged")
 def identity(x, cos, sin):
     return x
 

@@ -212,7 +212,7 @@ def test_wrong_latents_are_refused(data, tmp_path):
     options = {**data["latents"], "data": folder}
     with pytest.raises(typer.BadParameter, match=r"--patch 3: expected a divisor of 4"):
         config(options, tmp_path / "out", patch=3)
-    with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL of diffusers"):
+    with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
     other = str(write_vae(tmp_path / "wider", channels=4))
     with pytest.raises(typer.BadParameter, match="--vae: expected a VAE with 3 channels, like the latents, got 4"):

@@ -142,7 +142,7 @@ def test_unsuitable_folders(tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     for part in ("train", "val"):
         (empty / part / "a").mkdir(parents=True)
-    with pytest.raises(ImageError, match="there are no training images"):
+    with pytest.raises(ImageError, match="no training images"):
         load_images(empty, 8)
 
 
@@ -302,7 +302,7 @@ def test_invalid_options(data, tmp_path):
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
-    assert "there are 48 images" in output_of(*run, "--batch", "64")
+    assert "there are only 48 images" in output_of(*run, "--batch", "64")
     assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in output_of(*run, "--erase", "1.5")
     assert "--shift" in output_of(*run, "--shift", "-1")
