@@ -64,8 +64,8 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
         return
     shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
     raise ValueError(
-        f"cu_seqlens: expected offsets that begin at 0, never fall and end at {'' if to_the_end else 'most at '}"
-        f"{num_tokens}, the number of tokens, got [{shown}]; pass 0 and then the cumulative sum of the lengths"
+        f"cu_seqlens: expected offsets that start at 0, never decrease and end at {'' if to_the_end else 'most at '}"
+        f"{num_tokens}, the number of tokens, got [{shown}]; pass 0 followed by the cumulative sum of the lengths"
     )
 
 
@@ -87,7 +87,7 @@ def check_dense(name: str, value: Any, form: str) -> None:
     if value.is_nested:
         raise TypeError(
             f"{name}: expected a dense tensor {form}, got a nested one; pad it, or pack its sequences "
-            "into (1, H, N, D) and lay out their positions with lrpe_md.pack or cu_seqlens"
+            "into (1, H, N, D) and describe their positions with lrpe_md.pack or cu_seqlens"
         )
     if value.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor {form}, got {value.layout}; use to_dense()")

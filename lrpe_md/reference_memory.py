@@ -2,9 +2,9 @@
 
     S_f = g_f (I − A_f) S_{f−1} + B_f        A_f = Σ_{m∈f} β_m k̂_m k̂_mᵀ        B_f = Σ_{m∈f} β_m k̂_m v_mᵀ
 
-f counts the blocks of tokens. With rule "add" A is 0. The sums of the normaliser obey the same rule with their own A.
+f is the index of a block of tokens. With rule "add", A is 0. The normaliser's sums follow this rule, with another A.
 
-Shapes: B batch, H key heads, F blocks. A state is (B, H, ..); a series of states has the blocks behind the heads.
+Shapes: B batch, H key heads, F blocks. A state is (B, H, ..), and a series of states is (B, H, F, ..).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["accumulate", "apply_delta_rule", "lay_out_decay", "multiply_decay", 
 
 
 def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor:
-    """Return the decay of each block, (B or 1, H or 1, F), from that of heads (H,) or of blocks, in like's dtype."""
+    """Expand a decay per head (H,) or per block to (B or 1, H or 1, F), in like's dtype."""
     if decay is None:
         return like.new_ones(1, 1, num_blocks)
     decay = decay.to(like.dtype)
@@ -26,10 +26,10 @@ def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor
 
 
 def multiply_decay(log_decay: Tensor) -> Tensor:
-    """(.., F) → (.., F + 1, F + 1): Π g over blocks j + 1 .. i, the weight of block j in the state after block i.
+    """Return Π g over blocks j + 1 .. i, the weight of block j in the state after i: (.., F) → (.., F + 1, F + 1).
 
-    Block 0 stands for the initial state. Each product has a sum of logarithms of its own, since a difference of two
-    sums would lose the digits of a strong decay.
+    Block 0 stands for the initial state. Each product has its own sum of logarithms, because a difference of two
+    sums would lose precision if the decay is strong.
     """
     size = log_decay.shape[-1] + 1
     logs = torch.nn.functional.pad(log_decay, (1, 0))[..., :, None].expand(*log_decay.shape[:-1], size, size)
@@ -41,7 +41,7 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
     """Return the state before each block and after the last one, (B, H, F + 1, ..), for rule "add".
 
-    before (B, H, ..), parts (B, H, F, ..), weights: of :func:`multiply_decay`.
+    before (B, H, ..), parts (B, H, F, ..), weights: from :func:`multiply_decay`.
     """
     series = torch.cat([before.unsqueeze(2), parts], dim=2)
     batch, heads, size = series.shape[:3]
@@ -64,7 +64,7 @@ def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: 
 
 
 def sum_after(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum values (.., C) over the later chunks of the same sequence. sequence (C,): of each chunk."""
+    """Sum values (.., C) over the later chunks of the same sequence. sequence (C,): the sequence of each chunk."""
     index = torch.arange(len(sequence), device=sequence.device)
     chosen = (index > index[:, None]) & (sequence == sequence[:, None])
     return torch.where(chosen, values[..., None, :], 0).sum(-1)

@@ -196,7 +196,9 @@ class DiT(nn.Module):
         """
         size, _, patch_size = name.partition("/")
         if size not in SIZES or not patch_size.isdecimal():
-            raise ValueError(f"name: expected SIZE/PATCH with a size of {', '.join(SIZES)}, as 'XL/2', got {name!r}")
+            raise ValueError(
+                f"name: expected SIZE/PATCH with a size of {', '.join(SIZES)}, such as 'XL/2', got {name!r}"
+            )
         return cls(**{"patch_size": int(patch_size), **SIZES[size], **kwargs})
 
     def _set_encoding(self, encoding: Encoding, kwargs: dict[str, Any], options: BlockOptions, depth: int) -> None:
@@ -232,7 +234,7 @@ class DiT(nn.Module):
         if text_width is not None or pooled_width:
             if text_encoder is not None:
                 raise ValueError(
-                    "text_width, pooled_width: expected them without a text_encoder, which has its own, got "
+                    "text_width, pooled_width: expected None with a text_encoder, which defines both, got "
                     f"{text_width}, {pooled_width}; leave them out"
                 )
             text_encoder = TextFeatures(text_width or 0, pooled_width)
@@ -247,19 +249,19 @@ class DiT(nn.Module):
             if projections[1] == "none" and self.pooled_width != self.embed_dim:
                 raise ValueError(
                     f"pooled_projection: expected 'linear' or 'mlp' for pooled features of {self.pooled_width} "
-                    f"channels, since embed_dim is {self.embed_dim}, got 'none'"
+                    f"channels, because embed_dim is {self.embed_dim}, got 'none'"
                 )
             self.pooled_embed = _projection(projections[1], self.pooled_width, self.embed_dim, nn.SiLU)
 
     def _check_text_attention(self, kinds: Sequence[TextAttention]) -> None:
         if self.cross and set(kinds) != {"cross"}:
             raise ValueError(
-                "text_attention: expected 'cross' in all blocks or in none, since it keeps text out of the sequence, "
+                "text_attention: expected 'cross' in all blocks or in none, because it keeps text out of the sequence, "
                 f"got {tuple(kinds)}"
             )
         if set(kinds) != {"joint"} and not self.text_width:
             raise ValueError(
-                "text_attention: expected 'joint', the default, without features of text, got "
+                "text_attention: expected 'joint', the default, without text features, got "
                 f"{kinds[0]!r}; pass a text_encoder or text_width="
             )
 
@@ -284,7 +286,7 @@ class DiT(nn.Module):
             )
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
-                f"text_positions, image_after: the preset {self.preset.name} brings its own, expected None, "
+                f"text_positions, image_after: the preset {self.preset.name} defines both, expected None, "
                 f"got {text!r}, {after!r}"
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
@@ -344,7 +346,7 @@ class DiT(nn.Module):
         """
         if self.text_encoder is None:
             raise ValueError(
-                "text: expected None, the model has no text_encoder; make it with one, or with text_width="
+                "text: expected None, because the model has no text_encoder; build it with one, or with text_width="
             )
         encoded = text if isinstance(text, Text) else self.text_encoder(text)
         if not isinstance(encoded, Text):
@@ -358,8 +360,9 @@ class DiT(nn.Module):
             found = 0 if value is None else value.shape[-1]
             if found != width:
                 raise ValueError(
-                    f"text: expected {name} of {width} channels, as the text_encoder says, got {found or None}; make "
-                    "the model with text_width= and pooled_width= of your features"
+                    f"text: expected {name} of {width} channels, as declared by the text_encoder, got "
+                    f"{found or None}; build "
+                    "the model with the text_width= and pooled_width= of your features"
                 )
         return encoded if encoded.mask is None else encoded._replace(mask=encoded.mask.bool())
 
@@ -379,7 +382,7 @@ class DiT(nn.Module):
         if isinstance(like, Text):
             return like.zeros(batch)
         raise TypeError(
-            "text_encoder: expected a method empty(batch) that returns the inputs, or the Text, of empty conditions, "
+            "text_encoder: expected a method empty(batch) that returns the inputs for empty conditions, or their Text, "
             f"got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for guidance"
         )
 
@@ -399,7 +402,7 @@ class DiT(nn.Module):
         if self.interval is not None:
             c = c + self.interval(torch.zeros_like(t) if r is None else t - r)
         elif r is not None:
-            raise ValueError("r: expected None, the model is not conditioned on it; make it with interval=True")
+            raise ValueError("r: expected None, because the model is not conditioned on r; build it with interval=True")
         tokens = self._embed_patches(x, shape)
         features, mask, pooled = self._condition(text, drop, x.shape[0])
         if features is not None:
@@ -448,7 +451,7 @@ class DiT(nn.Module):
         """Return the condition of each sample, emptied where ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
-                raise ValueError("drop: expected None, the model has no text_encoder; make it with one")
+                raise ValueError("drop: expected None, because the model has no text_encoder; build it with one")
             return Text(None)
         if text is None:
             return self.empty_text(batch)
@@ -459,7 +462,7 @@ class DiT(nn.Module):
             text, drop = drop_inputs(text, drop), None
         encoded = self.encode_text(text)
         if encoded.batch_size != batch:
-            raise ValueError(f"text: expected one for each of {batch} samples, got {encoded.batch_size}")
+            raise ValueError(f"text: expected one text for each of {batch} samples, got {encoded.batch_size}")
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
@@ -470,9 +473,9 @@ class DiT(nn.Module):
                 f"got {tuple(x.shape)}"
             )
         if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
-            raise ValueError(f"t: expected floats ({x.shape[0]},), one a sample, got {t.dtype} {tuple(t.shape)}")
+            raise ValueError(f"t: expected floats ({x.shape[0]},), one per sample, got {t.dtype} {tuple(t.shape)}")
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):
-            raise ValueError(f"x: expected sizes in multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
+            raise ValueError(f"x: expected sizes that are multiples of {self.patch_size}, got {tuple(x.shape[2:])}")
         return tuple(n // p for n, p in zip(x.shape[2:], self.patch_size, strict=True))
 
 
@@ -484,8 +487,8 @@ def _widths(encoder: Any) -> tuple[int, int]:
     pooled = getattr(encoder, "pooled_width", width)
     if not isinstance(width, int) or not isinstance(pooled, int) or width < 0 or pooled < 0:
         raise TypeError(
-            "text_encoder: expected attributes width and pooled_width, the channels of its features (pooled_width is "
-            f"width unless given), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a model of "
+            "text_encoder: expected attributes width and pooled_width, the channels of its features (pooled_width "
+            f"defaults to width), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a model of "
             "transformers use lrpe_md.models.text.PretrainedEncoder"
         )
     return width, pooled

@@ -254,8 +254,8 @@ def check_room(length: int, number: int, max_length: int) -> None:
     """Check that so many tokens fit into a cache behind the ``length`` that it holds."""
     if length + number > max_length:
         raise IndexError(
-            f"cache: expected at most {max_length - length} more tokens, of {max_length}, got {number}; make one of a "
-            "larger max_length"
+            f"cache: expected at most {max_length - length} more tokens, of {max_length}, got {number}; make one with "
+            "a larger max_length"
         )
 
 
@@ -304,7 +304,7 @@ class CausalLm(nn.Module):
         check_tokens("tokens", tokens, len(cache.padding))
         if len(cache.layers) != self.config.depth:
             raise ValueError(
-                f"cache: expected one of this model, with {self.config.depth} layers, got {len(cache.layers)}"
+                f"cache: expected a cache of this model, with {self.config.depth} layers, got {len(cache.layers)}"
             )
         if self.config.attention == "softmax" and can_read(cache.length):
             check_room(int(cache.length), tokens.shape[1], cache.max_length)

@@ -184,10 +184,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if causal not in ("frames", None):
             raise ValueError(f"causal: expected 'frames' or None, got {causal!r}")
         if causal and space_time != "joint":
-            raise ValueError(f"causal: 'frames' is of space_time='joint', got {space_time!r}")
+            raise ValueError(f"causal: 'frames' needs space_time='joint', got {space_time!r}")
         if (causal or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
             raise ValueError(
-                "drop_unit: 'token' leaves frames of unequal places, factorised and causal attention need "
+                "drop_unit: 'token' drops different patches in each frame, but factorised and causal attention need "
                 "drop_unit='tube'"
             )
         kwargs.setdefault("embed_layer", partial(TubeletEmbed, num_frames=num_frames, tubelet_size=tubelet_size))
@@ -195,7 +195,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.sincos = CosineMd(self.embed_dim // 2, 3) if absolute == "sincos" else None
         if causal and self.global_pool == "token":
             raise ValueError(
-                "global_pool: expected 'avg' with causal='frames', since a class token sees no frame, got 'token'"
+                "global_pool: expected 'avg' with causal='frames', because a class token sees no frame, got 'token'"
             )
         self.space_time: SpaceTime = space_time
         self.causal: Literal["frames"] | None = causal
@@ -219,7 +219,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             self._check_window(frames)
             if self.temporal and (self.sincos is not None or self.pos_embed is not None):
                 raise ValueError(
-                    f"window: expected None with absolute={self.absolute!r}, which does not move with it, got {frames}"
+                    f"window: expected None with absolute={self.absolute!r}, which does not move with the window, got "
+                    f"{frames}"
                 )
         self._window = frames
 
@@ -229,7 +230,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or attentions != {"softmax"}:
                 raise ValueError(
-                    f"window: expected None but with causal='frames' and attention='softmax', got {frames} with "
+                    f"window: expected None unless causal='frames' and attention='softmax', got {frames} with "
                     f"{self.causal!r}, {', '.join(sorted(attentions))!r}"
                 )
 
@@ -292,24 +293,29 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if state is None:
             return
         if not isinstance(state, VideoState):
-            raise TypeError(f"state: expected what stream gave with the frames before, got {type(state).__name__}")
+            raise TypeError(
+                f"state: expected the state that stream returned for the previous frames, got {type(state).__name__}"
+            )
         number = sum(isinstance(part, LrpeAttention) for part in self.blocks.modules())
         if len(state.layers) != number:
-            raise ValueError(f"state: expected one of a model with {number} attentions, got {len(state.layers)}")
+            raise ValueError(
+                f"state: expected the state of a model with {number} attention layers, got {len(state.layers)}"
+            )
         if state.frame != tuple(frame):
-            raise ValueError(f"state: expected frames of {frame} tokens as in x, got {state.frame}")
+            raise ValueError(f"state: expected frames of {frame} tokens, as in x, got {state.frame}")
 
     def _check_growing(self, grid: Grid) -> None:
         """A frame must stay where it is when others follow."""
         longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
-                "stream: expected positions in time that do not depend on the number of frames, as one unit a frame; "
-                f"with reference={self.reference} and this encoding they do; leave time out of it, (None, H, W)"
+                "stream: expected positions in time that do not depend on the number of frames, e.g. one unit per "
+                f"frame; with reference={self.reference} and this encoding they do; leave time out of it, (None, H, W)"
             )
         if self.pos_embed is not None and self.temporal:
             raise ValueError(
-                "stream: absolute='learned' is laid over the whole video; use 'sincos', an encoding or temporal=False"
+                "stream: absolute='learned' is stretched over the whole video; use 'sincos', an encoding or "
+                "temporal=False"
             )
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
@@ -334,7 +340,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
             return x, Layout(where, block=places if self.causal else None)
         if stack.locate(grid) is not grid:
-            raise ValueError("places: expected None with space_time='factorised', whose grids have an axis or two")
+            raise ValueError("places: expected None with space_time='factorised', whose grids have one or two axes")
         grid = _as_grid("space_time='factorised'", grid)
         # Relative positions within a frame do not depend on its time, nor those along time on the place.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
@@ -387,7 +393,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
         if (self.causal or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
-                "keep: single tokens leave frames of unequal places, factorised and causal attention need "
+                "keep: single tokens drop different patches in each frame, but factorised and causal attention need "
                 "drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
@@ -403,7 +409,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             )
             return self._run(i, x, context, is_causal)
         if attn_mask is not None or is_causal:
-            raise ValueError("attn_mask, is_causal: factorised attention takes none; use space_time='joint'")
+            raise ValueError("attn_mask, is_causal: factorised attention supports neither; use space_time='joint'")
         frames, prefix = layout.time.shape[0], self.num_prefix_tokens
         where, apart, together = (
             (layout.time, "b (t s) c -> (b s) t c", "(b s) t c -> b (t s) c")
@@ -422,7 +428,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     ) -> None:
         """Frames, height and width that count as trained: ``grid_size``, and the size of a learned table."""
         if patch_size is not None:
-            raise ValueError(f"patch_size: expected None, the tubelets stay as they are, got {patch_size}")
+            raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
         if img_size is None:
             return
         table = self._table()
@@ -443,7 +449,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
 def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
     if not isinstance(positions, Grid):
-        raise ValueError(f"{what}: expected an encoding whose positions are a grid's, got one with a table of them")
+        raise ValueError(f"{what}: expected an encoding with positions on a grid, got one with a table of positions")
     return positions
 
 

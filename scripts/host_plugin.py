@@ -124,7 +124,7 @@ class OutcomeRecorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="file to append outcomes to, as JSON lines")
-    parser.addoption("--adapt", action="store_true", help="adapt every model after construction")
+    parser.addoption("--adapt", action="store_true", help="Adapt every model after construction.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -195,7 +195,10 @@ def replace_folder(out: Path, made: Path) -> None:
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         config = out / "build.toml"
         if not config.is_file() or f'name = "{NAME}"' not in config.read_text(encoding="utf-8"):
-            raise KernelError(f"--out {out}: expected a new folder, or a kernel that was made here; choose another")
+            raise KernelError(
+                f"--out {out}: expected a new folder, or one that contains a kernel written by this command; choose "
+                "another"
+            )
     if out.exists():
         shutil.rmtree(out)
     made.rename(out)

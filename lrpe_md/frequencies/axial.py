@@ -82,9 +82,7 @@ def check_map(axis_map: Any, num_axes: int) -> None:
     if not all(isinstance(group, Sequence) and group for group in axis_map) or sorted(
         axis for group in axis_map for axis in set(group)
     ) != list(range(num_axes)):
-        raise ValueError(
-            f"axis_map: expected groups of axes with each of the {num_axes} axes in one of them, got {axis_map!r}"
-        )
+        raise ValueError(f"axis_map: expected groups that contain each of the {num_axes} axes once, got {axis_map!r}")
 
 
 def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
@@ -107,7 +105,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total}, to be shared {' : '.join(map(str, shares))}, "
-            f"got {num_channels}; or name the axis that takes the remainder"
+            f"got {num_channels}; or pass the axis that takes the remainder"
         )
     if remainder is not None:
         parts[remainder] += left
@@ -183,7 +181,7 @@ def axial_omega(
     order = range(num_axes) if axis_order == "major_first" or not isinstance(axis_map, str) else range(num_axes)[::-1]
     whole, num_channels = num_channels, num_channels - sum(between)
     if num_channels < 0:
-        raise ValueError(f"gaps: expected at most {whole} channels together, got {tuple(between)}")
+        raise ValueError(f"gaps: expected at most {whole} channels in total, got {tuple(between)}")
     if sections is None and axis_map == "block":
         widths = _cut([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
     elif sections is None:
@@ -200,7 +198,7 @@ def axial_omega(
         blocks = [sum(widths[axis] for axis in set(group)) for group in axis_map]
     width = sum(map(len, members))
     if width > num_channels:
-        raise ValueError(f"sections: expected at most {num_channels} channels together, got {tuple(sections or ())}")
+        raise ValueError(f"sections: expected at most {num_channels} channels in total, got {tuple(sections or ())}")
     omega = _laid(thetas, order, members, axis_map)
     if channels is not None:
         places = torch.tensor([c for taken in channels for c in taken], device="cpu").argsort()
@@ -236,7 +234,7 @@ def _by_head(
         raise ValueError(f"sections: expected a number of heads for each of {num_axes} axes, got {tuple(sections)}")
     num_heads = sum(sections) if num_heads is None else num_heads
     if sum(sections) > num_heads:
-        raise ValueError(f"sections: expected at most {num_heads} heads together, got {tuple(sections)}")
+        raise ValueError(f"sections: expected at most {num_heads} heads in total, got {tuple(sections)}")
     heads = []
     for axis, (theta, number) in enumerate(zip(thetas, sections, strict=True)):
         if theta.shape[0] != 1 or theta.shape[1] < num_channels:
@@ -255,7 +253,7 @@ def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
         return [0] * (blocks + 1)
     if len(gaps) != blocks + 1 or min(gaps) < 0:
         raise ValueError(
-            f"gaps: expected {blocks + 1} numbers of channels, before, between and behind {blocks} blocks, "
+            f"gaps: expected {blocks + 1} numbers of channels, before, between and after {blocks} blocks, "
             f"got {tuple(gaps)}"
         )
     return list(gaps)
@@ -277,7 +275,7 @@ def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
     if sum(widths) < num_channels:
         raise ValueError(
             f"theta: {num_axes} axes of {widths} frequencies give {sum(widths)} channels, "
-            f"but {num_channels} are needed; theta needs at least {-(-num_channels // num_axes)} an axis"
+            f"but {num_channels} are needed; theta needs at least {-(-num_channels // num_axes)} per axis"
         )
     return [min(width, max(num_channels - sum(widths[:b]), 0)) for b, width in enumerate(widths)]
 

@@ -64,7 +64,7 @@ def yarn_scaling(
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
     if num < 2 or not (first > last).all():
-        raise ValueError(f"theta: expected a falling geometric series, got {tuple(theta.shape)}")
+        raise ValueError(f"theta: expected a decreasing geometric series, got {tuple(theta.shape)}")
     step = (first - last) / (num - 1)
     # The (fractional) index that makes `turns` turns in the original length.
     low, high = ((first - math.log(2 * math.pi * turns / original_length)) / step for turns in (fast, slow))
@@ -136,7 +136,7 @@ def riflex_scaling(
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(length=length, share=share)
     if (repeats_at is None) == (index is None):
-        raise ValueError(f"repeats_at, index: expected one of them, got {repeats_at}, {index}")
+        raise ValueError(f"repeats_at, index: expected exactly one of them, got {repeats_at}, {index}")
     num = theta.shape[-1]
     periods = (2 * math.pi / theta).round()
     if repeats_at is not None:
@@ -229,7 +229,7 @@ def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
             raise ValueError(f"time: expected one number, got {tuple(time.shape)}")
         return time.to(theta.device, torch.float64)
     if not 0 <= time <= 1:
-        raise ValueError(f"time: expected that of the diffusion, from 1 (noise) to 0, got {time}")
+        raise ValueError(f"time: expected the diffusion time, from 1 (noise) to 0, got {time}")
     return torch.full((), time, dtype=torch.float64, device=theta.device)
 
 

@@ -71,7 +71,9 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
         raise TypeError(f"scaling: expected it to return (theta, amplitude), got {type(found).__name__}")
     scaled, amplitude = found
     if scaled.shape != theta.shape:
-        raise ValueError(f"scaling: expected theta of shape {tuple(theta.shape)} back, got {tuple(scaled.shape)}")
+        raise ValueError(
+            f"scaling: expected it to return theta of shape {tuple(theta.shape)}, got {tuple(scaled.shape)}"
+        )
     fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m lrpe_md.integrations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="name, file or folder of a configuration, or the name of a timm model")
+    parser.add_argument("model", help="Name, file or folder of a configuration, or the name of a timm model.")
     name = parser.parse_args(arguments).model
     try:
         with torch.device("meta"):

@@ -179,7 +179,9 @@ class _Again:
 
     def _encode(self) -> tuple[Tensor, ...]:
         if [x._version for x in self.xs] != self.versions:
-            raise RuntimeError("q, k: changed in place since the forward, and the backward encodes them again")
+            raise RuntimeError(
+                "q, k: changed in place since the forward pass, but the backward pass needs to encode them again"
+            )
         enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
             return self.encode(*self.xs)
@@ -228,10 +230,10 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
     assert grid is not None
     assert size is not None
     if context.attn_mask is not None:
-        raise ValueError("attn_mask: expected None where frames see earlier ones alone, got a mask")
+        raise ValueError("attn_mask: expected None with causal='frames', got a mask")
     if is_causal:
         raise ValueError(
-            "is_causal: expected False where frames see earlier ones alone, which is causal between them, got True"
+            "is_causal: expected False with causal='frames', which is already causal between frames, got True"
         )
     before = None if context.carried is None else context.carried.take()
     prefix = grid.prefix
@@ -247,7 +249,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
         whole = before is not None and kept == frames
         context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
     if not isinstance(grid, Grid) and (window is not None or before is not None):
-        raise ValueError("window: expected None where places are dropped, whose frames have a table of positions")
+        raise ValueError("window: expected None with dropped tokens, because their frames have a table of positions")
     if window is None or frames <= window:
         mask = _mask_frames(q.shape[2], k.shape[2], prefix, size, k.device) if before is None or new > 1 else None
         return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)
@@ -333,7 +335,7 @@ def attend_linearly(
     """
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask: linear attention forms no weights to mask, expected None (is_causal is supported), "
+            "attn_mask: expected None, because linear attention has no weights to mask (is_causal works), "
             f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast their norms give float32

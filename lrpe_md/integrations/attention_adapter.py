@@ -120,9 +120,9 @@ class _Adaptation:
             raise RuntimeError(
                 f"positions: expected {path} to run in the forward of the adapted {type(self.model).__name__}, got no "
                 "positions. Call the model itself, return positions from the function, or call set_positions() before "
-                "the first attention. If this is a checkpoint's second run: one inside another needs "
-                "use_reentrant=False, and one that a compiled model breaks its graph at needs blocks that are compiled "
-                "one by one"
+                "the first attention. If a checkpoint is being recomputed: nested checkpoints need "
+                "use_reentrant=False, and a compiled model with a graph break at a checkpoint needs its blocks "
+                "compiled one by one"
             )
         return found.positions
 
@@ -212,8 +212,8 @@ class _ModelForward(_Forward):
         if not own.is_used:
             raise RuntimeError(
                 f"modules: expected attentions that the forward of {type(self.module).__name__} calls, got "
-                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, of which it called none. "
-                "Name the modules whose own forward calls scaled_dot_product_attention"
+                f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, none of which it called. "
+                "Select the modules whose own forward calls scaled_dot_product_attention"
             )
         return output
 
@@ -321,7 +321,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"{path}: expected self-attention, where q and k have the same tokens, got {q.shape[2]} and {k.shape[2]} "
-            "tokens. Name the self-attentions with modules=; key caches are not supported"
+            "tokens. Select the self-attention modules with modules=; key caches are not supported"
         )
 
 
@@ -353,10 +353,10 @@ class _Attention(_Forward):
         if self.encoder.count_calls() == before:
             raise RuntimeError(
                 f"{self.path or 'forward'}: expected a call of F.scaled_dot_product_attention, where q and k are "
-                "encoded, got none. With timm set `fused_attn = True` on the module. Otherwise replace the attention "
-                "that is written out by\n"
+                "encoded, got none. In timm, set `fused_attn = True` on the module. Otherwise, replace the "
+                "hand-written attention with\n"
                 "    x = F.scaled_dot_product_attention(q, k, v)\n"
-                "or encode before it, with an encoding that the module owns:\n"
+                "or encode q and k before it, with an encoding that the module owns:\n"
                 "    q, k = self.encoding(q, k, positions=positions)  # (B, H, N, D)"
             )
         return output
@@ -489,7 +489,7 @@ def restore_attention(model: Model) -> Model:
         replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
-                f"model: expected the forwards that adapt_attention set, got another one in "
+                f"model: expected the forward methods that adapt_attention set, got a different one in "
                 f"{(replaced or ['the model'])[0]}. Remove what replaced it first"
             )
     for forward in chain:
@@ -554,7 +554,7 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
         names = sorted({path for path, _ in model.named_modules() if "att" in path.split(".")[-1].lower()})
         raise ValueError(
             f"modules: expected patterns of names such as {', '.join(names[:4]) or 'blocks.*.attn'}, got "
-            f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which matches none"
+            f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which match no module"
         )
     for path, module in found.items():
         if _attention_of(module) is not None:
@@ -586,13 +586,13 @@ def _build(
         if len(read) > 1:
             raise ValueError(
                 f"modules: expected attentions with one head_dim and num_heads, got {sorted(read)}. Adapt each group "
-                "by itself, with modules= and name="
+                "separately, with modules= and name="
             )
         own = read.pop()
         head_dim, num_heads = head_dim or own[0], num_heads or own[1]
     built = build_encoding(encoding, kwargs, head_dim or 0, num_heads or 0, len(found), num_axes)
     if built is None:
-        raise ValueError(f"encoding: expected one that encodes, got {encoding!r}")
+        raise ValueError(f"encoding: expected an encoding, got {encoding!r}")
     if isinstance(built, nn.ModuleList) and len(built) != len(found):
         raise ValueError(f"encoding: expected one module for each of {len(found)} attentions, got {len(built)}")
     device = next((t.device for module in found.values() for t in module.parameters()), None)
@@ -605,7 +605,9 @@ def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
         heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
         if heads and (size or width):
             return size or (width or 0) // heads, heads
-    raise ValueError(f"head_dim, num_heads: expected them as arguments, since {path} does not say them, got None")
+    raise ValueError(
+        f"head_dim, num_heads: expected both as arguments, because {path} does not have them as attributes, got None"
+    )
 
 
 def _read(source: Any, names: Sequence[str]) -> int | None:

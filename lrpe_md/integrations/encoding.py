@@ -53,7 +53,7 @@ class Activation(nn.Module):
         if attend is not None:
             return attend(self.describe()._replace(norm=norm), *xs)
         if norm is not None:
-            raise ValueError("norm: expected None without attend, since no map takes it; normalise q and k before")
+            raise ValueError("norm: expected None with this encoding, which can't apply it; normalise q and k first")
         return tuple(activate(x, self.act, self.dim) for x in xs)
 
     def extra_repr(self) -> str:
@@ -88,7 +88,7 @@ def build_encoding(
     """
     if encoding is None or encoding == "none":
         if kwargs.keys() - {"act", "dim"}:
-            raise ValueError(f"encoding_kwargs: expected act and dim alone with no encoding, got {kwargs}")
+            raise ValueError(f"encoding_kwargs: expected only act and dim without an encoding, got {kwargs}")
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
@@ -102,9 +102,9 @@ def build_encoding(
         make, usual = _of_preset(encoding, kwargs, head_dim, num_heads)
     elif isinstance(encoding, str) or not callable(encoding):
         raise ValueError(
-            "encoding: expected 'cosine', 'rotate', 'mixed', 'none', a name of lrpe_md.list_presets(), None, a Preset, "
-            f"a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got {encoding!r}"
-            f"{suggest(encoding, [*RESERVED, *list_presets()])}"
+            "encoding: expected 'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a "
+            "Preset, a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got "
+            f"{encoding!r}{suggest(encoding, [*RESERVED, *list_presets()])}"
         )
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
@@ -125,7 +125,7 @@ def _of_series(
         kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, **kwargs}
     heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
     if heads is not None and "num_heads" in kwargs:
-        raise ValueError(f"heads: expected it without num_heads, which says the same, got {heads!r}")
+        raise ValueError(f"heads: expected None with num_heads, because both set the same thing, got {heads!r}")
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
     if encoding != "mixed":
@@ -139,7 +139,9 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
     """Arguments of a module whose axes have unequal shares of the channels."""
     if split is None:
         if remainder is not None:
-            raise ValueError(f"remainder: expected None without split, whose rest it takes, got {remainder}")
+            raise ValueError(
+                f"remainder: expected None without split, because it takes the rest of the split, got {remainder}"
+            )
         return kwargs
     series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
     return {"frequencies": partial(_split_omega, Axial(tuple(split), remainder=remainder, **series)), **kwargs}
@@ -157,7 +159,7 @@ def _of_preset(
 ) -> tuple[Maker, Sharing]:
     """Shared by all layers where nothing is learned, or where the scheme shares it."""
     if "heads" in kwargs:
-        raise ValueError(f"heads: expected none with a preset, which says it itself, got {kwargs['heads']!r}")
+        raise ValueError(f"heads: expected None with a preset, which defines it, got {kwargs['heads']!r}")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
     if isinstance(encoding, Preset):
         return _of_made(encoding, kwargs, changes, head_dim, num_heads)
@@ -177,7 +179,8 @@ def _of_made(
     """Use a preset as it is: all layers start with its frequencies."""
     if changes:
         raise ValueError(
-            f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a preset that is made, got {changes}"
+            f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a Preset, which is already built, got "
+            f"{changes}"
         )
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):
@@ -276,7 +279,7 @@ class EncodingStack:
             what = {2: "images", 3: "videos"}[num_axes]
             raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
         if not made.scheme.row_major:
-            raise ValueError(f"encoding: expected a preset whose tokens come row by row, got {made.name!r}")
+            raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
 
     def check_linear(self, normalizer: NormalizerName) -> None:
         """The activations must suit linear attention with this normalizer."""
@@ -308,8 +311,8 @@ class EncodingStack:
             return positions
         if not isinstance(positions, Grid):
             raise ValueError(
-                f"places: expected None for axes {list(first.moved)}, since tokens are in a table of positions: text "
-                "with positions of its own, an image behind it, or dropped tokens"
+                f"places: expected None for axes {list(first.moved)}, because positions are a table: text with "
+                "its own positions, an image after it, or dropped tokens"
             )
         return first.locate(positions)
 

@@ -102,7 +102,7 @@ class Probe:
         self.form: tuple[str, tuple[bool, ...]] = ("tensor", ())
         ranks = {e[1] for e in self.data}
         if len(ranks) != 1 or not ranks <= {2, 3, 4} or any(e[3] < 2 for e in self.data):
-            raise Unlike(0, "takes no tensors to turn, of 2, 3 or 4 dimensions")
+            raise Unlike(0, "takes no tensors with 2, 3 or 4 dimensions that it could rotate")
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
@@ -118,7 +118,7 @@ class Probe:
         kind = "tensor" if isinstance(out, Tensor) else type(out).__name__
         items: list[Any] = [out] if kind == "tensor" else list(out) if kind in ("tuple", "list") else [()]
         if not all(o is None or isinstance(o, Tensor) for o in items):
-            raise Unlike(1, f"returns something else than tensors ({kind})")
+            raise Unlike(1, f"does not return tensors ({kind})")
         outs = [o.cpu() for o in items if o is not None]
         if [o.shape for o in outs] not in [[(*x.shape[:-1], n * x.shape[-1]) for x in xs] for n in self.widths]:
             shapes = [", ".join(str(tuple(t.shape)) for t in each) for each in (outs, xs)]
@@ -237,13 +237,13 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
     if out.shape != x.shape:
         return Pairs((0, x.shape[-1]), 0, 0, *call(torch.ones_like(x)).chunk(2, -1))
     if not out.isfinite().all():
-        raise Unlike(2, "returns numbers that are not finite")
+        raise Unlike(2, "returns values that are not finite")
     changed = find_channels(x != out.to(x.dtype))
     if not changed:
-        raise Unlike(3, "returns x as it was")
+        raise Unlike(3, "returns x unchanged")
     start, width = changed[0], changed[-1] + 1 - changed[0]
     if width % 2:
-        raise Unlike(3, f"changes {width} channels, which are not pairs")
+        raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
         """Return the output for x that is one at these of the changed channels, and zero elsewhere."""
@@ -253,7 +253,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
 
     hit = find_channels(respond(0))
     if len(hit) == 1:
-        raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels, without turning pairs of them")
+        raise Unlike(4, f"{'scales' if hit[0] == start else 'moves'} channels without rotating them in pairs")
     distance = hit[1] - hit[0] if len(hit) == 2 else 0
     if not distance or hit[0] != start or width % (2 * distance):
         raise Unlike(4, f"mixes channel {start} into channels {hit[:4]}, which is not a pair of a known layout")
@@ -327,7 +327,7 @@ class Reading:
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
         if not rotates[box].all():
-            raise Unlike(4, "rotates some tokens, and not those between them")
+            raise Unlike(4, "rotates some tokens but skips tokens between them")
         cos, sin = pairs.cos[box].double(), pairs.sin[box].double()
         for angles, values in ((False, (cos, sin.abs())), (True, (cos.acos(), sin.abs().asin()))):
             numbers = (torch.stack(values) - 0.5) / self.step
@@ -379,7 +379,7 @@ class Reading:
                 if len({index - n for index, n in zip(column, numbers, strict=True)}) == 1:
                     begins[at] = column[0] - numbers[0]
                     return at
-            raise Unlike(5, "reads its tables in an order that is not the tokens'")
+            raise Unlike(5, "reads its tables in a different order than the tokens'")
 
         def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
             """Return leaf, sign and the place in its dimensions of a channel whose entries have these numbers."""
@@ -393,11 +393,11 @@ class Reading:
         by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
         corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
         if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
-            raise Unlike(5, "turns the channels of a pair by opposite angles, which is not a rotation")
+            raise Unlike(5, "rotates the channels of a pair by opposite angles, which is not a rotation of the pair")
         per_pair = all(one == two for one, two in by_pair)
         followed = sorted({axis for at in begins for axis in at.axes if axis < num_axes})
         if not followed:
-            raise Unlike(5, "turns all tokens alike")
+            raise Unlike(5, "rotates all tokens by the same angles")
         axes = [a for a in range(len(box)) if a != followed[-1]]
         if len(axes) == 1:  # batch where the tables vary along it, else heads
             axes.insert(axes[0] in followed, -1)
@@ -495,9 +495,9 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2
     if len({t.inverse for t in turns}) > 1:
-        raise Unlike(5, "turns its tensors by opposite angles")
+        raise Unlike(5, "rotates its tensors by opposite angles")
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
-        raise Unlike(5, "has more tokens or rows along an axis that is not the tokens'")
+        raise Unlike(5, "has tables that vary along a dimension other than the tokens'")
     like_next = (*map(operator.eq, turns, turns[1:]), False)
     plan = Plan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):
@@ -545,7 +545,7 @@ def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple
     for leaf, labels in enumerate(layout.labels):
         sizes = [(leaf, dim, label) for dim, label in enumerate(labels) if label < 0 or (leaf, dim) not in follows]
         if leaf in tables and any(label >= 0 for *_, label in sizes):
-            raise Unlike(0, "takes tables of another shape")
+            raise Unlike(0, "expects tables of a different shape")
         if leaf not in tables | positions:
             with suppress(Exception):  # not even looked at
                 probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
@@ -589,13 +589,13 @@ def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -
         inputs, grads = [t.requires_grad_() for t in (*xs, *leaves) if t.is_floating_point() or t.is_complex()], []
         for outs in (ours(), probe.run(xs, leaves)):
             if not all(o.requires_grad for o in outs):
-                raise Unlike(6, "passes no gradient to the tensors that it turns")
+                raise Unlike(6, "passes no gradient to the tensors that it rotates")
             weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in outs]
             grads.append(torch.autograd.grad(outs, inputs, weights, allow_unused=True))
     detach_tables = all(g is None for g in grads[1][len(xs) :])
     for a, b in list(zip(*grads, strict=True))[: len(xs) if detach_tables else None]:
         if (a is None) != (b is None) or (a is not None and not are_close(a, [b], 1e-4)):
-            raise Unlike(6, "has gradients of its own, which are not those of what it computes")
+            raise Unlike(6, "defines its own gradients, which do not match what it computes")
     xs = [t.detach().to(e[2]) for t, e in zip(xs, probe.data, strict=True)]
     leaves = [t.detach().to(e[2]) for t, e in zip(leaves, probe.leaves, strict=True)]
     try:
@@ -607,5 +607,5 @@ def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -
     same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(under_autocast, outs, strict=True))
     plan = plan._replace(dtypes=tuple(o.dtype for o in outs), detach_tables=detach_tables, ignores_autocast=same)
     if not are_close(ours(), outs, 0.05):
-        raise Unlike(6, f"computes something else for {xs[0].dtype}")
+        raise Unlike(6, f"computes something different for {xs[0].dtype}")
     return plan

@@ -95,7 +95,9 @@ def recognise(
     """
     grid = Grid(tuple(shape), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
-        raise ValueError(f"shape, head_dim: expected two tokens and channels at least, got {grid.shape} and {head_dim}")
+        raise ValueError(
+            f"shape, head_dim: expected at least two tokens and two channels, got {grid.shape} and {head_dim}"
+        )
     try:
         return quietly(lambda: _recognise(function, grid, (1, num_heads, grid.total, head_dim), str(device)))
     except Unlike as e:
@@ -110,7 +112,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     count = max(1, sum(p.default is p.empty and p.kind in positional for p in parameters))
     if count > 2:
-        raise Unlike(0, f"takes {count} arguments; close it over its positions, so that it takes x, or q and k")
+        raise Unlike(0, f"takes {count} arguments; wrap it with its positions so that it takes only x, or q and k")
     key = (("data", 4, torch.float64, sizes[-1]),) * count
     probe = Probe(lambda xs, _: function(*[x.clone() for x in xs]), key, device, (1, 2))  # the cosine map doubles x
     dtype = torch.float64
@@ -123,7 +125,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         except Exception as e:  # whatever somebody else's function raises
             raise Unlike(0, f"raises {type(e).__name__}: {e}") from e
         if any(not torch.equal(o, out) for o in others):
-            raise Unlike(3, "turns q and k differently")
+            raise Unlike(3, "rotates q and k differently")
         return out.double()
 
     x = torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float().double()
@@ -140,13 +142,13 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
         (cos, other_cos), (sin, other_sin) = ((t[..., first], t[..., ~first]) for t in (cos, sin))
         close = torch.allclose(cos, other_cos, atol=_ANGLE) and torch.allclose(sin, other_sin, atol=_ANGLE)
         if not close or distance != distance_in_x:
-            raise Unlike(5, "does not turn the two channels of a pair by one angle")
+            raise Unlike(5, "does not rotate the two channels of a pair by the same angle")
         values = {"pairs": name_pairs(stop - start, distance)}
         if stop - start < x.shape[-1]:
             values["rotary_dim"] = slice(start, stop) if start else stop
     cos, sin, prefix = cos[0], sin[0], grid.prefix
     if (cos[:, :prefix] - 1).abs().sum() + sin[:, :prefix].abs().sum() > _ANGLE:
-        raise Unlike(5, f"rotates its first {prefix} tokens, too; set prefix to the number that it does not rotate")
+        raise Unlike(5, f"also rotates its first {prefix} tokens; set prefix to the number of unrotated tokens")
     fitted = _fit(cos[:, prefix:], sin[:, prefix:], grid)
     kind: Any = "rotate" if values else "cosine"
     axes, order, theta, notes = _describe(fitted["omega"])
@@ -161,7 +163,7 @@ def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
     """Fit positions times frequencies, a phase and an amplitude to (H, N, C)."""
     amplitude = torch.hypot(cos, sin)
     if (amplitude - amplitude[:1, :1]).abs().max() > _ANGLE:
-        raise Unlike(4, "scales x, differently by token, head or channel")
+        raise Unlike(4, "scales x by a factor that depends on the token, head or channel")
     amplitude = amplitude.mean((0, 1))
     angles = torch.atan2(sin, cos).unflatten(1, grid.shape).movedim(-1, 1)  # (H, C, *shape)
     omega = torch.stack([_measure(angles, 2 + axis) for axis in range(len(grid.shape))], -1)
@@ -169,7 +171,7 @@ def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
     rest = angles.flatten(2) - (omega[:, :, None] * coordinates).sum(-1)
     phase = _mean_angle(rest, -1)
     if _wrap(rest - phase[..., None]).abs().max() > 10 * _ANGLE:
-        raise Unlike(5, "turns by angles that are not positions on this grid times frequencies")
+        raise Unlike(5, "rotates by angles that are not positions on this grid times frequencies")
     omega[omega.abs() < 1e-7] = 0
     shift = _find_shift(omega, phase)
     sign = -1 if (omega <= 0).all() and (omega < 0).any() else 1

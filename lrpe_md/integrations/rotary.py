@@ -186,7 +186,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     if not changes:
         reasons = "; ".join(f"refused {name}, which {reason}" for name, reason in refused.items())
         raise TypeError(
-            "model: expected one that calls a function to turn q and k by cos and sin, got "
+            "model: expected one that calls a function to rotate q and k by cos and sin, got "
             f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
         )
     for path, (cls, attributes) in changes.items():
@@ -253,7 +253,7 @@ def _restore(found: dict[str, Any]) -> None:
     for path, part in adapted.items():
         if copies.original_class(type(part)) is None:
             raise ValueError(
-                f"{path or 'model'}: expected a class that adapt_rotary made, got {type(part).__name__}, derived from "
+                f"{path or 'model'}: expected a class created by adapt_rotary, got {type(part).__name__}, derived from "
                 "it; adapt or restore before fully_shard"
             )
     for part in found.values():

@@ -77,7 +77,9 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     for path, module in _find(model).items():
         by_axis = list(scaling) if isinstance(scaling, Sequence) else [scaling] * module.num_axes
         if len(by_axis) != module.num_axes:
-            raise ValueError(f"scaling: expected one for each of {module.num_axes} axes ({path}), got {len(by_axis)}")
+            raise ValueError(
+                f"scaling: expected one scaling for each of {module.num_axes} axes ({path}), got {len(by_axis)}"
+            )
         pairs += module.adjusted(*_scale(path, module, by_axis))
     return Scaled(pairs)
 
@@ -93,7 +95,9 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """
     modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # not of text
     if not modules:
-        raise ValueError(f"model: expected encodings of images or videos, got none in {type(model).__name__}")
+        raise ValueError(
+            f"model: expected a model with encodings of images or videos, got none in {type(model).__name__}"
+        )
     for path, module in modules.items():
         if not 0 <= axis < module.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
@@ -148,7 +152,7 @@ def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
         used = (trained != 0).any(0)
         if bool((used.sum(-1) > 1).any()) or (used.shape[-1] > 1 and bool((used != (trained != 0)).any())):
             raise ValueError(
-                f"{path}: expected frequencies of one axis a channel, the same in all heads, to scale them"
+                f"{path}: expected frequencies with one axis per channel, shared by all heads, to scale them"
             )
         known[trained.device] = [column.nonzero()[:, 0] for column in used.unbind(-1)]
     return known[trained.device]

@@ -45,7 +45,7 @@ class TableFrequencies(RotateMd):
             if "trained_omega" in self._buffers:
                 raise ValueError(
                     f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
-                    "frequencies were changed; change them again"
+                    "frequencies were changed; change the frequencies again"
                 )
             self.omega = omega = self._initial("omega", omega.device)
         return omega
@@ -54,7 +54,8 @@ class TableFrequencies(RotateMd):
         """Return the change of the angles (N, C), and the amplitudes (1, C)."""
         if self.moved and not isinstance(where, Grid):
             raise ValueError(
-                f"places: expected None for axes {list(self.moved)} of a model that is given coordinates; change those"
+                f"places: expected None for axes {list(self.moved)} of a model that receives coordinates; change "
+                "those instead"
             )
         omega = self.get_omega()
         is_scaled = "trained_omega" in self._buffers

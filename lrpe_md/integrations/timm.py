@@ -248,7 +248,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if absolute not in ("none", "learned", "sincos"):
             raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}")
         if "pos_embed" in kwargs:
-            raise ValueError(f"pos_embed: expected it to be left out, got {kwargs['pos_embed']!r}; use absolute")
+            raise ValueError(
+                f"pos_embed: expected no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
+            )
         pos_embed = "learn" if absolute == "learned" else "none"
         super().__init__(*args, pos_embed=pos_embed, dynamic_img_size=dynamic_img_size, **kwargs)
         if absolute == "sincos" and self.embed_dim % 4:
@@ -437,7 +439,7 @@ def adapt(
     if attention not in ("softmax", "linear"):
         raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
     if copy_v and not keep_encoded:
-        raise ValueError("copy_v: expected False with keep_encoded=False, which keeps the projection's output alone")
+        raise ValueError("copy_v: expected False with keep_encoded=False, which keeps only the projection's output")
     attentions = _attentions(model)
     vit: Any = model
     kwargs = dict(encoding_kwargs or {})
@@ -450,7 +452,7 @@ def adapt(
     if attention == "linear":
         stack.check_linear(normalizer)
         if any(m.attn_drop.p > 0 for m in attentions):
-            raise ValueError("attn_drop_rate: linear attention forms no weights to drop, expected 0")
+            raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     stack.check(num_axes, getattr(vit, "preset_axes", None))
     if built is not None:
         built.to(next(vit.parameters()).device)
@@ -477,8 +479,8 @@ def _attentions(model: Any) -> list[Any]:
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families bring a forward of their own; lrpe_md.adapt_rotary takes those with "
-            "a rotary encoding)"
+            "(subclasses and other families have their own forward; for those with a rotary encoding use "
+            "lrpe_md.adapt_rotary)"
         )
     found: list[Attention] = []
     for i, block in enumerate(model.blocks):
@@ -491,7 +493,7 @@ def _attentions(model: Any) -> list[Any]:
         found += inside
     if len({(m.num_heads, m.head_dim) for m in found}) != 1:
         raise ValueError(
-            "model: expected one number of heads and one head_dim in all blocks, got (num_heads, head_dim) = "
+            "model: expected the same number of heads and head_dim in all blocks, got (num_heads, head_dim) = "
             f"{[(m.num_heads, m.head_dim) for m in found]}"
         )
     if type(model.patch_drop) not in (nn.Identity, PatchDropout):

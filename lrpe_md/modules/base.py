@@ -46,7 +46,7 @@ def _log_magnitude(theta: Tensor) -> Tensor:
 def check_unwritten(out: Any) -> None:
     """Refuse ``out``, which linear attention doesn't have."""
     if out is not None:
-        raise ValueError("out: expected None with attend, which is given q and k as they are, and writes neither")
+        raise ValueError("out: expected None with attend, which receives q and k unencoded and writes neither")
 
 
 class FrequencyModule(nn.Module):
@@ -114,11 +114,15 @@ class FrequencyModule(nn.Module):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         if dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+            raise TypeError(
+                f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"
+            )
         if learnable not in (True, False, "raw"):
-            raise ValueError(f"learnable: expected True, False or 'raw' (theta, not its logarithm), got {learnable!r}")
+            raise ValueError(
+                f"learnable: expected True, False or 'raw' (learn theta, not its logarithm), got {learnable!r}"
+            )
         if phase not in (True, False, "k"):
-            raise ValueError(f"phase: expected True, False or 'k' (on the keys alone), got {phase!r}")
+            raise ValueError(f"phase: expected True, False or 'k' (only on the keys), got {phase!r}")
         if phase_groups < 1 or (phase_groups > 1 and not phase):
             raise ValueError(f"phase_groups: expected at least 1, and 1 without a phase, got {phase_groups}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
@@ -454,7 +458,7 @@ class FrequencyModule(nn.Module):
             )  # fmt: skip
             return encode_packed(again, xs)
         if inverse and self.map == "cosine":
-            raise ValueError("inverse: expected False for the cosine map, which has none, got True")
+            raise ValueError("inverse: expected False for the cosine map, which has no inverse, got True")
         try:
             return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):
@@ -478,7 +482,7 @@ class FrequencyModule(nn.Module):
                 ) from None
             if x.device != own.device:
                 raise ValueError(
-                    f"{name}: expected it on the module's device {own.device}, got {x.device}; move one of them"
+                    f"{name}: expected a tensor on the module's device {own.device}, got {x.device}; move one of them"
                 ) from None
         for where in wheres:
             if isinstance(where, Tensor):
@@ -512,7 +516,7 @@ class FrequencyModule(nn.Module):
     def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
         phase: Any = self._own_phase()
         if type(phase) is tuple and len(xs) != 2:
-            raise ValueError(f"xs: expected q and k, since the phase is on the keys alone, got {len(xs)} tensors")
+            raise ValueError(f"xs: expected q and k, because only the keys have a phase, got {len(xs)} tensors")
         omega, amplitude = self.get_omega(), self._buffers.get("amplitude")
         positions = self.locate(positions) if self.moved else positions
         if self.map == "cosine":

@@ -220,7 +220,10 @@ class Rotate1d(RotateMd):
         omega = sequence_omega(theta, self.num_channels, self.num_heads)
         gain = self._buffers.get("amplitude")
         if gain is None and not (isinstance(amplitude, (int, float)) and amplitude == 1):
-            raise ValueError("amplitude: expected 1 in a module built without one, or build it with amplitude=1.0")
+            raise ValueError(
+                "amplitude: expected 1, because the module was built without an amplitude; build it with amplitude=1.0 "
+                "to change it"
+            )
         if isinstance(gain, Tensor) and isinstance(amplitude, Tensor):
             try:
                 amplitude.expand_as(gain)
@@ -302,7 +305,9 @@ class Rotate1d(RotateMd):
             check_input("x", xs[0], xs[0])
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
-            raise ValueError("positions: expected them without offset and cu_seqlens, which they contain")
+            raise ValueError(
+                "positions: expected None with offset or cu_seqlens, because positions already include both"
+            )
         if self.scale_base is None:
             return super().forward(
                 *xs, positions=positions, inverse=inverse, norm=norm, out=out, out_start=out_start
@@ -360,13 +365,12 @@ class PresetMd(FrequencyModule):
             preset = make_preset(preset, head_dim, num_heads)
         elif not isinstance(preset, Preset):
             raise TypeError(
-                "preset: expected a name, a Scheme or what lrpe_md.preset(name, head_dim) gives, got "
+                "preset: expected a name, a Scheme or the result of lrpe_md.preset(name, head_dim), got "
                 f"{type(preset).__name__}"
             )
         elif head_dim is not None or num_heads is not None:
             raise ValueError(
-                f"head_dim, num_heads: expected them with a preset's name alone, since {preset!r} has its own, got "
-                f"{head_dim}, {num_heads}"
+                f"head_dim, num_heads: expected None with a Preset, which has its own, got {head_dim}, {num_heads}"
             )
         scheme = preset.scheme
         learnable = scheme.learned if learnable is None else learnable

@@ -20,19 +20,19 @@ DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
-    """A decay of each head, for :class:`LinearAttention`: (H,), fixed or learned.
+    """One decay per head (H,), fixed or learned, for :class:`LinearAttention`.
 
     Args:
         num_heads: number of key heads, H.
         initial: "retnet", 1 − 2^(−5 − h), "lightning", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
-        depth: index of the layer divided by the number of layers, for "lightning": deeper layers forget less.
-        learnable: learn the logarithm of g / (1 − g), so that g stays in (0, 1). The named initial decays are then at
-            most 1 − 2⁻¹².
+        depth: layer index divided by the number of layers, for "lightning": deeper layers forget less.
+        learnable: learn log(g / (1 − g)), so that g stays in (0, 1). The named initial decays are then at most
+            1 − 2⁻¹².
 
-    It stays float32 through ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
+    The decay stays float32 after ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
     state_dict.
 
-    Source: RetNet (arXiv 2307.08621); Lightning attention of TransNormerLLM (arXiv 2307.14995).
+    Sources: RetNet (arXiv 2307.08621), Lightning attention of TransNormerLLM (arXiv 2307.14995).
     """
 
     decay: Tensor
@@ -53,7 +53,9 @@ class HeadDecay(nn.Module):
         self.initial = _initial_decay(num_heads, initial, depth)
         if learnable:
             if isinstance(initial, Tensor) and (self.initial == 1).any():
-                raise ValueError("initial: expected decays below 1 with learnable=True, which sigmoid reaches, got 1")
+                raise ValueError(
+                    "initial: expected decays below 1 with learnable=True, because a sigmoid never reaches 1, got 1"
+                )
             self.register_parameter("logit", nn.Parameter(self._value().to(device or torch.get_default_device())))
         else:
             self.register_buffer("decay", self._value().to(device or torch.get_default_device()), persistent=False)
@@ -97,7 +99,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
-            raise ValueError(f"initial: expected ({num_heads},), a decay of each head, got {tuple(values.shape)}")
+            raise ValueError(f"initial: expected ({num_heads},), one decay per head, got {tuple(values.shape)}")
         check_decay_range(values)
         return values
     if initial not in get_args(DecayName):
@@ -114,20 +116,19 @@ class LinearAttention(nn.Module):
     """:func:`lrpe_md.linear_attention` with an encoding's map, activation and frequencies.
 
     Args:
-        encoding: a module that can say what it is made of, by ``describe()``: :class:`CosineMd`, :class:`RotateMd`,
-            :class:`Rotate1d`, :class:`PresetMd`. It stays the encoding's own: frequencies that learn are parameters of
-            this module too. None: no positions, and act "relu". Any other module or function, and a Rotate1d with a
-            ``scale_base``, is called as
-            ``encoding(q, k, positions=positions)`` and gives q̂ and k̂, which are then in memory; with "unrotated"
-            its ``act`` and ``dim`` (default: none) say what q̄ and k̄ are, and all but the encoding runs in plain torch.
-            A norm comes before such an encoding, in plain torch.
+        encoding: a module with ``describe()``: :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or
+            :class:`PresetMd`. It becomes a submodule, so learned frequencies are parameters of this module too. None
+            means no positions, and act "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is
+            called as ``encoding(q, k, positions=positions)`` and returns q̂ and k̂, which are then stored in memory.
+            With "unrotated", its ``act`` and ``dim`` (default: none) define q̄ and k̄, and everything except the
+            encoding runs in plain torch. Such an encoding receives normalised q and k if there is a norm.
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
-        decay: a :class:`HeadDecay`, or another module that returns a decay; None: no decay, unless forward gets one.
+        decay: a :class:`HeadDecay`, or another module that returns a decay. None: no decay, unless passed to forward.
 
     Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v).
 
     Raises:
-        ValueError: "unrotated" with an activation that can be negative.
+        ValueError: normalizer="unrotated" with an activation that can be negative.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class LinearAttention(nn.Module):
         self.directions: Directions = directions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a pickle, also of version 0.2, which has no decay."""
+        """Load a pickle, including those of version 0.2, which have no decay."""
         super().__setstate__({"rule": "add", "directions": "forward", **state})
         self._modules.setdefault("decay", None)
 
@@ -176,13 +177,13 @@ class LinearAttention(nn.Module):
         decay: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:
-        """o (B, H_q, N, D_v) in q's dtype, or (o, state); the arguments are those of :func:`lrpe_md.linear_attention`.
+        """Return o (B, H_q, N, D_v) in q's dtype, or (o, state). For arguments see :func:`lrpe_md.linear_attention`.
 
-        A decay that is passed takes the place of the module's own. Differentiable with respect to q, k, v, gate, state,
-        decay, the norm's weights and what the encoding and the decay learn.
+        A decay that you pass replaces the module's own. Differentiable with respect to q, k, v, gate, state, decay, the
+        norm's weights, and the learned parameters of the encoding and the decay.
 
         Raises:
-            ValueError, TypeError: what does not fit, before anything is launched.
+            ValueError, TypeError: an invalid argument; raised before anything is launched.
         """
         if decay is None and self.decay is not None:
             decay = self.decay()

@@ -105,7 +105,8 @@ class Coordinates(Rules):
             raise TypeError(f"coords: expected real numbers, got {self.coords.dtype}")
         if self.coords.is_floating_point() and self.coords.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"coords: expected integers, float32 or float64 (16 bits misplace far tokens), got {self.coords.dtype}"
+                "coords: expected integers, float32 or float64 (16 bits are too coarse for distant tokens), got "
+                f"{self.coords.dtype}"
             )
         for name in ("prefix", "suffix"):
             value = getattr(self, name)
@@ -118,12 +119,12 @@ class Coordinates(Rules):
                 raise TypeError(f"rotated: expected a tensor of bools, got {type(self.rotated).__name__}")
             if self.rotated.dtype != torch.bool or self.rotated.shape != self.coords.shape[:-1]:
                 raise ValueError(
-                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one a row of coords, "
+                    f"rotated: expected bools of shape {tuple(self.coords.shape[:-1])}, one per row of coords, "
                     f"got {self.rotated.dtype} {tuple(self.rotated.shape)}"
                 )
             if self.rotated.device != self.coords.device:
                 raise ValueError(
-                    f"rotated: expected it on coords' device {self.coords.device}, got {self.rotated.device}"
+                    f"rotated: expected a tensor on coords' device {self.coords.device}, got {self.rotated.device}"
                 )
             object.__setattr__(self, "coords", _keep(self.coords, self.rotated[..., None]))
 
@@ -219,7 +220,9 @@ class Coordinates(Rules):
             ValueError: integers beyond 2^24 and float32, which does not hold them all.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
-            raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+            raise TypeError(
+                f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"
+            )
         if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
             check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
         soon = not self.coords.is_cuda  # what leaves a GPU must have arrived

@@ -246,7 +246,7 @@ class Grid(Rules):
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
                     f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, "
-                    f"not to lie in front of start = {a:g}, got stop = {b:g}; "
+                    f"not to lie below start = {a:g}, got stop = {b:g}; "
                     "rescale((stop - start) / n).offset(start) has equal steps"
                 )
             steps.append(length / larger(n - 1, 1))

@@ -152,7 +152,7 @@ def compose(
         TypeError: something else than a segment, another dtype.
     """
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"dtype: expected float32 or float64 (16 bits misplace far tokens), got {dtype}")
+        raise TypeError(f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}")
     if num_axes is not None:
         check_at_least(1, num_axes=num_axes)
     num_axes = _num_axes(segments, num_axes)
@@ -168,7 +168,7 @@ def compose(
         )
     device = torch.device(device)
     if order is not None and sorted(order) != list(range(len(segments))):
-        raise ValueError(f"order: expected each of 0 to {len(segments) - 1} once, got {tuple(order)}")
+        raise ValueError(f"order: expected each number from 0 to {len(segments) - 1} once, got {tuple(order)}")
     running, before = 0.0, 0
     everywhere: list[Any] = [None] * len(segments)
     for i in range(len(segments)) if order is None else order:
@@ -248,7 +248,9 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
     if dim == -2:
-        raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
+        raise ValueError(
+            "dim: softmax over the sequence (-2) would mix packed sequences; call it on one sequence at a time"
+        )
     return packed_positions(cu_seqlens, x.shape[2], offset)
 
 
@@ -307,7 +309,7 @@ def zigzag(
     length, rest = divmod(positions.num_tokens, 2 * num_ranks)
     if rest:
         raise ValueError(
-            f"positions: expected a number of tokens that 2 · {num_ranks} chunks divide, got {positions.num_tokens}; "
+            f"positions: expected a number of tokens divisible by 2 · {num_ranks} chunks, got {positions.num_tokens}; "
             "pad the sequence"
         )
     if device is None:
@@ -322,7 +324,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
     for i, segment in enumerate(segments):
         if not isinstance(segment, Segment):
             raise TypeError(
-                f"segments: expected Tokens, Grid, After, Before or Coordinates, got {segment!r} as number {i}"
+                f"segments: expected Tokens, Grid, After, Before or Coordinates, got {segment!r} at index {i}"
             )
         if isinstance(segment, Tokens):
             continue
@@ -332,9 +334,9 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
         if num_axes is None:
             num_axes = found
         if found != num_axes:
-            raise ValueError(f"segments: expected {num_axes} axes each, got {found} in number {i}")
+            raise ValueError(f"segments: expected {num_axes} axes each, got {found} at index {i}")
     if num_axes is None:
-        raise ValueError("num_axes: expected a number where no segment is a grid, got None")
+        raise ValueError("num_axes: expected a number if no segment is a grid, got None")
     for i, segment in enumerate(segments):
         axes: tuple[int, ...] = ()
         if isinstance(segment, Tokens) and segment.rule == "axis":
@@ -344,10 +346,10 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
         elif isinstance(segment, Before):
             axes = segment.axes or ()
         if any(not 0 <= axis < num_axes for axis in axes):
-            raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} in number {i}")
+            raise ValueError(f"segments: expected axes from 0 to {num_axes - 1}, got {axes} at index {i}")
         table = segment.grid if isinstance(segment, (After, Before)) else segment
         if isinstance(table, Coordinates) and table.coords.ndim != 2:
-            raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} in number {i}")
+            raise ValueError(f"segments: expected coords (N, K), got {tuple(table.coords.shape)} at index {i}")
     return num_axes
 
 
@@ -423,12 +425,12 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):
         if not isinstance(sample, (Grid, Coordinates)):
-            raise TypeError(f"samples: expected a Grid or Coordinates, got {type(sample).__name__} as number {i}")
+            raise TypeError(f"samples: expected a Grid or Coordinates, got {type(sample).__name__} at index {i}")
         _check_known("samples", sample, i)
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
-            raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} in number {i}")
+            raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} at index {i}")
         if sample.num_axes != samples[0].num_axes:
-            raise ValueError(f"samples: expected {samples[0].num_axes} axes each, got {sample.num_axes} in number {i}")
+            raise ValueError(f"samples: expected {samples[0].num_axes} axes each, got {sample.num_axes} at index {i}")
     if device is None:
         device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
     return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]
@@ -436,7 +438,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
 
 def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
     if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin as number {i}")
+        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

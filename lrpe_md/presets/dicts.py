@@ -37,7 +37,9 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
         return value
     if isinstance(value, partial):
         if value.args:
-            raise ValueError(f"{name}: expected a function with arguments by name, to be written, got {value!r}")
+            raise ValueError(
+                f"{name}: expected a partial function with keyword arguments, which can be saved, got {value!r}"
+            )
         bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
         return {"function": _write(name, value.func, names), **bound}
     if isinstance(value, Mapping):
@@ -50,15 +52,15 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if callable(value) and value in names:
         return names[value]
     raise ValueError(
-        f"{name}: expected numbers, strings or a function with a name, to be written, got {value!r}; give functions of "
-        "your own a name by to_dict(functions={'name': function})"
+        f"{name}: expected numbers, strings or a named function, which can be saved, got {value!r}; name your "
+        "own functions with to_dict(functions={'name': function})"
     )
 
 
 def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: Mapping[str, Any]) -> Any:
     known = {**FUNCTIONS, **(functions or {})}
     if not isinstance(data, Mapping):
-        raise ValueError(f"data: expected a dict, as to_dict gives, got {type(data).__name__}")
+        raise ValueError(f"data: expected a dict, as returned by to_dict, got {type(data).__name__}")
     values = dict(data)
     if isinstance(values.get("frequencies"), Mapping):
         part = dict(values["frequencies"])
@@ -98,7 +100,7 @@ def _read(name: str, value: Any, known: Functions) -> Any:
     if name in CALLED and isinstance(value, str):
         if value not in known:
             raise ValueError(
-                f"{name}: expected one of the functions {sorted(known)}, got {value!r}; give functions of your own by "
+                f"{name}: expected one of the functions {sorted(known)}, got {value!r}; pass your own functions with "
                 "from_dict(.., functions={'name': function})"
             )
         return known[value]

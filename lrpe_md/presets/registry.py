@@ -29,34 +29,35 @@ SCHEMES: dict[str, Scheme] = {
     "eva02": Scheme(
         """EVA-02 and timm's other rope ViTs (arXiv 2303.11331; timm ``RotaryEmbeddingCat``).
 
-        (h, w) scaled to a grid of 16×16, the size of the pre-training; class token and registers are not rotated.
+        (h, w) are scaled to a 16×16 grid, the size used in pre-training. Class and register tokens are not rotated.
         """,
         64, Axial((1, 1)), reference=(16, 16), tokens=SKIP,
     ),
     "rope_vit_axial": Scheme(
         """RoPE-Axial of RoPE-ViT (arXiv 2403.13298; timm ``vit_*_patch16_rope_224``).
 
-        (x, y): the first block is the column's. Base 100; positions are not scaled when the size changes.
+        (x, y): the first block of channels belongs to the column. Base 100. Positions are not rescaled when the image
+        size changes.
         """,
         64, Axial((1, 1), 100.0, axis_order="minor_first"), tokens=SKIP,
     ),
     "rope_vit_mixed": Scheme(
-        """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned by layer and head.
+        """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned per layer and head.
 
-        Each head starts with one random angle: half of its pairs lie along it, half across. No weight decay. timm's
-        parameter (2, depth, H, C) is (x, y): "omega" in the state_dict of layer i is
-        ``freqs[:, i].flip(0).permute(1, 2, 0)``.
+        Each head starts with one random angle: half of its pairs lie along that direction, half across it. Frequencies
+        have no weight decay. In timm, the parameter (2, depth, H, C) is ordered (x, y): to get "omega" in the
+        state_dict of layer i, use ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
         64, Dense(2, f.random_plane, base=10.0), tokens=SKIP, learned=True,
     ),
     "dinov3": Scheme(
         """DINOv3 (arXiv 2508.10104; timm ``RotaryEmbeddingDinoV3``).
 
-        Cell centres in [-1, 1], each axis by its own size; option ``by="shorter"`` or ``"longer"``. Periods
-        100^(i/n), so ω = 2π / period. One class token and four registers are not rotated. Trained with a random
-        rescaling. The published weights hold the periods in bfloat16; timm and this preset do not round them. To match
-        published weights, round them likewise: with ``made = preset("dinov3")`` and
-        ``periods = (2 * math.pi / made.omega).bfloat16().double()`` take
+        Positions are cell centres in [-1, 1], where each axis is scaled by its own size; the option ``by`` also takes
+        "shorter" or "longer". Periods are 100^(i/n), so ω = 2π / period. One class token and four register tokens are
+        not rotated. The model was trained with random rescaling. The published weights store the periods in bfloat16;
+        timm and this preset do not round them. To match the published weights, round them yourself: with ``made =
+        preset("dinov3")`` and ``periods = (2 * math.pi / made.omega).bfloat16().double()``, use
         ``PresetMd(dataclasses.replace(made, omega=2 * math.pi / periods))``.
         """,
         64, Axial((1, 1), 100.0, series=f.periods),
@@ -65,55 +66,60 @@ SCHEMES: dict[str, Scheme] = {
     "perception_encoder": Scheme(
         """Perception Encoder (arXiv 2504.13181; timm ``vit_pe_*``).
 
-        (x, y), counted from 1 and then scaled to the grid of the pre-training, 24×24 for patches of 16 at 384. The
-        class token is not rotated. The gigantic model counts from 0: option ``offset=0``, with ``reference=(32, 32)``.
+        (x, y) are counted from 1 and then scaled to the grid of pre-training: 24×24, for patches of 16 at 384 pixels.
+        The class token is not rotated. The gigantic model counts from 0: use ``offset=0`` and ``reference=(32, 32)``.
         """,
         64, Axial((1, 1), axis_order="minor_first"), grid=f.counted, reference=(24, 24), tokens=SKIP,
     ),
     "pixtral": Scheme(
         """Pixtral's vision tower (arXiv 2410.07073; transformers ``PixtralVisionRotaryEmbedding``).
 
-        One series: the rows get its even members, the columns its odd ones. Images are packed, each attends to itself.
+        Rows use the even members of one series, columns the odd ones. Images are packed, and each attends only to
+        itself.
         """,
         64, Axial((1, 1), axis_map="even_odd"), pairs="half",
     ),
     "qwen2_vl_vision": Scheme(
         """The vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191; transformers).
 
-        (h, w), the same in every frame. Tokens come in blocks of 2×2, which are merged later, so positions are a table;
-        option ``merge``. Shapes in patches. Qwen2.5-VL also orders the blocks by windows (:func:`window_order`).
+        (h, w), the same in every frame. Tokens come in blocks of 2×2 that are merged later, so positions are a table;
+        the option ``merge`` sets the block size. Shapes are in patches. Qwen2.5-VL also sorts the blocks by window
+        (:func:`window_order`).
         """,
         80, Axial((1, 1)), pairs="half", grid=f.merged, row_major=False,
     ),
     "qwen2_vl": Scheme(
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
 
-        Sections of one series: t the first quarter, h and w three eighths each. Text has the same number on all
-        axes; an image or video starts after what precedes it, and what follows starts after its largest number (as
-        in the paper; transformers 5 advances by its height or width, so that long videos differ). Shapes (T, H, W)
-        in merged tokens. Base 1e6, head_dim 128: 16, 24 and 24 pairs.
+        One series is split into sections: t has the first quarter, h and w three eighths each. Text has the same
+        position on all axes. An image or video starts after the tokens before it, and the next segment starts after its
+        largest position. This follows the paper; transformers 5 advances by the height or width instead, so long videos
+        differ. Shapes (T, H, W) are in merged tokens. Base 1e6; with head_dim 128, the axes have 16, 24 and 24 pairs.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "qwen3_vl": Scheme(
         """Interleaved M-RoPE of Qwen3-VL (arXiv 2511.21631; transformers ``Qwen3VLTextRotaryEmbedding``).
 
-        One series dealt out t h w t h w .., the end of it to t: 24, 20 and 20 pairs of 64. Otherwise as ``qwen2_vl``,
-        but each frame is a grid of its own, with its time as text before it.
+        The pairs of one series are assigned in turn, t h w t h w .., and the remaining ones go to t: 24, 20 and 20
+        pairs of 64. Otherwise it is like ``qwen2_vl``, but each frame is a separate grid, preceded by its timestamp as
+        text.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "flux1": Scheme(
         """FLUX.1 (diffusers ``FluxPosEmbed``), float64.
 
-        (0, h, w); text is at zero, before the image. FLUX.1 Kontext's reference image has a 1 on the first axis.
+        (0, h, w). Text is at zero and comes before the image. FLUX.1 Kontext's reference image has a 1 on the first
+        axis.
         """,
         128, Axial((2, 7, 7)), grid=f.video, tokens=Tokens(0, "zero"), apart=(1, 0, 0),
     ),
     "flux2": Scheme(
         """FLUX.2 (diffusers ``Flux2PosEmbed``), float64.
 
-        (0, h, w, 0); text is (0, 0, 0, l), before the image. Base 2000. Reference images are 10 apart on axis 0.
+        (0, h, w, 0). Text is at (0, 0, 0, l) and comes before the image. Base 2000. Reference images are 10 apart on
+        axis 0.
         """,
         128, Axial((1, 1, 1, 1), 2000.0), grid=f.layered, tokens=Tokens(0, "axis", 3),
         apart=(10, 0, 0, 0),
@@ -121,15 +127,15 @@ SCHEMES: dict[str, Scheme] = {
     "lumina2": Scheme(
         """Lumina-Image 2.0 (arXiv 2503.21758; diffusers ``Lumina2RotaryPosEmbed``), float64.
 
-        Text is at (i, 0, 0), and the image after it at (L, h, w).
+        Text is at (i, 0, 0), and the image after it is at (L, h, w).
         """,
         96, Axial((1, 1, 1)), grid=f.video, tokens=Tokens(0, "axis", 0), after=(0,),
     ),
     "qwen_image": Scheme(
         """Qwen-Image (arXiv 2508.02324; diffusers ``QwenEmbedRope``).
 
-        (frame, h - (H - H//2), w - (W - W//2)); text is on the diagonal from max(H//2, W//2) on, and comes before the
-        images. Reference images count on as frames.
+        (frame, h - (H - H//2), w - (W - W//2)). Text lies on the diagonal, starting at max(H//2, W//2), and comes
+        before the images. Reference images count as further frames.
         """,
         128, Axial((2, 7, 7)), grid=f.centred, tokens=DIAGONAL,
         tokens_start=f.behind_centred, apart=(1, 0, 0),
@@ -137,8 +143,9 @@ SCHEMES: dict[str, Scheme] = {
     "cogvideox": Scheme(
         """CogVideoX (arXiv 2408.06072; diffusers ``get_3d_rotary_pos_embed``).
 
-        (t, h, w), h and w over the largest crop of their aspect in the grid of the training, ``size``: 30×45 for the
-        5B model; ``size=None``: plain indices, as in CogVideoX 1.5. Text comes first and is not rotated.
+        (t, h, w), where h and w cover the largest crop with the same aspect ratio in the training grid, ``size``: 30×45
+        for the 5B model. With ``size=None`` they are plain indices, as in CogVideoX 1.5. Text comes first and is not
+        rotated.
         """,
         64, Axial((2, 3, 3)), grid=f.crop, tokens=SKIP,
     ),
@@ -152,17 +159,17 @@ SCHEMES: dict[str, Scheme] = {
     "wan": Scheme(
         """Wan 2.1 and 2.2 (arXiv 2503.20314; diffusers ``WanRotaryPosEmbed``), float64.
 
-        Each axis has a third of the pairs, and t the remainder: 22, 21, 21. Text enters by cross-attention,
-        not rotated.
+        Each axis has a third of the pairs, and t also gets the remainder: 22, 21, 21. Text enters through
+        cross-attention and is not rotated.
         """,
         128, Axial((1, 1, 1), remainder=0), grid=f.video,
     ),
     "mochi": Scheme(
-        """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies learned by head, shared by all layers.
+        """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies are learned per head and shared by all layers.
 
-        t counts frames; h and w are centred and scaled so that the area is 192², option ``area``. Text is not rotated.
-        The parameter (3, H, C) of a checkpoint is "omega" in the state_dict by ``pos_frequencies.permute(1, 2, 0)``;
-        diffusers starts from zeros, this preset from random directions.
+        t counts frames; h and w are centred and scaled so that the area is 192² (option ``area``). Text is not rotated.
+        To get "omega" in the state_dict from a checkpoint's parameter (3, H, C), use ``pos_frequencies.permute(1, 2,
+        0)``. diffusers initialises it with zeros, this preset with random directions.
         """,
         128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
@@ -170,9 +177,9 @@ SCHEMES: dict[str, Scheme] = {
     "cosmos": Scheme(
         """Cosmos-Predict (arXiv 2501.03575; diffusers ``CosmosRotaryPosEmbed``).
 
-        t takes the remainder of thirds, 22, 21, 21, and its base is stretched by a factor of 2 (NTK). With ``fps``, t
-        counts 24ths of a second, else frames. Text by cross-attention, not rotated. The learned absolute positions
-        of the 14B models are not part of this.
+        Each axis has a third of the pairs, and t also gets the remainder: 22, 21, 21. The base of t is stretched by a
+        factor of 2 (NTK). With ``fps``, t counts 24ths of a second, otherwise frames. Text enters through
+        cross-attention and is not rotated. The learned absolute positions of the 14B models are not included.
         """,
         128, Axial((1, 1, 1), remainder=0, scaling=(partial(ntk_scaling, factor=2.0), None, None)), pairs="half",
         grid=f.seconds,
@@ -180,7 +187,7 @@ SCHEMES: dict[str, Scheme] = {
     "transnormer": Scheme(
         """LRPE in TransNormerLLM (arXiv 2307.14995): the cosine map, one series over all heads, learnable.
 
-        ω[h, c] = 10000^(-2 (h d + c) / (H d)); silu on q and k.
+        ω[h, c] = 10000^(-2 (h d + c) / (H d)). silu is applied to q and k.
         """,
         128, Axial((1,), 1e4, series=f.head_bands), map="cosine",
         act="silu", tokens=Tokens(0, "axis"), after=(0,), learned=True,
@@ -188,8 +195,8 @@ SCHEMES: dict[str, Scheme] = {
     "cosformer": Scheme(
         """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length, counted from 1.
 
-        Θ = π (i + 1) / (2 M), M the longer of queries and keys: option ``longest``, by default this one. The
-        output's halves are [sin, cos]; relu on q and k.
+        Θ = π (i + 1) / (2 M), where M is the longer length of queries and keys; the option ``longest`` sets it, and the
+        default is the current length. The two halves of the output are [sin, cos]. relu is applied to q and k.
         """,
         64, Axial((1,), None, series=f.quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=f.portion,
@@ -197,7 +204,7 @@ SCHEMES: dict[str, Scheme] = {
     "pope": Scheme(
         """PoPE (arXiv 2509.10534): the cosine map with softplus, and a phase on the keys.
 
-        One frequency per channel, 10000^(-c/d). The phase is learned by head and channel, kept in [-2π, 0].
+        One frequency per channel, 10000^(-c/d). The phase is learned per head and channel, and kept in [-2π, 0].
         """,
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
@@ -205,7 +212,7 @@ SCHEMES: dict[str, Scheme] = {
     "gemma4_vision": Scheme(
         """The vision tower of Gemma 4 (transformers ``Gemma4VisionRotaryEmbedding``).
 
-        (x, y): the first half of a head is the column's. Base 100; pairs are half and half within each of the two.
+        (x, y): the first half of a head belongs to the column. Base 100. Within each half, pairs use the half layout.
         """,
         64, Axial((1, 1), 100.0, axis_order="minor_first"), pairs="blocks",
     ),
@@ -219,16 +226,16 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        (t, h, w), a third of the pairs each; the channels after 6⌊D/6⌋ are not rotated, and the pairs are half and
-        half of those before: 78 of 80. Tokens come in blocks of 2×2 as in Qwen2-VL, option ``merge``.
+        (t, h, w) with a third of the pairs each. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
+        the half layout. Tokens come in blocks of 2×2 as in Qwen2-VL (option ``merge``).
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
     ),
     "qwen2_5_omni": Scheme(
         """TMRoPE of Qwen2.5-Omni's thinker (arXiv 2503.20215; transformers ``Qwen2_5OmniRotaryEmbedding``).
 
-        As ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart, options ``interval``
-        and ``rate``. Audio is text, with 25 tokens a second.
+        Like ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart (options
+        ``interval`` and ``rate``). Audio is treated as text with 25 tokens per second.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.whole_seconds, tokens=DIAGONAL,
         after=(0, 1, 2),
@@ -236,8 +243,8 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_5": Scheme(
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
-        The first quarter of a head: 11, 11 and 10 pairs of 32, dealt out t h w t h w .. Base 1e7. What follows an
-        image starts after the larger of its height and width.
+        Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn, t h w t h w ..: 11, 11 and 10.
+        Base 1e7. After an image, positions continue from the larger of its height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
@@ -245,8 +252,8 @@ SCHEMES: dict[str, Scheme] = {
     "ernie4_5_vl": Scheme(
         """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
 
-        One series: h and w alternate on the first 44 pairs, t has the last 20. What follows an image or video starts
-        after the larger of its height and width.
+        One series: h and w alternate on the first 44 pairs, and t has the last 20. After an image or video, positions
+        continue from the larger of its height and width.
         """,
         128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
         advance=(1, 2),
@@ -254,38 +261,39 @@ SCHEMES: dict[str, Scheme] = {
     "glm4v": Scheme(
         """GLM-4.1V's language model (arXiv 2507.01006; transformers ``Glm4vTextRotaryEmbedding``).
 
-        As ``qwen2_vl``, with interleaved pairs. Checkpoints rotate the first half of a head: ``rotary_dim=64`` of 128,
-        with 8, 12 and 12 pairs; this preset takes all, as the configuration's default does.
+        Like ``qwen2_vl``, with interleaved pairs. Checkpoints rotate only the first half of a head: use
+        ``rotary_dim=64`` of 128, with 8, 12 and 12 pairs. By default this preset rotates the whole head, like the
+        default configuration.
         """,
         128, Axial((2, 3, 3), axis_map="chunk"), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
     ),
     "z_image": Scheme(
         """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
 
-        The image comes first, then its text: (1 + i, 0, 0); the image is at (1 + L, h, w), L the length of the
-        text. Base 256. Both are padded to multiples of 32. The text's padding continues the count, the image's is
-        at zero.
+        The image comes first, followed by its text at (1 + i, 0, 0). The image is at (1 + L, h, w), where L is the
+        length of the text. Base 256. Both are padded to multiples of 32: padding of the text continues its count, and
+        padding of the image is at zero.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
     ),
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        (0, h, w), a half and two quarters of the pairs; text is at zero, after the image.
+        (0, h, w) with a half and two quarters of the pairs. Text is at zero and comes after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),
     "cogview4": Scheme(
         """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
 
-        (h, w) = ⌊i · 256 / n⌋, in whole numbers; option ``size``. Text comes first and is not rotated.
+        (h, w) = ⌊i · 256 / n⌋, as integers (option ``size``). Text comes first and is not rotated.
         """,
         128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,
     ),
     "glm_image": Scheme(
         """GLM-Image (diffusers ``GlmImageRotaryPosEmbed``).
 
-        (h, w), half and half. Text comes first and is not rotated.
+        (h, w), in the half layout. Text comes first and is not rotated.
         """,
         128, Axial((1, 1)), pairs="half", tokens=SKIP,
     ),
@@ -299,45 +307,47 @@ SCHEMES: dict[str, Scheme] = {
     "hunyuan_video15": Scheme(
         """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
 
-        As HunyuanVideo: base 256, text after the video and not rotated.
+        Like HunyuanVideo: base 256, with unrotated text after the video.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
     "allegro": Scheme(
         """Allegro (arXiv 2410.15458; diffusers ``get_3d_rotary_pos_embed_allegro``).
 
-        Each axis divided by a factor, option ``by``; pairs are half and half within the third of each axis. Text by
-        cross-attention, not rotated.
+        Each axis is divided by a factor (option ``by``). Within the third of each axis, pairs use the half layout. Text
+        enters through cross-attention and is not rotated.
         """,
         96, Axial((1, 1, 1)), pairs="blocks", grid=partial(f.divided, by=(2.2, 2.0, 2.0)),
     ),
     "kandinsky5": Scheme(
         """Kandinsky 5 (arXiv 2511.14993; diffusers ``Kandinsky5RoPE3D``).
 
-        Each axis divided by a factor, option ``by``: (1, 2, 2) for videos of 512 pixels. Text by cross-attention.
+        Each axis is divided by a factor (option ``by``): (1, 2, 2) for videos of 512 pixels. Text enters through
+        cross-attention.
         """,
         64, Axial((2, 3, 3)), grid=f.divided,
     ),
     "sana_video": Scheme(
         """SANA-Video (arXiv 2509.24695; diffusers ``transformer_sana_video.WanRotaryPosEmbed``), float64.
 
-        As Wan, in linear attention: relu on q and k, then the rotation; the normalizer takes them unrotated.
+        Like Wan, but for linear attention: relu is applied to q and k before the rotation, and the normaliser uses them
+        unrotated.
         """,
         112, Axial((1, 1, 1), remainder=0), act="relu", grid=f.video,
     ),
     "chronoedit": Scheme(
         """ChronoEdit (arXiv 2510.04290; diffusers ``ChronoEditRotaryPosEmbed``), float64.
 
-        As Wan, but two frames, the image and its edit, are the first and the last of 8; option ``skip``.
+        Like Wan, but the two frames (the image and its edit) are the first and the last of 8 (option ``skip``).
         """,
         128, Axial((1, 1, 1), remainder=0), grid=f.two_apart,
     ),
     "ltx": Scheme(
         """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
 
-        The channels of all heads are laid out as one: t, h and w take turns, each with frequencies from π/2 up to
-        10000 π/2; pairs that are left over, in front, are not rotated. (t, h, w) in [-1, 1] over 20 seconds and
-        2048×2048 pixels; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        The channels of all heads are treated as one vector: t, h and w alternate, each with frequencies from π/2 up to
+        10000 π/2. The pairs left over, at the front, are not rotated. (t, h, w) are in [-1, 1] over 20 seconds and
+        2048×2048 pixels (options ``fps``, ``steps``, ``trained``). Text enters through cross-attention.
         """,
         64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         num_heads=32, grid=f.of_trained_video,
@@ -345,8 +355,9 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2": Scheme(
         """LTX-2's video (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        As LTX, half and half within each head (``rope_type="split"``). Positions are the middles of what a latent
-        covers, whose first is a single frame; options ``fps``, ``steps``, ``trained``. Text by cross-attention.
+        Like LTX, with the half layout within each head (``rope_type="split"``). Positions are the centres of the
+        interval that a latent covers; the first latent covers a single frame (options ``fps``, ``steps``, ``trained``).
+        Text enters through cross-attention.
         """,
         128, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         pairs="half", num_heads=32, grid=f.causal_video,
@@ -354,8 +365,8 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_audio": Scheme(
         """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        One axis, in seconds: the middles of what a latent covers, 4 frames of a spectrogram with 100 a second, in
-        [-1, 1] over 20 seconds.
+        One axis, in seconds. Positions are the centres of the intervals that the latents cover: 4 frames of a
+        spectrogram with 100 frames per second, in [-1, 1] over 20 seconds.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
         grid=f.causal_audio,
@@ -363,7 +374,8 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_cross": Scheme(
         """LTX-2's attention between video and audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        Time alone, in seconds: a shape (T, H, W) is a video, (N,) is audio. Queries and keys have their own positions.
+        Only time, in seconds: a shape (T, H, W) is a video, and (N,) is audio. Queries and keys have separate
+        positions.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
         grid=f.causal_time,
@@ -371,44 +383,45 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_h3": Scheme(
         """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
 
-        The first three quarters of a head, a third of it for each axis, in halves over all three.
+        The first three quarters of a head are rotated, a third for each axis, with the half layout across all three.
         """,
         128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
     ),
     "rope_1d": Scheme(
-        """RoPE (arXiv 2104.09864): one axis, whatever the shape; half and half, as in Llama (transformers).
+        """RoPE (arXiv 2104.09864): one axis for any shape, in the half layout, as in Llama (transformers).
 
-        A video or an image is read row by row, as text; "vanilla RoPE" in comparisons.
+        A video or an image is read row by row, like text; comparisons call this "vanilla RoPE".
         """,
         128, Axial((1,)), pairs="half", grid=f.sequence, tokens=LINE, after=(0,),
     ),
     "v2pe": Scheme(
-        """V2PE (arXiv 2412.09616): one axis, on which an image takes no more room than ``stride`` tokens of text.
+        """V2PE (arXiv 2412.09616): one axis, on which an image takes up at most ``stride`` text tokens.
 
-        The tokens of an image are stride / n apart; what follows starts after the next whole number.
+        The tokens of an image are stride / n apart, and the next segment starts at the next whole number.
         """,
         128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
     ),
     "mrope_interleave": Scheme(
-        """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, and h and w of an image begin at zero.
+        """MRoPE-I (arXiv 2510.23095): frequencies of ``qwen3_vl``; h and w of an image start at zero.
 
-        t comes after what precedes the image; what follows starts after its largest number. Option ``stride`` of t.
+        t continues after the tokens before the image; the next segment starts after the largest position in the image.
+        The option ``stride`` scales t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
     ),
     "mhrope": Scheme(
-        """MHRoPE (arXiv 2510.23095): each key head has one axis, with all frequencies: 2, 3 and 3 of 8.
+        """MHRoPE (arXiv 2510.23095): each key head has one axis and all frequencies: 2, 3 and 3 of 8.
 
-        Positions as in ``mrope_interleave``.
+        Positions are those of ``mrope_interleave``.
         """,
         128, Axial((2, 3, 3), 5e6, axis_map="head"), pairs="half", num_heads=8, grid=f.strided, tokens=DIAGONAL,
         after=(0,), advance=(0, 1, 2),
     ),
     "videorope": Scheme(
-        """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs, t has the slow ones.
+        """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs; t has the slow ones.
 
-        Frames lie on the diagonal: t = stride · i, and h and w around it. What follows starts after the last t.
+        Frames lie on the diagonal: t = stride · i, with h and w around it. The next segment starts after the last t.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
         after=(0, 1, 2), advance=(0,),
@@ -416,40 +429,40 @@ SCHEMES: dict[str, Scheme] = {
     "hope": Scheme(
         """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE without the frequencies of t.
 
-        Trained with a ``stride`` from 0.5 to 1.5 drawn for each video.
+        The model was trained with a random ``stride`` between 0.5 and 1.5 for each video.
         """,
         128,
         Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,)), scaling=(f.no_turn, None, None)), pairs="half",
         grid=partial(f.diagonal, stride=1), tokens=DIAGONAL, after=(0, 1, 2), advance=(0,),
     ),
     "circle_rope": Scheme(
-        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image on a circle across the diagonal of the text.
+        """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image lies on a circle around the text's diagonal.
 
-        Each of its tokens is as far from a token of the text as the others. Options ``radius``, ``alpha`` (the share
-        of the angle, the rest is the token's number), ``mix`` (the share of the plane), ``stride`` of frames.
+        Every image token has the same distance from a text token. Options are ``radius``, ``alpha`` (weight of the
+        angle; the rest is the token's index), ``mix`` (weight of the plane) and ``stride`` (between frames).
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "ilrope": Scheme(
-        """IL-RoPE of Mogao (arXiv 2505.05472): frequencies as in ``qwen3_vl``, positions as in ``mrope_interleave``.
+        """IL-RoPE of Mogao (arXiv 2505.05472): frequencies of ``qwen3_vl``, positions of ``mrope_interleave``.
 
-        The frames of a video count on from what precedes it, h and w begin at zero in each.
+        The frames of a video continue the count of the tokens before it; h and w start at zero in each frame.
         """,
         128, Axial((6, 5, 5), 1e4, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
     ),
     "omnirope": Scheme(
-        """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
+        """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections of ``qwen2_vl``, positions of ``mrope_interleave``.
 
-        What follows an image starts after the largest of its numbers.
+        The segment after an image starts after the image's largest position.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map="chunk"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
         advance=(0, 1, 2),
     ),
     "mm_rope": Scheme(
-        """MM-RoPE of Lumos-1 (arXiv 2507.08801): one series dealt out t t h w h w h w, over and over.
+        """MM-RoPE of Lumos-1 (arXiv 2507.08801): the pairs of one series are assigned t t h w h w h w, repeatedly.
 
-        Otherwise as ``qwen2_vl``. Option ``scale``: (4, 8, 8) where positions are counted in pixels.
+        Otherwise it is like ``qwen2_vl``. Set ``scale=(4, 8, 8)`` if positions are counted in pixels.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map=((0, 0, 1, 2, 1, 2, 1, 2),)), pairs="half", grid=f.scaled,
         tokens=DIAGONAL, after=(0, 1, 2),
@@ -485,9 +498,9 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
-        raise ValueError(f"name: expected one that is not published or an encoding's, got {name!r}")
+        raise ValueError(f"name: expected a name that is not a published preset or an encoding, got {name!r}")
     if name in REGISTERED and not overwrite:
-        raise ValueError(f"name: expected one that is not registered, or overwrite=True, got {name!r}")
+        raise ValueError(f"name: expected a name that is not registered, or overwrite=True, got {name!r}")
     make_preset(name, scheme, scheme.head_dim, scheme.num_heads)
     REGISTERED[name] = scheme
 
@@ -543,7 +556,7 @@ def preset(
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
-            f"{key}: expected it to be left out, since {name} has none (it takes "
+            f"{key}: expected None, because {name} has none (it takes "
             f"{' and '.join(sorted(frequencies.takes))}), got {changes[key]!r}"
         )
     changes.pop("seed", None)
@@ -552,7 +565,7 @@ def preset(
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
-            f"num_heads: expected the number of key heads, since each head of {name} has "
+            f"num_heads: expected the number of key heads, because each head of {name} has "
             f"{'a phase' if made.phase else 'frequencies'} of its own, got None; pass num_heads=, or 1 to share one"
         )
     return made

@@ -142,7 +142,7 @@ class Axial:
             return omega, amplitudes[0]
         gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
         if len(gain) > 1 or self.across_heads:
-            raise ValueError("scaling: expected one amplitude for all axes where heads differ, got one an axis")
+            raise ValueError("scaling: expected one amplitude for all axes if heads differ, got one per axis")
         return omega, torch.where(gain[0] == 0, 1.0, gain[0])
 
     def _in_heads(self, omega: Tensor, num_heads: int) -> Tensor:
@@ -179,7 +179,7 @@ class Dense:
         omega = _call("omega", self.omega, num_channels, num_heads, self.base, generator)
         if omega.ndim != 3 or omega.shape[0] not in (1, num_heads) or omega.shape[1:] != (num_channels, self.num_axes):
             expected = f"({num_heads} or 1, {num_channels}, {self.num_axes})"
-            raise ValueError(f"omega: expected a function that gives {expected}, got {tuple(omega.shape)}")
+            raise ValueError(f"omega: expected a function that returns {expected}, got {tuple(omega.shape)}")
         return omega, 1.0
 
 
@@ -190,7 +190,7 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
     except TypeError as error:
         raise TypeError(f"{name}: expected a function of {args[:3]}, got {function}: {error}") from error
     if not isinstance(found, Tensor):
-        raise TypeError(f"{name}: expected a function that gives a tensor, got {type(found).__name__} of {function}")
+        raise TypeError(f"{name}: expected a function that returns a tensor, got {type(found).__name__} of {function}")
     return found
 
 
@@ -270,7 +270,7 @@ class Scheme:
             raise ValueError(f"order: expected none with map='rotate', which has no halves, got {self.order!r}")
         self._check_positions()
         if self.rotary is not None and not 0 <= self.rotary[0] < self.rotary[1] <= 1:
-            raise ValueError(f"rotary: expected the beginning and end of a part of [0, 1], got {self.rotary}")
+            raise ValueError(f"rotary: expected the start and end of a range within [0, 1], got {self.rotary}")
         if self.pairs == "blocks" and isinstance(self.frequencies, Dense):
             raise ValueError("pairs: expected 'half' or 'interleaved' with a Dense, which has no blocks, got 'blocks'")
         if self.after is None and (self.advance is not None or self.whole):
@@ -411,19 +411,19 @@ class Preset:
         for segment in segments:
             if isinstance(segment, int):
                 if scheme.tokens is None:
-                    raise ValueError(f"segments: {self.name} has tokens on grids only, expected a shape, got {segment}")
+                    raise ValueError(
+                        f"segments: {self.name} expects a shape, because its tokens lie on a grid, got {segment}"
+                    )
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
                 grid = scheme.grid(tuple(segment), **options)
                 if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"segments: {self.name} has {self.num_axes} axes, expected a shape for them, got {segment}"
-                    )
+                    raise ValueError(f"segments: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
-                            f"reference: {self.name} has a table of positions, expected None, got {reference}"
+                            f"reference: {self.name} expects None, because positions are a table, got {reference}"
                         )
                     grid = grid.interpolate(reference)
                 if scheme.apart is not None and number:

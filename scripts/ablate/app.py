@@ -54,7 +54,7 @@ PANELS = {
 def run(
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[
-        list[str] | None, typer.Argument(help="Data of the training; for video, one or more files.")
+        list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
     ] = None,
     encoding: Annotated[
         list[str] | None,
@@ -70,20 +70,20 @@ def run(
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and train longer.")
+        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and longer training.")
     ] = False,
     baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Training option as NAME=VALUE; repeatable.")
+        list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
     ] = None,
-    shard: Annotated[str, typer.Option(help="Run every n-th training, starting with the i-th: i/n.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Train every n-th run, starting with the i-th: i/n.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of trainings to run in parallel. (default: 1; CPU: one per core)")
+        int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
     ] = None,
 ) -> None:  # fmt: skip
     """Train every encoding and seed that has no result yet; the last process to finish writes the report."""
@@ -107,9 +107,7 @@ def run(
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None
-    console.print(
-        f"{out}: {where}, {len(mine)} of {len(todo)} remaining trainings in this process, {workers} in parallel"
-    )
+    console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
         for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
             value = next(iter(next(iter(result["values"].values())).values()))
@@ -119,14 +117,14 @@ def run(
             )
     except KeyboardInterrupt:
         console.print(
-            "Interrupted. Finished trainings are saved; to resume from the last checkpoint, run the same command with "
+            "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
             f"--out {out}"
         )
         raise typer.Exit(130) from None
     if all(file.exists() for file in todo):
         write_report(out, baseline)
     else:
-        console.print("Other trainings are not finished yet; `report` shows the results so far.")
+        console.print("Other runs are not finished yet; `report` shows the results so far.")
 
 
 def select_encodings(

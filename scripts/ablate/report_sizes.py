@@ -24,7 +24,7 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline of the same attention, paired over the seeds that both have.
+    """Compare each encoding with the baseline of the same attention, paired by seed that both have.
 
     Returns:
         by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
@@ -107,7 +107,7 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 def how_long(training: dict[str, Any]) -> str:
     seconds = training.get("seconds")
-    return f"As many steps as fit into {seconds:g} s after the first ones," if seconds else (
+    return f"Trained for as many steps as fit into {seconds:g} s, not counting the first ones," if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
 
@@ -132,9 +132,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure[0].upper() + task.measure[1:]
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"{measure} ({', '.join(settings['data'])}), {scheme}. The first column is the trained size, and its best row "
-        f"comes first. {how_long(training)} with batches of {training['batch']}, {precision}{how_run(training)}. "
-        "Other sizes were never seen in training.",
+        f"{measure} ({', '.join(settings['data'])}), {scheme}. The first column is the trained size, and rows are "
+        f"sorted by it. {how_long(training)} with batches of {training['batch']}, {precision}{how_run(training)}. "
+        "The model saw no other sizes in training.",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -143,17 +143,17 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     if task.note:
         lines += [task.note, ""]
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
-        what = "with the same attention, paired over the seeds"
+        what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
                 ": mean ± half of Student's 95% interval; bold if it excludes zero. This is not corrected for the "
                 "number of comparisons: by chance, one interval in twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds say little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
-        lines += [f"Difference to {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+            what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
+        lines += [f"Difference from {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        "Medians over the trainings, and the largest rise of the training loss in any of them. A rise far above the "
+        "Medians over all runs, and the largest rise of the training loss in any run. A rise far above the "
         "others means that the learning rate was too high for that encoding.",
         "",
         *_trainings(results, ranking),

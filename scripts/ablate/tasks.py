@@ -134,7 +134,7 @@ TASKS = {
         data=("digits",),
         note=(
             "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table "
-            "only in the second. The choice of 450 test images has a standard error of 1.0 at an accuracy of 95%."
+            "only in the second. With 450 test images, the standard error is 1.0 at an accuracy of 95%."
         ),
     ),
     "image": Task(

@@ -115,7 +115,7 @@ def main(
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
-            raise typer.BadParameter(f"--ncu: expected a command, found no {ncu!r}; install the CUDA toolkit") from None
+            raise typer.BadParameter(f"--ncu: command {ncu!r} not found; install the CUDA toolkit") from None
         text = report.read_text(encoding="utf-8") if report.exists() else ""
         if done.returncode:
             raise SystemExit(f"ncu failed with exit status {done.returncode}:\n{text[-2000:]}\n{done.stderr[-2000:]}")
@@ -124,7 +124,7 @@ def main(
         rows = parse(text)
     if len(rows) != len(known):
         raise SystemExit(
-            f"expected one kernel for each of {len(known)} passes, ncu counted {len(rows)}:\n{text[-2000:]}"
+            f"expected one kernel for each of {len(known)} passes, ncu reported {len(rows)}:\n{text[-2000:]}"
         )
     here = measured_on(torch.device("cuda"), commit)
     out.parent.mkdir(parents=True, exist_ok=True)

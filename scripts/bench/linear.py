@@ -167,10 +167,10 @@ def main(
 ) -> None:  # fmt: skip
     """Benchmark linear attention, lrpe-md first. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
         )
     OtherCheckout.package = None if other is None else import_checkout(other)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

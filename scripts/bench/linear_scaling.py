@@ -242,10 +242,10 @@ def main(
 ) -> None:  # fmt: skip
     """Time training steps of softmax and linear attention from few tokens to many."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device: expected a device that PyTorch finds, got {device}")
+        raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
         )
     names = choose("--backbones", backbones.split(","), BACKBONES)
     kinds = choose("--attention", attention.split(","), ATTENTIONS)

@@ -338,7 +338,7 @@ def main(
     learned: Annotated[
         bool, typer.Option("--learned", help="Use learned frequencies per head, and time their gradient.")
     ] = False,
-    linear_too: Annotated[bool, typer.Option("--linear", help="Also measure linear attention with the map.")] = False,
+    linear_too: Annotated[bool, typer.Option("--linear", help="Also measure linear attention with this map.")] = False,
     layers: Annotated[
         int, typer.Option(min=1, help="Number of layers of your model, to show the time saved per step.")
     ] = 1,
@@ -354,7 +354,7 @@ def main(
     choose("--map", [map], ("rotate", "cosine", "both"))
     maps = ["rotate", "cosine"] if map == "both" else [map]
     if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: expected no --kv-heads and half pairs; leave those options out")
+        raise typer.BadParameter("--linear: expected --pairs half and no --kv-heads; leave those options out")
     free = free_memory(where)
     turns = check_memory(shapes, maps, free)
     copied = 2**20 if where.type == "cpu" else 2**30 if free > 2**33 else 2**26  # elements

@@ -182,7 +182,7 @@ def pivot(file: Path) -> str:
 HOST_TESTS = (
     "The libraries' own tests of these models, run with the original models and with models adapted on construction "
     "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those fail with "
-    "adapted models. {adapted} tests used an adapted model; the others build none."
+    "adapted models. {adapted} tests used an adapted model; the others don't build a model."
 )
 
 
@@ -260,10 +260,10 @@ def passes(rows: pd.DataFrame) -> list[str]:
     lines = [
         "Share of the copy's speed: medians in bfloat16 with a cold L2 cache. Per element of a tensor, cosine must "
         "move 3 elements, rotate 2, and the gradient of ω adds one. Rotate takes q and k as slices of a packed "
-        "projection. If a library has to copy them, the copy counts. Tables are computed beforehand. The backward is "
-        "`torch.autograd.grad` on a retained graph. "
+        "projection. If a library has to copy them, the copy is included. Tables are computed beforehand. The backward "
+        "is `torch.autograd.grad` on a retained graph. "
         f"{'✗: outside the error budget against float64. ' if wrong else ''}"
-        "The copy of as many bytes shows how much of the large copy's speed is possible at this size.",
+        "A copy of the same number of bytes shows how much of the large copy's speed this size allows.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -308,7 +308,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     lines = [
         f"Median CPU time per call in microseconds (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
         f"D {some.head_dim:.0f}, {some['dtype']}). The custom_op is the same launcher behind "
-        "`torch.library.custom_op`. A launch alone is Triton's launch of the compiled kernel with ready arguments.",
+        "`torch.library.custom_op`. A launch alone is Triton launching the compiled kernel with prepared arguments.",
         "",
     ]
     places = [(op, way) for op in ordered(part.op) for way in WAYS]
@@ -510,7 +510,7 @@ def main(
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")
     ] = PAGES,
-    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with most rows)")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU to report. (default: the one with the most rows)")] = None,
 ) -> None:
     """Write the pages and plots of all measurements."""
     if folder == RESULTS or to == PAGES:

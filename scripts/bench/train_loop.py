@@ -1,11 +1,11 @@
-"""Compare `train diffusion` on latents with a bare loop over the same compiled model. Writes a CSV.
+"""Compare `train diffusion` on latents with a bare loop over the same compiled model. Write a CSV.
 
     lrpe-md bench train-loop --model B/2 --model XL/2 --out train-loop.csv
 
-The latents have random values and the shape of images of 256 pixels: 4 × 32 × 32, mean and standard deviation, with
-1,000 classes. The loop of the training reads, samples and sends them, logs and checks. The bare loop repeats forward,
-backward, clipping, optimiser and EMA on one batch that stays on the GPU. Both take turns in one process, with the same
-model and optimiser. The loader is also timed alone.
+The latents are random, with the shape of 256-pixel images: mean and standard deviation of 4 × 32 × 32, in 1,000
+classes. The training loop loads, samples and transfers them, logs, and checks the loss. The bare loop repeats forward,
+backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take turns in one process, with
+the same model and optimiser. The loader is also timed on its own.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ COLUMNS: tuple[str, ...] = (
     "gpu", "versions", "commit",
 )  # fmt: skip
 CLASSES, FACTOR = 1000, 8
-TINY = {"dim": 32, "depth": 1, "heads": 2, "patch": 2}  # the model of --smoke
+TINY = {"dim": 32, "depth": 1, "heads": 2, "patch": 2}  # model for --smoke
 
 
 def write_random_latents(folder: Path, number: int, side: int) -> Path:
-    """Write a folder as `train latents` does, with random values: 4 channels, side × side."""
+    """Write a folder in the format of `train latents`, with random values: 4 channels, side × side."""
     rng, size = np.random.default_rng(0), side * FACTOR
     for name in ("mean", "std"):
         np.save(folder / f"{name}.npy", rng.random((number, 1, 4, side, side), np.float32).astype(np.float16))
@@ -67,17 +67,17 @@ def write_random_latents(folder: Path, number: int, side: int) -> Path:
 
 @dataclass
 class Turns:
-    """Turns of the training and of the bare loop, timed by a hook after each step of the training.
+    """Turns of the training loop and the bare loop, timed by a hook after each training step.
 
     Args:
-        bare: a step of the bare loop.
-        steps: of a turn.
-        warmup: first steps of a turn of the training, which use batches that were prepared during the other's turn.
-        number: of turns.
+        bare: one step of the bare loop.
+        steps: number of steps per turn.
+        warmup: untimed first steps of a training turn; their batches were prepared during the bare loop's turn.
+        number: number of turns.
         synchronize: waits for the device.
 
     Attributes:
-        train_times, bare_times: milliseconds a step of each turn.
+        train_times, bare_times: milliseconds per step, for each turn.
     """
 
     bare: Callable[[], Any]
@@ -92,7 +92,7 @@ class Turns:
 
     @property
     def total(self) -> int:
-        """Steps of the training, with a first turn that compiles and is not timed."""
+        """Total training steps, including a first turn that compiles and is not timed."""
         return (self.number + 1) * (self.warmup + self.steps)
 
     def after_step(self) -> bool:
@@ -122,7 +122,7 @@ class Turns:
 
 
 def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) -> Callable[[], None]:
-    """Return a plain training step on one batch, with the model and the optimiser of a training."""
+    """Return a plain training step on one batch, which uses the trainer's model and optimiser."""
 
     def step() -> None:
         with trainer.accelerator.autocast():
@@ -138,7 +138,7 @@ def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) ->
 
 
 def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: float, synchronize: Any) -> float:
-    """Return the samples a second that the loader prepares alone."""
+    """Return how many samples per second the loader prepares on its own."""
     stream = prepare_ahead(make, chosen, workers)
     for _ in range(2 * workers + 1):
         next(stream)
@@ -153,15 +153,15 @@ def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: f
 
 
 def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -> dict[str, Any]:
-    """Train in turns with the bare loop, then time the loader.
+    """Alternate between training and the bare loop, then time the loader.
 
     Args:
-        config: of the training; its steps are replaced.
-        steps: of a turn.
-        turns: of each.
-        seconds: that the loader is timed.
+        config: training options; the number of steps is replaced.
+        steps: number of steps per turn.
+        turns: number of turns per loop.
+        seconds: how long to time the loader.
     """
-    torch.compiler.reset()  # the code of an earlier model
+    torch.compiler.reset()  # drops the code of an earlier model
     accelerator = begin(config)
     device = accelerator.device
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
@@ -189,10 +189,10 @@ def main(
         typer.Option(help="Published size and patch, such as B/2; repeatable. (default: B/2 and XL/2)"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 64,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that prepare batches.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each loop.")] = 3,
-    number: Annotated[int, typer.Option(min=1, help="Number of latents on the disk.")] = 8192,
+    workers: Annotated[int, typer.Option(min=0, help="Number of threads that prepare batches.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps per turn.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="Number of turns per loop.")] = 3,
+    number: Annotated[int, typer.Option(min=1, help="Number of latents to write to disk.")] = 8192,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Train a tiny model to test that everything runs.")] = False,
@@ -202,7 +202,7 @@ def main(
     choose("--device", [device], ("cuda", "cpu"))
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, whose times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
         )
     here = measured_on(choose_device(device), commit)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def main(
 def describe(row: dict[str, Any]) -> str:
     """Summarise a row of the CSV."""
     return (
-        f"{row['model']}, batch {row['batch']}: {row['train_ms']:.1f} ms a step, {row['bare_ms']:.1f} ms in the bare "
+        f"{row['model']}, batch {row['batch']}: {row['train_ms']:.1f} ms per step, {row['bare_ms']:.1f} ms in the bare "
         f"loop, ratio {row['ratio']:.3f}; the loader prepares {row['loaded_per_second']:.0f} samples/s, the model "
         f"takes {row['trained_per_second']:.0f}"
     )

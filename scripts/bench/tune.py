@@ -365,9 +365,9 @@ def main(
     check: Annotated[
         bool, typer.Option("--check", help="Fail if a tile of the table is over 3% slower than the best.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="CSV of all times.")] = Path("scripts/results/tune.csv"),
+    out: Annotated[Path, typer.Option(help="Output CSV with all times.")] = Path("scripts/results/tune.csv"),
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of times that the leading tiles are timed again.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times to re-time the best tiles.")] = 3,
     limit: Annotated[float, LIMIT] = 3600.0,
     jobs: Annotated[int | None, typer.Option(min=0, help="Number of compiler processes. (default: up to 12)")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,

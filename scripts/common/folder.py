@@ -25,7 +25,7 @@ T = TypeVar("T")
 def require_checkout(option: str) -> None:
     """Refuse to write results and pages beside the programs of a wheel, which are in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
-        raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout has results of its own")
+        raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 
 
 def shown(path: Path) -> str:
@@ -71,7 +71,7 @@ def claim(out: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise typer.BadParameter(
-                    f"--out {out}: another training is writing there; wait for it, or choose another folder"
+                    f"--out {out}: another run is writing there; wait until it ends, or choose another folder"
                 ) from error
             except OSError:  # the file system has no locks
                 pass
@@ -97,7 +97,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         SaveError: the disk is full.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise typer.BadParameter(f"--out {out}: expected a new or an empty folder; choose another one")
+        raise typer.BadParameter(f"--out {out}: expected a new or empty folder; choose another one")
     part = out.with_name(f"{out.name}.part")
     with claim(part):
         for leftover in part.iterdir():

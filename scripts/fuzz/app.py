@@ -61,12 +61,12 @@ def main(
     only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one seed.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0: no limit.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     repeat: Annotated[
         int,
-        typer.Option(min=0, help="Seeds in a row that share a compiled variant; 0: 20 on a GPU, else 1."),
+        typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
     ] = 0,
 ) -> None:
     """Compare outputs and gradients of random configurations with the formula, and print those that disagree."""

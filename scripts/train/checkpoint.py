@@ -42,11 +42,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
-        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start anew") from error
+        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
     if state.pop("digest", None) != digest_of(state):
-        raise typer.BadParameter(f"{path} is damaged, its content is not what was saved; delete it to start anew")
+        raise typer.BadParameter(f"{path} is damaged: its content differs from what was saved; delete it to start over")
     return state
 
 

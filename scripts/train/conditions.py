@@ -156,8 +156,8 @@ class FeatureFolder:
         about = path / FEATURES
         if not about.is_file():
             raise typer.BadParameter(
-                f"--text-features {path}: expected a folder with {FEATURES}, as `train features` writes it, got none; "
-                "give its --out"
+                f"--text-features {path}: expected a folder with {FEATURES}, as written by `train features`, got none; "
+                "pass its --out"
             )
         self.about: dict[str, Any] = read_json(about)
         if self.about.get("format") != FORMAT:
@@ -185,8 +185,8 @@ class FeatureFolder:
         absent = [caption for caption in captions if caption not in self.rows]
         if absent:
             raise typer.BadParameter(
-                f"--text-features {self.path}: {len(absent)} captions of --data are not in it, as {absent[0]!r}; run "
-                "`train features` on the same data"
+                f"--text-features {self.path}: {len(absent)} captions of --data are missing, such as {absent[0]!r}; "
+                "run `train features` on the same data"
             )
         return np.array([self.rows[caption] for caption in captions], np.int64)
 

@@ -65,7 +65,7 @@ class Training:
     )
     batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
-    opt: str = option("adamw", "Optimiser: any of timm's.", panel=OPTIMISER)
+    opt: str = option("adamw", "Optimiser: any optimiser in timm.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
     betas: str = option("", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own.", panel=OPTIMISER)
     weight_decay: float = option(
@@ -76,7 +76,7 @@ class Training:
     )
     warmup: int = option(100, "Warm-up steps.", least=0, off=True, panel=OPTIMISER)
     cooldown: float = option(
-        0.2, "Share of the steps in which wsd lowers the learning rate.", least=0, below=1, panel=OPTIMISER
+        0.2, "Fraction of the steps in which wsd lowers the learning rate.", least=0, below=1, panel=OPTIMISER
     )
     clip: float = option(1.0, "Gradient clipping norm; 0 disables clipping.", least=0, off=True, panel=OPTIMISER)
     ema: float = option(
@@ -91,18 +91,18 @@ class Training:
     cuda_graphs: bool = option(
         False, "Run the compiled model as CUDA graphs, if the host is slower than the GPU.", panel=RUN
     )
-    sharding: str = option("ddp", "Several processes: ddp, or fsdp (FSDP2).", panel=RUN)
+    sharding: str = option("ddp", "With several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
         0, "Number of workers that prepare batches ahead; 0 prepares them in the main process.", free=True, least=0,
         off=True, panel=RUN,
     )  # fmt: skip
     seed: int = option(0, "Random seed (initialisation, data order, noise).", least=0, below=SEEDS, panel=RUN)
     device: str = option("auto", "Device: cpu, cuda, or auto (cuda if available).", free=True, panel=RUN)
-    log_every: int = option(50, "Steps between two rows of the history.", free=True, least=1, panel=RUN)
+    log_every: int = option(50, "Number of steps between two rows of the history.", free=True, least=1, panel=RUN)
     validate_every: int = option(
-        0, "Steps between two validations; 0 disables validation.", free=True, least=0, off=True, panel=RUN
+        0, "Number of steps between two validations; 0 disables validation.", free=True, least=0, off=True, panel=RUN
     )
-    save_every: int = option(500, "Steps between two checkpoints.", free=True, least=1, panel=RUN)
+    save_every: int = option(500, "Number of steps between two checkpoints.", free=True, least=1, panel=RUN)
     keep_checkpoints: int = option(
         1, "Number of checkpoints to keep: checkpoint.pt, and checkpoint-STEP.pt if there are several.", free=True,
         least=1, panel=RUN,
@@ -112,12 +112,15 @@ class Training:
         True, "Log to TensorBoard if it is installed and --log-with names nothing else.", free=True, panel=RUN
     )
     log_with: str = option(
-        "", "Trackers to log to, separated by commas: tensorboard, wandb, or any of accelerate's.", free=True, panel=RUN
+        "",
+        "Trackers to log to, separated by commas: tensorboard, wandb, or any other that accelerate supports.",
+        free=True,
+        panel=RUN,
     )
     turn: Path | None = field(
         default=None,
         metadata=describe(
-            "Lock file for --seconds: trainings with the same file take turns on the device.", free=True, panel=RUN
+            "Lock file for --seconds: runs with the same file take turns on the device.", free=True, panel=RUN
         ),
     )
 
@@ -130,12 +133,14 @@ class Training:
         choose("--sharding", [self.sharding], ("ddp", "fsdp"))
         parse_betas(self.betas, self.opt)
         if self.turn is not None and not self.seconds:
-            raise typer.BadParameter(f"--turn {self.turn}: expected it with --seconds alone; leave it out")
+            raise typer.BadParameter(f"--turn {self.turn}: only works with --seconds; leave it out")
         if self.turn is not None and (self.turn.is_dir() or not self.turn.parent.is_dir()):
-            raise typer.BadParameter(f"--turn {self.turn}: expected a file in a folder that exists; make that first")
+            raise typer.BadParameter(
+                f"--turn {self.turn}: expected a file in an existing folder; create the folder first"
+            )
         if self.cuda_graphs and not (self.compile and self.accumulate == 1):
             raise typer.BadParameter(
-                "--cuda-graphs: expected --compile and --accumulate 1, whose gradients no other step writes over, got "
+                "--cuda-graphs: expected --compile and --accumulate 1, because a replay overwrites the gradients, got "
                 f"--{'' if self.compile else 'no-'}compile and --accumulate {self.accumulate}"
             )
 
@@ -200,7 +205,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
         return ()
     about = get_optimizer_info(opt.lower().split("_")[-1])
     if not about.has_betas:
-        raise typer.BadParameter(f"--betas {text}: --opt {opt} has no betas; leave them out")
+        raise typer.BadParameter(f"--betas {text}: --opt {opt} has no betas; leave out --betas")
     try:
         betas = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -36,11 +36,11 @@ class Evaluation:
 
     Args:
         source: the data.
-        patch_size: of the model, one number an axis.
-        decoder: of latents; None: the values are pixels.
-        prediction: of the model.
-        limit: held-out samples at most.
-        device: where the model is.
+        patch_size: the model's patch size per axis.
+        decoder: decodes latents; None: the values are pixels.
+        prediction: what the model predicts.
+        limit: maximum number of held-out samples.
+        device: where the model runs.
     """
 
     source: Source
@@ -69,7 +69,7 @@ class Evaluation:
         return "x".join(map(str, (*frames, size, size)))
 
     def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
-        """Return the grid that the positions of a batch are laid over: that of its bucket at the trained size."""
+        """Return the grid that a batch's positions are mapped onto: that of its bucket at the trained size."""
         if not setting.is_rescaled:
             return None
         shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))

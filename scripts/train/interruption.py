@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and say how to go on."""
+"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, and say how to resume."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 import typer
 from accelerate import PartialState
 
-EVERY = 4  # steps between two looks at the signals of other processes
+EVERY = 4  # steps between checks for signals of other processes
 
 
 class Interrupted(KeyboardInterrupt):
-    """A training that was asked to stop, after its checkpoint was saved.
+    """Raised after a training run was asked to stop and saved its checkpoint.
 
     Args:
         message: text for the user.
-        number: number of the signal.
+        number: the signal's number.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Signals that ask a training to stop. All processes stop after the same step."""
+    """Handle signals that ask for a stop. All processes stop after the same step."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -38,9 +38,9 @@ class Interruption:
 
     @contextmanager
     def watch(self) -> Iterator[Interruption]:
-        """Collect SIGINT and SIGTERM instead of dying by them; a second SIGINT stops at once."""
+        """Catch SIGINT and SIGTERM; a second SIGINT stops at once."""
         self.number = 0
-        if PartialState().num_processes > 1:  # signals are compared on the hosts, so that no device has to wait
+        if PartialState().num_processes > 1:  # compares signals on the hosts, so that no device waits
             self.group = torch.distributed.new_group(backend="gloo")
         if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
             yield self

@@ -50,7 +50,7 @@ class Options(NamedTuple):
 
 
 def main(
-    vae: Annotated[str, typer.Option(help="AutoencoderKL of diffusers: a folder, a run of `train vae`, or a hub id.")],
+    vae: Annotated[str, typer.Option(help="AutoencoderKL (diffusers): a folder, a run of `train vae`, or a hub id.")],
     data: Annotated[Path, typer.Option(help="Images (folder, zip, .npz, idx files) or videos (file or folder).")],
     out: Annotated[Path, typer.Option(help="New folder for the latents.")],
     size: Annotated[int, typer.Option(min=1, help="Height and width of the images, in pixels.")] = 256,
@@ -59,19 +59,17 @@ def main(
         float,
         typer.Option(
             min=1,
-            help="Largest ratio of the sides. 1 crops to squares; above 1, images keep their aspect ratio, in buckets "
+            help="Largest aspect ratio. 1 crops to squares; above 1, images keep their aspect ratio, in buckets "
             "of about --size² pixels.",
         ),
     ] = 1.0,
-    patch: Annotated[int, typer.Option(min=1, help="Sides of latents are multiples of this patch of the model.")] = 1,
+    patch: Annotated[int, typer.Option(min=1, help="Patch size of the model, which must divide the latents.")] = 1,
     condition: Annotated[
         str, typer.Option(help="captions, labels, none, or auto: captions or labels if the data has them.")
     ] = "auto",
-    without: Annotated[
-        str, typer.Option(help="Field of the table of captions; rows where it is true are left out.")
-    ] = "",
+    without: Annotated[str, typer.Option(help="Field of the caption table; rows where it is true are left out.")] = "",
     label: Annotated[
-        str, typer.Option(help="Field that is the class, of a table, of .json in shards, or of a data set.")
+        str, typer.Option(help="Field that holds the class, in a table, in .json files of shards, or in a data set.")
     ] = "",
     limit: Annotated[int, typer.Option(min=0, help="Number of images or videos to use; 0 uses all.")] = 0,
     flip: Annotated[bool, typer.Option(help="Also encode mirrored images, for `train diffusion --flip`.")] = False,
@@ -80,7 +78,7 @@ def main(
     ] = False,
     dtype: Annotated[str, typer.Option(help="Precision of the stored latents: float16 or float32.")] = "float16",
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sampled.")] = 0,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
     """Encode images or videos by a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
     choose("--dtype", [dtype], DTYPES)
@@ -90,7 +88,7 @@ def main(
     multiple = coder.factor * patch
     if size % multiple:
         raise typer.BadParameter(
-            f"--size: expected a multiple of {multiple}, the VAE's factor times --patch, got {size}"
+            f"--size: expected a multiple of {multiple} (the VAE's factor times --patch), got {size}"
         )  # fmt: skip
     sizes = Sizes(parse_mixed(mix_sizes, size, multiple), multiple=multiple, max_ratio=max_ratio)
     if is_footage(data):
@@ -190,4 +188,4 @@ def encode_batch(coder: Decoder, images: Tensor, options: Options, rows: list[np
             row[:, view] = value.cpu().numpy()
     for row in rows:
         if not np.isfinite(row).all():
-            raise typer.BadParameter("--dtype float16: latents are beyond its range; use float32")
+            raise typer.BadParameter("--dtype float16: latents exceed its range; use float32")

@@ -1,30 +1,31 @@
-"""The loop of all tasks: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
+"""The training loop of all tasks: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
 
-A task makes a :class:`.work.Work` of its configuration: a model, its batches, a loss, an evaluation.
+A task builds a :class:`.work.Work` from its configuration: a model, its batches, a loss, an evaluation.
 
     run = partial(train, prepare)                     # prepare(config, device) → Work
-    run(config)                                       # goes on where config.out has a checkpoint
+    run(config)                                       # resumes if config.out has a checkpoint
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
-generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that was
-killed anywhere ends with the weights of one that was not (same number of processes; on a GPU as far as its kernels
-repeat themselves). Checkpoints are written aside and renamed. SIGINT and SIGTERM save one after the step. A finished
+generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that
+was killed at any point ends with the same weights as one that was not (with the same number of processes; on a GPU, if
+its kernels are deterministic). Checkpoints are written to a new file and renamed. SIGINT and SIGTERM save one after
+the current step. A finished
 run continues if ``--steps`` is larger; with a constant schedule the result is that of one long run.
 
-**A number of seconds.** With ``--seconds`` the first steps, which compile, are not counted; a tenth of the time says
-how long a step takes; from there on it is a run of as many steps as fit, with the schedule of as many. Halfway to the
-end, and halfway again, the last steps say whether the end is where it was thought to be. Trainings of one device that
-are to have the same time share a file (``--turn``): they compile side by side, and run one after the other.
+**Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
+loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. Halfway to the end,
+and halfway again, it corrects the plan from the latest steps. Runs on one device that need the same time share a file
+(``--turn``): they compile in parallel but train one after the other.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
-``--sharding fsdp``. ``batch`` is that of a step over all processes and micro-batches; a checkpoint is one file with
-whole tensors, whatever the number of processes.
+``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is one
+file with unsharded tensors, whatever the number of processes.
 
-**What is left to accelerate, and what is not.** It starts the processes, places the model, scales, casts, clips,
-reduces and logs. Not used: ``save_state``, which writes a folder with random states of each process (and a model in
-shards under FSDP), so that a run would be bound to their number, and a kill between two of its files would leave a
-mixture; ``skip_first_batches``, which draws all batches before the one wanted, where ours is found from its step; its
-FSDP2 plugin, which takes no second model, as the EMA is, to shard alike.
+**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. Three parts are not used.
+``save_state`` writes a folder with the random states of each process (and a sharded model under FSDP). That ties a run
+to the number of processes, and a kill between two files would leave an inconsistent folder. ``skip_first_batches``
+draws all earlier batches, while this loop computes a batch from its step. The FSDP2 plugin can't shard a second model,
+such as the EMA, in the same way.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from .interruption import Interrupted, Interruption
 from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
 from .trackers import FOLDER, choose_trackers, finish_trackers, locate_logs, start_trackers
 
-STARTING, EVERY = 10, 5  # steps that are not timed, and between two looks at the clock, to plan for --seconds
+STARTING, EVERY = 10, 5  # untimed first steps, and steps between time checks for --seconds
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -71,10 +72,10 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def start(config: Training) -> Accelerator:
-    """The processes, the device and the logs."""
+    """Start the processes, the device and the logs."""
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
-        raise typer.BadParameter("--precision fp16: needs a GPU, whose float16 it is for; use bf16 or no")
+        raise typer.BadParameter("--precision fp16: needs a GPU; use bf16 or no")
     trackers: Any = choose_trackers(config)
     accelerator = Accelerator(
         cpu=cpu,
@@ -84,10 +85,10 @@ def start(config: Training) -> Accelerator:
     )
     if accelerator.distributed_type not in PLAIN:
         raise typer.BadParameter(
-            f"accelerate's {accelerator.distributed_type.value}: not used here; --sharding fsdp shards"
+            f"accelerate's {accelerator.distributed_type.value}: not supported here; use --sharding fsdp"
         )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
-        raise typer.BadParameter("--sharding fsdp: shards over several processes; start it with torchrun")
+        raise typer.BadParameter("--sharding fsdp: needs several processes; start it with torchrun")
     parts = config.accumulate * accelerator.num_processes
     if config.batch % parts:
         raise typer.BadParameter(
@@ -98,7 +99,7 @@ def start(config: Training) -> Accelerator:
 
 
 def begin(config: Training) -> Accelerator:
-    """Start, with the seed that the model is built from."""
+    """Start as :func:`start` does, and set the seed for building the model."""
     accelerator = start(config)
     set_seed(config.seed)
     if accelerator.device.type == "cpu":
@@ -107,28 +108,28 @@ def begin(config: Training) -> Accelerator:
 
 
 class Trainer:
-    """A training under way: model, optimiser, schedule, EMA, and the step they are at.
+    """A running training: model, optimiser, schedule, EMA and the current step.
 
     Args:
-        config: of the script.
+        config: training options.
         accelerator: from :func:`start`.
         model: on any device; its ``blocks``, where it has them, are the units that FSDP2 shards.
-        settings: from :func:`.config.settings_of`; a checkpoint with other ones is refused.
+        settings: from :func:`.config.settings_of`; a checkpoint with different settings raises an error.
     """
 
     def __init__(self, config: Training, accelerator: Accelerator, model: nn.Module, settings: dict[str, Any]) -> None:
         self.config, self.accelerator, self.settings = config, accelerator, settings
         self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
-        self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of losses since the last log
+        self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # sum of losses since the last log
         self.since = 0
-        self.pace: list[float] = []  # seconds a step, between two logs of this process
+        self.pace: list[float] = []  # seconds per step, one value per log of this process
         self.clock: tuple[int, float] | None = None
-        self.last = None if config.seconds else config.steps  # step; None: not yet known
+        self.last = None if config.seconds else config.steps  # last step; None: not known yet
         self.turn = FileLock(config.turn) if config.turn and config.seconds and accelerator.is_main_process else None
-        self.counted: tuple[int, float] | None = None  # step and time from which on --seconds count
-        self.looked = self.counted  # and those of the last look at the clock
-        self.look_at = -1  # step of the next one
-        self.waited = 0.0  # seconds, for the turn
+        self.counted: tuple[int, float] | None = None  # step and time at which --seconds start
+        self.looked = self.counted  # step and time of the last time check
+        self.look_at = -1  # step of the next time check
+        self.waited = 0.0  # seconds spent waiting for the turn
         self.interruption = Interruption()
         state = self._read()
         self.raw = model.to(accelerator.device)
@@ -158,11 +159,11 @@ class Trainer:
 
     @property
     def averaged(self) -> nn.Module:
-        """The weights to evaluate: the EMA where there is one."""
+        """The model to evaluate: the EMA if there is one."""
         return self.raw if self.average is None else self.average.module
 
     def whole_weights(self) -> dict[str, Any]:
-        """Return the weights to evaluate, on the CPU, whole on the first process; all processes call it."""
+        """Return the unsharded weights to evaluate, on the first process's CPU. All processes must call it."""
         return get_model_state_dict(self.averaged, options=WHOLE)
 
     def fit(
@@ -177,11 +178,11 @@ class Trainer:
         """Train up to ``config.steps``, or for ``config.seconds``.
 
         Args:
-            steps: which samples a step has, see :mod:`.order`.
+            steps: the samples of each step, see :mod:`.order`.
             batch: (indices, draws) → a micro-batch.
             loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
-            validate: what a row of the history holds beside the loss every ``config.validate_every`` steps.
-            after_step: called after each step; returns whether it did more than look at the step.
+            validate: returns extra values for the history, every ``config.validate_every`` steps.
+            after_step: called after each step; returns whether it did any work.
             in_processes: whether ``config.workers`` are processes, for batches that decode files; otherwise threads.
         """
         config, accelerator = self.config, self.accelerator
@@ -224,7 +225,7 @@ class Trainer:
         finish_trackers(accelerator)
 
     def _save_alone(self) -> None:
-        """Save before an error of the data ends the run; other processes can't know of it, so only one alone saves."""
+        """Save before a data error ends a single-process run; other processes would not see the error."""
         if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
             self.save()
 
@@ -241,15 +242,15 @@ class Trainer:
         return every > 0 and (self.step % every == 0 or self.step == self.last)
 
     def _now(self) -> float:
-        """Seconds, when the device is done."""
+        """Return the time in seconds, after the device has finished."""
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize(self.accelerator.device)
         return time.perf_counter()
 
     def _plan(self, done: int) -> None:
-        """Find the last step, ``config.seconds`` behind the first steps, and stretch the schedule to it.
+        """Compute the last step, ``config.seconds`` after the first steps, and stretch the schedule to it.
 
-        done: steps of this process. One that goes on with a checkpoint's plan keeps it.
+        done: steps of this process. A resumed process keeps the checkpoint's plan.
         """
         if done == STARTING and self.last is None:
             self.counted = self.looked = self.step, self._now()
@@ -297,7 +298,7 @@ class Trainer:
         total = torch.zeros((), device=accelerator.device)
         for micro in range(config.accumulate):
             last = micro == config.accumulate - 1
-            quiet = config.sharding == "fsdp" or last  # FSDP2 sums what it has reduced
+            quiet = config.sharding == "fsdp" or last  # FSDP2 sums reduced gradients
             with nullcontext() if quiet else accelerator.no_sync(self.model):
                 with accelerator.autocast():
                     value = loss(self.model, next(stream)) / config.accumulate
@@ -314,8 +315,9 @@ class Trainer:
         return total
 
     def cost(self) -> dict[str, float | None]:
-        """Median milliseconds of a step since this process began, the first steps and those of a checkpoint left out;
-        and the most memory of this process's GPU so far, MiB. Call it before the evaluation. None: not measured."""
+        """Return median milliseconds per step of this process, without the first steps, and peak GPU memory in MiB.
+
+        Call it before the evaluation. None: not measured."""
         device = self.accelerator.device
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
         return {
@@ -324,7 +326,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Return the mean loss since the last row that --log-every or --validate-every asks for."""
+        """Return the mean loss since the last row of --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -344,7 +346,7 @@ class Trainer:
         return loss
 
     def _is_regular(self, step: int) -> bool:
-        """Return whether a longer run has a row of the history at this step, too."""
+        """Return whether a longer run would also have a row of the history at this step."""
         config = self.config
         return step % config.log_every == 0 or (config.validate_every > 0 and step % config.validate_every == 0)
 
@@ -352,15 +354,15 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is from before: try a "
-                "lower --lr, more --warmup, or --precision bf16 in place of fp16"
+                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is older: try a "
+                "lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
 
     # --- checkpoints
 
     def save(self) -> None:
-        """One file with whole tensors, by the first process; the others wait."""
+        """Save one file with unsharded tensors from the first process; the others wait."""
         state = {
             "format": FORMAT,
             "settings": self.settings,
@@ -390,7 +392,7 @@ class Trainer:
         state = read_checkpoint(self.path)
         defaults = {f.name: f.default for f in fields(self.config) if f.default is not MISSING}
         here = flat(self.settings)
-        # Options that are newer than the checkpoint had their default.
+        # Options that the checkpoint does not know yet had their default.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:
@@ -398,13 +400,13 @@ class Trainer:
         differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
         if differ:
             raise typer.BadParameter(
-                f"--out {out} holds a training with other settings ({'; '.join(differ)}); choose another folder, or "
-                "give it those"
+                f"--out {out} holds a run with other settings ({'; '.join(differ)}); choose another folder, or "
+                "pass the same settings"
             )
         return state
 
     def _continue(self, steps: int) -> None:
-        """Continue a run of ``steps`` steps to ``config.steps``, and say if its learning rates would be others."""
+        """Extend a run of ``steps`` steps to ``config.steps``, and warn if its learning rates would differ."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)
@@ -435,9 +437,9 @@ class Trainer:
                 {f"{name} {tuple(value.shape)}" for name, value in tensors.items()}
                 for tensors in (state[part], self.raw.state_dict())
             )
-            differ = sorted(there ^ here)  # torch passes over what is missing
+            differ = sorted(there ^ here)  # torch ignores missing entries
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} in one alone")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} only in one")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:
@@ -454,7 +456,7 @@ class Trainer:
 
 
 def shard(model: nn.Module) -> None:
-    """FSDP2, a block a unit."""
+    """Shard with FSDP2, one unit per block."""
     from torch.distributed.fsdp import fully_shard
 
     blocks: Sequence[nn.Module] = list(getattr(model, "blocks", ()))

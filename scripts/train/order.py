@@ -1,6 +1,4 @@
-"""Order of the samples: functions of seed and step, never of a generator's history, so that a run can resume
-anywhere.
-"""
+"""Choose the samples of each step, as a function of seed and step only, so that a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset
 
 Chosen: TypeAlias = tuple[np.ndarray, np.ndarray]  # indices and draws, (B,) int64 each
-Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the samples of it and of those behind it
+Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the samples of this step and all later ones
 
 
 class DataError(typer.BadParameter):
-    """A sample that can't be read during the training, which stops after saving a checkpoint."""
+    """A sample can't be read during training. The run saves a checkpoint and stops."""
 
 
 def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Endless batches of shuffled indices from step ``start`` on, without those before it.
+    """Yield endless batches of shuffled indices, starting at step ``start`` without drawing the earlier ones.
 
-    Every epoch is a permutation of ``num`` samples; what does not fill a step is left out.
+    Every epoch is a permutation of ``num`` samples; an incomplete last batch is left out.
 
     Yields:
         indices and draws, (batch,) int64 each. A draw is a random number from 0 to 2^63 - 1, for the labels and
@@ -46,10 +44,10 @@ def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]
 
 
 def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Endless batches of shuffled indices from step ``start`` on, each batch from one group.
+    """Yield endless batches of shuffled indices from step ``start`` on, each from one group.
 
-    Every sample is drawn equally often, whatever the size of its group: a group with fewer samples than a batch fills
-    one in some epochs alone.
+    Every sample is drawn equally often, whatever the size of its group: a group with fewer samples than a batch only
+    fills one in some epochs.
 
     Args:
         groups: indices of each group.
@@ -60,7 +58,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
     sizes = np.array([len(group) for group in groups])
     if sizes.sum() < batch:
         raise typer.BadParameter(
-            f"--batch {batch}: there are {sizes.sum()} samples; make it smaller, or give more data"
+            f"--batch {batch}: there are {sizes.sum()} samples; make it smaller, or add data"
         )  # fmt: skip
 
     @lru_cache(maxsize=2 * len(groups))
@@ -76,7 +74,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
             parts.append(permute(number, turn))
         return np.concatenate(parts)[:batch]
 
-    epoch = start * batch // int(sizes.sum())  # no later than the one that is sought
+    epoch = start * batch // int(sizes.sum())  # at most the epoch of this step
     while (np.multiply(epoch + 1, sizes) // batch).sum() <= start:
         epoch += 1
     step = int((epoch * sizes // batch).sum())
@@ -101,13 +99,13 @@ def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
 
 def steps_per_epoch(num: int, batch: int) -> int:
     if num < batch:
-        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or give more data")
+        raise typer.BadParameter(f"--batch {batch}: there are {num} samples; make it smaller, or add data")
     return num // batch
 
 
 def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: int = 1) -> Iterator[Chosen]:
-    """The micro-batches of one process: a step has the same samples, and each of them the same draw, however many
-    processes and micro-batches share them."""
+    """Return the micro-batches of one process. The samples of a step, and their draws, do not depend on the number of
+    processes and micro-batches."""
     for chosen in steps:
         micro = len(chosen[0]) // (accumulate * world)
         for part in range(accumulate):
@@ -147,7 +145,7 @@ def prepare_in_processes(
     sampler: Any = chosen
     loader = DataLoader(
         _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # otherwise it draws from the generator of the step
+        generator=torch.Generator(),  # keeps DataLoader from using the step's generator
     )  # fmt: skip
     for made in loader:
         if isinstance(made, DataError):
@@ -156,5 +154,5 @@ def prepare_in_processes(
 
 
 def derive_seed(*numbers: int) -> int:
-    """One seed from several numbers."""
+    """Combine several numbers into one seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])

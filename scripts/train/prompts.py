@@ -1,4 +1,4 @@
-"""Samples of a trained diffusion model, for prompts or classes of your own: a sheet, or an .npz of many."""
+"""Sample a trained diffusion model with your own prompts or classes: a sheet, or an .npz with many samples."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Sheet:
     """Options of sampling.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels; None: the trained one.
-        scale: of the guidance by the prompt.
-        steps: of the sampler.
-        images: of each prompt, each with a noise of its own, which is the same for all prompts.
+        size: "HEIGHTxWIDTH" in pixels; None: the trained size.
+        scale: guidance scale.
+        steps: number of sampling steps.
+        images: number per prompt; all prompts share the same noises.
         positions: "rescaled" or "extrapolated".
         out: the PNG.
-        negative: prompt that the guidance steers away from; None: the empty condition.
+        negative: prompt that guidance steers away from; None: the empty condition.
         sampler: one of :data:`.samplers.SAMPLERS`.
     """
 
@@ -65,38 +65,38 @@ class Sheet:
             return trained, trained
         found = re.fullmatch(r"(\d+)x(\d+)", self.size)
         if found is None:
-            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, as 96x64, got {self.size!r}")
+            raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}")
         height, width = int(found[1]), int(found[2])
         if height % multiple or width % multiple or not height * width:
             raise typer.BadParameter(
-                f"--size: expected multiples of {multiple}, the model's patch, got {self.size}; the next is "
+                f"--size: expected multiples of {multiple}, the model's patch size, got {self.size}; the next is "
                 f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
             )
         return height, width
 
 
 def check_out(out: Path, option: str = "--out", example: str = "sheet.png") -> None:
-    """Check the output file before the minutes of sampling."""
+    """Check the output file before sampling, which takes minutes."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"{option} {out} can't be written ({error.strerror}); choose another place") from error
+        raise typer.BadParameter(f"{option} {out} can't be written ({error.strerror}); choose another path") from error
     if out.is_dir():
-        raise typer.BadParameter(f"{option} {out}: expected a file, as {example}, got a folder")
+        raise typer.BadParameter(f"{option} {out}: expected a file, such as {example}, got a folder")
 
 
 def words_of(captions: Iterable[str]) -> set[str]:
-    """Return the words of captions in lower case."""
+    """Return the lower-case words of captions."""
     return {word for caption in captions for word in re.findall(r"\w+", caption.lower())}
 
 
 def check_prompts(prompts: list[str], length: int, run: Path, console: Console) -> None:
-    """Refuse prompts that the model can't read to their end, and name words that no caption of the training had."""
+    """Raise an error for prompts that are too long, and list words that no training caption contains."""
     for prompt in prompts:
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
             raise typer.BadParameter(
-                f"--prompt: expected at most {length - 1} bytes, as the captions of the training, got {bytes_of}: "
+                f"--prompt: expected at most {length - 1} bytes, like the captions in training, got {bytes_of}: "
                 f"{prompt!r}; shorten it"
             )
     known = run / "words.txt"
@@ -117,7 +117,7 @@ def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return noise (num, *shape), the i-th by seed + i: the same on any device, and however many there are."""
+    """Return noise (num, *shape), with seed + i for the i-th, so it depends on neither the device nor num."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
@@ -136,8 +136,8 @@ class Painter:
     Args:
         state: the checkpoint.
         device: where the model runs.
-        vae: of a model of latents; "auto": the one that made them.
-        encoder: the text model that made the features of a training with --text-features.
+        vae: VAE of a latent model; "auto": the one that encoded the latents.
+        encoder: text model that computed the features of a run with --text-features.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Painter:
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
 
     def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
-        """Return the grid that the positions of an image of this size are laid over, None for one unit a patch.
+        """Return the grid that positions at this size are mapped onto; None means one unit per patch.
 
-        Areas between the smallest and the largest trained one keep their own grid.
+        Areas between the smallest and largest trained area keep their own grid.
         """
         sizes: list[int] = self.settings["train_sizes"]
         area = math.sqrt(size[0] * size[1])
@@ -180,10 +180,10 @@ class Painter:
         return (None, *found) if self.model.num_axes == 3 else found
 
     def encode(self, prompts: list[str]) -> Any:
-        """Return what the model takes as text for these prompts: captions, or names or numbers of classes.
+        """Convert prompts (captions, or class names or numbers) to the model's text input.
 
         Raises:
-            typer.BadParameter: an unknown class, or features without the model that makes them.
+            typer.BadParameter: an unknown class, or a run with features but no text model.
         """
         kind = self.condition["kind"]
         if kind == "captions":
@@ -196,7 +196,7 @@ class Painter:
             return None
         if self.encoder is None:
             raise typer.BadParameter(
-                "--encoder: expected the text model that made the features of the training "
+                "--encoder: expected the text model that computed the features for the training "
                 f"({self.condition['encoder']}), got none"
             )
         return Text(*(None if value is None else value.float() for value in self.encoder(prompts)))
@@ -251,7 +251,7 @@ def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> T
 
 
 def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet) -> None:
-    """Draw prompts: a row for each, and a column for each noise, as a PNG."""
+    """Save samples as a PNG with a row for each prompt and a column for each noise."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     size = sheet.height_and_width(painter.settings["size"], painter.multiple)
     _check(run, painter, prompts, sheet, console)
@@ -276,10 +276,10 @@ class Count(NamedTuple):
 
 
 def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
-    """Draw ``count`` samples, prompts or classes in turn, and write them for tools that compute an FID.
+    """Draw ``count`` samples, cycling through prompts or classes, and save them for FID tools.
 
-    The .npz holds arr_0, uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos; and arr_1, the labels (N,) of a model
-    with classes, or the numbers of the prompts.
+    The .npz holds arr_0, uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos; and arr_1 (N,), the labels or the
+    indices of the prompts.
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     check_out(count.npz, "--npz", "samples.npz")

@@ -52,15 +52,15 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
-            f"RUN: expected the folder of a training, with a checkpoint.pt in it, got {run}; give the --out of "
+            f"RUN: expected a run's folder with a checkpoint.pt, got {run}; pass the --out of "
             "`train lm` or `train diffusion`"
         )
     state = read_checkpoint(path)
     task = task_of(state["settings"])
     if task is None:
         raise typer.BadParameter(
-            f"RUN: {run} holds a training of another task, whose model makes nothing; expected one that `train lm` "
-            "made, or `train diffusion`"
+            f"RUN: {run} holds a run of another task, which can't generate anything; expected a run of `train lm` "
+            "or `train diffusion`"
         )
     return task, state
 
@@ -71,7 +71,9 @@ def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         known = ", ".join(f"--{name.replace('_', '-')}" for name in OWN[task])
-        raise typer.BadParameter(f"{names}: not for a run of `train {task}`, which takes {known}; leave it out")
+        raise typer.BadParameter(
+            f"{names}: not available for a run of `train {task}`, which takes {known}; leave it out"
+        )
     return {name: default if given[name] is None else given[name] for name, default in OWN[task].items()}
 
 
@@ -79,21 +81,21 @@ def main(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train lm` or `train diffusion`.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Text to continue, description of an image, or name or number of a class; repeatable."),
+        typer.Option(help="Text to continue, image description, or name or number of a class; repeatable."),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Text file with a prompt in each line.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.")] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=SEEDS - 1, help="Random seed of the text, or of the first image.")
     ] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to add. (default: 400)")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to generate. (default: 400)")] = None,
     temperature: Annotated[
         float | None,
         typer.Option(min=0, callback=finite, help="Text: temperature; 0 takes the most likely byte. (default: 0.8)"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(max=1, callback=positive, help="Text: share of the probability to sample from. (default: 0.95)"),
+        typer.Option(max=1, callback=positive, help="Text: cumulative probability to sample from. (default: 0.95)"),
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
     size: Annotated[
@@ -104,27 +106,27 @@ def main(
         typer.Option(min=0, callback=finite, help="Images: guidance scale; 1 disables guidance. (default: 3)"),
     ] = None,
     negative: Annotated[
-        str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty one)")
+        str | None, typer.Option(help="Images: prompt or class to steer away from. (default: the empty condition)")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Images: sampling steps. (default: 50)")] = None,
-    sampler: Annotated[str | None, typer.Option(help=f"Images: one of {', '.join(SAMPLERS)}. (default: heun)")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images: number for each prompt. (default: 4)")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Images: number of sampling steps. (default: 50)")] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"Images: {', '.join(SAMPLERS)}. (default: heun)")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
         typer.Option(help="Images: positions at another size: rescaled (to the trained grid) or extrapolated."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
     vae: Annotated[
-        str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that made them)")
+        str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that encoded them)")
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="Images: text model of a training with --text-features, to encode prompts.")
+        str | None, typer.Option(help="Images: text model that encodes prompts, for runs with --text-features.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Images: draw this many, prompts or classes in turn, into --npz.")
+        int | None, typer.Option(min=1, help="Images: number to write to --npz, cycling through prompts or classes.")
     ] = None,
     npz: Annotated[
-        Path | None, typer.Option(help="Images: .npz of --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
+        Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
     """Generate text or images with a trained model. Averaged weights are used if the training kept them."""
@@ -165,4 +167,4 @@ def read_prompts(path: Path | None) -> list[str]:
     try:
         return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--prompt-file {path}: can't be read as text ({error}); give another one") from error
+        raise typer.BadParameter(f"--prompt-file {path}: can't be read as text ({error}); pass another file") from error

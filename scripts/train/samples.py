@@ -1,4 +1,4 @@
-"""Samples of a diffusion model: kept as arrays, shown as a sheet of one training, or of several side by side."""
+"""Save samples of a diffusion model as arrays, and show them as a sheet of one run or of several side by side."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HELD_OUT = "held out"  # the column of the images that the captions belong to
 
 
 def pixels(images: Tensor) -> np.ndarray:
-    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey where a model has diverged.
+    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey if the model has diverged.
 
-    Videos (N, 3, frames, H, W) become (N, H, frames · W, 3), their frames from left to right.
+    Videos (N, 3, frames, H, W) become (N, H, frames · W, 3), with frames from left to right.
     """
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
@@ -48,7 +48,7 @@ def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> Non
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return captions, and images by column, of what :func:`keep` wrote.
+    """Return the captions, and the images by column, that :func:`keep` wrote.
 
     Raises:
         typer.BadParameter: another file, or a damaged one.
@@ -58,7 +58,7 @@ def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
             return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
     except Exception as error:  # of damaged bytes zipfile, zlib and NumPy raise errors of their own
         raise typer.BadParameter(
-            f"{path}: expected captions and images of a training, got a file that can't be read as such "
+            f"{path}: expected captions and images saved by a training run, got a file that can't be read "
             f"({type(error).__name__}); delete it and train again"
         ) from error
 
@@ -69,7 +69,7 @@ def _short(caption: str, length: int = 28) -> str:
 
 
 def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Images (N, H, W, 3) by column, a row for each caption, as a PNG."""
+    """Save images (N, H, W, 3) by column as a PNG with one row per caption."""
     shape, dpi = (len(captions), len(columns)), 150
     height, width = np.max([images.shape[1:3] for images in columns.values()], axis=0)
     inches = max(1.4, max(height, width) / dpi)  # no image loses pixels
@@ -87,8 +87,9 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
 
 
 def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
-    """The same captions by each training: a row for each, and for each of the captions, chosen by number, its images at
-    all conditions; the held-out images above. As a PNG of 256 colours."""
+    """Save a PNG of 256 colours that compares runs on the same captions, chosen by index.
+
+    Held-out images come first, then one row per run, with the images of each caption at all settings."""
     loaded = {name: load(file) for name, file in trainings.items()}
     words, first = next(iter(loaded.values()))
     chosen = [i for i in captions if i < len(words)] or [0]

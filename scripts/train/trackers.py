@@ -32,7 +32,7 @@ def choose_trackers(config: Training) -> list[str]:
     missing = set(names) - {str(each) for each in get_available_trackers()}
     if missing:
         raise typer.BadParameter(
-            f"--log-with {config.log_with}: expected trackers whose package is installed, got "
+            f"--log-with {config.log_with}: expected installed trackers, got "
             f"{', '.join(sorted(missing))}; install it with pip"
         )
     return list(dict.fromkeys(names))

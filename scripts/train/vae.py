@@ -34,8 +34,8 @@ def load_vae(name: str) -> Any:
         except Exception as error:  # a hub, JSON or safetensors raise errors of their own
             errors.append(first_line(error))
     raise typer.BadParameter(
-        f"--vae {name}: expected an AutoencoderKL of diffusers (a folder, a run of `train vae`, or an id of the "
-        f"hub), got none ({errors[0]}); give another path"
+        f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a hub "
+        f"id), got none ({errors[0]}); pass another path"
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights that a training starts from: a run, a checkpoint of timm's, or a safetensors file; and the file of a run."""
+"""Load weights to start from (a run, a timm checkpoint, or a safetensors file), and export those of a run."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def start_from(model: nn.Module, path: Path) -> str:
         for name in found.keys() & own.keys() - fits.keys()
         if not name.startswith(("head.", "encoding."))
     ]
-    wrong += [f"{name} is there alone" for name in found.keys() - own.keys() if not name.startswith(LEFT_OUT)]
-    wrong += [f"{name} is here alone" for name in own.keys() - found.keys() if not name.startswith(NEW)]
+    wrong += [f"{name} is only in the file" for name in found.keys() - own.keys() if not name.startswith(LEFT_OUT)]
+    wrong += [f"{name} is only in the model" for name in own.keys() - found.keys() if not name.startswith(NEW)]
     if wrong:
         raise typer.BadParameter(
-            f"--weights {path}: those of another architecture ({'; '.join(sorted(wrong)[:3])}); give the model "
-            "its --dim, --depth and --qk-norm"
+            f"--weights {path}: the weights belong to another architecture ({'; '.join(sorted(wrong)[:3])}); pass the "
+            "--dim, --depth and --qk-norm of that model"
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
@@ -85,7 +85,7 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
     """Return the averaged weights of a run or of its folder, or the weights of a file that timm reads."""
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise typer.BadParameter(f"--weights {path}: there is no such file, or no checkpoint.pt in the folder")
+        raise typer.BadParameter(f"--weights {path}: no such file, or no checkpoint.pt in the folder")
     try:
         content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and {"format", "settings", "model"} <= content.keys():
@@ -101,11 +101,11 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
         raise
     except Exception as error:  # of bytes that are no weights a reader can raise anything
         raise typer.BadParameter(
-            f"--weights {path}: expected tensors by their names, as timm or a training saves them, got a file that "
-            f"can't be read as such ({first_line(error)})"
+            f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
+            f"can't be read ({first_line(error)})"
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise typer.BadParameter(f"--weights {path}: expected tensors by their names, as timm saves them")
+        raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
     return found
 
 
@@ -113,7 +113,7 @@ def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) ->
     """Refuse weights of a run with another number of heads, which no weight's shape shows."""
     heads = settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
-        raise typer.BadParameter(f"--weights {path}: those of another architecture; give the model --heads {heads}")
+        raise typer.BadParameter(f"--weights {path}: the weights belong to another architecture; pass --heads {heads}")
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:

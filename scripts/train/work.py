@@ -1,4 +1,4 @@
-"""Interface between a task and the loop, and the path of every training from there to result.json."""
+"""Define the interface between a task and the loop, and train from there to result.json."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .weights import export_weights, start_from
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that a task gives the loop.
+    """Everything that a task passes to the loop.
 
     Args:
         model: on any device.
-        settings: what decides the weights beside the configuration: arguments of the model, a digest of the data.
+        settings: everything besides the options that affects the weights: model arguments, a digest of the data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
-        evaluate: what result.json says of the trained model; all processes call it.
-        validate: what a row of the history says of the model on the way.
+        evaluate: returns the results of the trained model for result.json; all processes call it.
+        validate: returns the values for a row of the history during training.
         after_step: called after each step, to draw samples for example; see :meth:`.loop.Trainer.fit`.
         in_processes: whether workers are processes, see :meth:`.loop.Trainer.fit`.
     """

@@ -175,7 +175,7 @@ class Layout:
             ValueError: the token is not on the grid.
         """
         if len(token) != len(self.shape) or not all(0 <= i < n for i, n in zip(token, self.shape, strict=True)):
-            raise ValueError(f"token: expected coordinates on the grid {self.shape}, from 0, got {tuple(token)}")
+            raise ValueError(f"token: expected coordinates on the grid {self.shape}, starting at 0, got {tuple(token)}")
         index = 0
         for i, n in zip(token, self.shape, strict=True):
             index = index * n + i

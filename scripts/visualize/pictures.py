@@ -97,7 +97,8 @@ def build_view(
     shown = list(channels) or data.choose_channels(layout, omega, maps)
     if not shown:
         raise typer.BadParameter(
-            f"--shape: expected a grid on which {made.name} rotates some channel, got {'x'.join(map(str, size))}"
+            f"--shape: expected a grid on which {made.name} rotates at least one channel, got "
+            f"{'x'.join(map(str, size))}"
         )
     return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen))
 
@@ -137,7 +138,7 @@ def main(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Rescale positions to a grid such as 16 or 16x16; - keeps an axis."),
+        typer.Option(help="Rescale positions to a grid such as 16 or 16x16; - leaves an axis unchanged."),
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
@@ -157,7 +158,7 @@ def main(
     if preset:
         for option, value in (("--map", map), ("--axis-order", axis_order)):
             if value is not None:
-                raise typer.BadParameter(f"{option}: expected no value with --preset, which defines it, got {value!r}")
+                raise typer.BadParameter(f"{option}: expected no value with --preset, which sets it, got {value!r}")
         names = list_presets() if preset == ["all"] else choose("--preset", preset, list_presets())
         subjects = [_preset(name, head_dim, heads, base, seed) for name in names]
     else:

@@ -214,17 +214,17 @@ def linear_errors(mesh, impl):
     cut = Coordinates(normal(mesh, 12, 2), 1, 2)
     for message, qkv, changes in (
         (r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens", (q, k, v), {"block": 3}),
-        (r"block: expected a Grid where tokens are sharded", (q, k, v), {"block": 3, "positions": cut}),
+        (r"block: expected a Grid if tokens are sharded", (q, k, v), {"block": 3, "positions": cut}),
         (r"cu_seqlens: expected all tokens on each rank", one, {"cu_seqlens": cu_seqlens}),
         (r"dim: softmax over the sequence \(-2\) needs", (q, k, v), {"act": "softmax", "dim": -2}),
         (r"v: expected k's placements", (q, k, distribute_tensor(tensors["v"], mesh, [ALL])), {}),
         (r"k: expected q's placements", (q, *(distribute_tensor(tensors[n], mesh, [HEADS]) for n in "kv")), {}),
-        (r"k: expected a DTensor beside DTensors", (q, tensors["k"], v), {}),
+        (r"k: expected a DTensor, like the other tensors", (q, tensors["k"], v), {}),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             linear_attention(*qkv, **{**options, **changes})
     three = [distribute_tensor(torch.cat([tensors[n], tensors[n][:, :1]], 1), mesh, [HEADS]) for n in "kv"]
     six = distribute_tensor(torch.cat([tensors["q"], tensors["q"][:, :2]], 1), mesh, [HEADS])
-    with pytest.raises(ValueError, match=r"k: expected heads that 2 ranks divide, .*, got 3"):
+    with pytest.raises(ValueError, match=r"k: expected a multiple of 2 heads, .*, got 3"):
         linear_attention(six, *three, **options)
     assert dist.get_world_size() == 2

@@ -160,7 +160,7 @@ def tables(mesh, impl):
     rows = {"cos": (normal(mesh, 5, 8), [Shard(0)]), "sin": (normal(mesh, 5, 8, seed=1), [Replicate()])}
     same(mesh, [Shard(2)], encode, {}, q=q, k=k, **rows)
     x, by_head = distribute_tensor(normal(mesh, 1, 6, 7, 8), mesh, [Shard(1)]), normal(mesh, 1, 3, 7, 8)
-    with pytest.raises(ValueError, match=r"tables: expected heads that 2 ranks divide, .* got 3"):
+    with pytest.raises(ValueError, match=r"tables: expected a multiple of 2 heads, .* got 3"):
         rotate(x, tables=(by_head, by_head))
 
 
@@ -215,7 +215,7 @@ def norms(mesh, impl):
     with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
     table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
-    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens where the tokens of Coordinates"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens if the tokens of Coordinates"):
         rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 
 
@@ -337,9 +337,9 @@ def refused(mesh, impl):
         rotate(distribute_tensor(x, mesh, [Shard(3)]), omega=omega, positions=GRID)
     with pytest.raises(ValueError, match=r"k: expected placements .* Partial.* k\.redistribute"):
         rotate(shard, DTensor.from_local(x, mesh, [Partial()]), omega=omega, positions=GRID)
-    with pytest.raises(TypeError, match="k: expected a DTensor beside DTensors, got a plain tensor"):
+    with pytest.raises(TypeError, match="k: expected a DTensor, like the other tensors, got a plain tensor"):
         rotate(shard, x, omega=omega, positions=GRID)
-    with pytest.raises(TypeError, match="x: expected a DTensor beside DTensors"):
+    with pytest.raises(TypeError, match="x: expected a DTensor, like the other tensors"):
         rotate(x, omega=distribute_tensor(omega, mesh, [Replicate()]), positions=GRID)
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     with pytest.raises(ValueError, match="k: expected q's mesh"):
@@ -349,7 +349,7 @@ def refused(mesh, impl):
     split, table = distribute_tensor(x, mesh, [Shard(2)]), GRID.explicit(x.device)
     with pytest.raises(ValueError, match=r"softmax over the sequence .* with its tokens sharded"):
         cosine(split, omega=normal(mesh, 1, 8, 2), positions=table, act="softmax", dim=-2)
-    with pytest.raises(ValueError, match="omega: expected heads that 2 ranks divide"):
+    with pytest.raises(ValueError, match="omega: expected a multiple of 2 heads"):
         rotate(distribute_tensor(x[:, :3], mesh, [Shard(1)]), omega=omega[:3], positions=GRID)
     with pytest.raises(ValueError, match=r"expected 7 tokens \(x's N\)"):
         rotate(distribute_tensor(x, mesh, [Shard(2)]), omega=omega, positions=Grid((2, 3)))

@@ -76,7 +76,7 @@ SOURCES = {  # beginning of a symptom: a part of it that the source of a package
     "impl: 'triton' needs tensors": ("lrpe_md", "impl: 'triton' needs tensors on a GPU"),
     "triton is not installed": ("lrpe_md", "triton is not installed, so the slower reference runs on this GPU"),
     "train needs typer": ("scripts", ", which is not installed"),
-    "--out runs/x: another training": ("scripts", ": another training is writing there"),
+    "--out runs/x: another run": ("scripts", ": another run is writing there"),
 }
 
 

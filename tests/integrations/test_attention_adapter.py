@@ -538,8 +538,8 @@ INVALID = {
     "positions": ({"positions": (4, 6)}, "positions: expected a Grid, Coordinates, a tensor"),
     "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
     "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 att"),
-    "none": ({"encoding": None}, "encoding: expected one that encodes, got None"),
-    "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "head_dim, num_heads: expected them"),
+    "none": ({"encoding": None}, "encoding: expected an encoding, got None"),
+    "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments"),
     "heads": (
         {"change": lambda m: setattr(m.blocks[0].attn, "head_dim", 8)},
         r"modules: expected attentions with one head_dim and num_heads, got \[\(8, 2\), \(16, 2\)\]",
@@ -703,7 +703,7 @@ def test_restoring_what_was_replaced_since():
     attention = model.blocks[1].attn
     own = attention.forward
     attention.forward = lambda *args: own(*args)
-    with pytest.raises(ValueError, match=r"got another one in blocks\.1\.attn"):
+    with pytest.raises(ValueError, match=r"got a different one in blocks\.1\.attn"):
         restore_attention(model)
     attention.forward = own
     restore_attention(model)

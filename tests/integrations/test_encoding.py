@@ -146,10 +146,10 @@ def test_no_encoding_and_one_of_the_users():
 WRONG = [
     ("cosine", {"sharing": "all"}, "sharing: expected one of .*'model', 'layer'.*, got 'all'"),
     ("cosine", {"heads": "each"}, "heads: expected one of .*'shared', 'own'.*, got 'each'"),
-    ("cosine", {"heads": "own", "num_heads": 4}, "heads: expected it without num_heads"),
-    ("eva02", {"heads": "own"}, "heads: expected none with a preset"),
+    ("cosine", {"heads": "own", "num_heads": 4}, "heads: expected None with num_heads"),
+    ("eva02", {"heads": "own"}, "heads: expected None with a preset"),
     (CosineMd(24), {"sharing": "layer"}, "encoding_kwargs: expected none with a module"),
-    (None, {"sharing": "layer"}, "encoding_kwargs: expected act and dim alone"),
+    (None, {"sharing": "layer"}, "encoding_kwargs: expected only act and dim"),
 ]
 
 

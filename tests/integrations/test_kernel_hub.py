@@ -158,7 +158,7 @@ def test_a_folder_of_others_stays(folder, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     refused = write_kernel("--out", tmp_path)
     assert refused.exit_code == 2
-    assert "expected a new folder, or a kernel that was made here" in refused.output
+    assert "expected a new folder, or one that contains a kernel" in refused.output
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     wrong = write_kernel("--out", tmp_path / "new", "--repo-id", "lrpe-md")
     assert "--repo-id: expected ORGANISATION/NAME, got 'lrpe-md'" in wrong.output

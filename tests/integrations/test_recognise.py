@@ -206,7 +206,7 @@ def test_presets_are_recognised():
 
 
 REFUSED = {
-    "returns x as it was": lambda x: x,
+    "returns x unchanged": lambda x: x,
     "scales channels": lambda x: x * 2,
     "moves channels": lambda x: x.flip(-1),
     "does not depend on x": lambda x: llama(x) + 0.1,
@@ -217,13 +217,13 @@ REFUSED = {
     "not positions on this grid": lambda x: llama(x).roll(1, 2),
     "not positions on this grid (random angles)": lambda x: turn(x, torch.linspace(0, 9, 320).sin().reshape(20, 16)),
     "not linear in x, or mixes tokens": lambda x: llama(x.relu()),
-    "scales x, differently (mean)": lambda x: llama(x) + llama(x).mean(2, keepdim=True) * 0.1 - 0.1 * x[:, :, :1],
-    "one angle": lambda x: torch.cat((llama(x)[..., :16], -llama(x)[..., 16:]), -1),
-    "scales x, differently": lambda x: llama(x) * torch.linspace(1, 2, 20)[:, None],
-    "turns q and k differently": lambda q, k: (llama(q), turn(k, -LLAMA)),
+    "scales x by a factor (mean)": lambda x: llama(x) + llama(x).mean(2, keepdim=True) * 0.1 - 0.1 * x[:, :, :1],
+    "same angle": lambda x: torch.cat((llama(x)[..., :16], -llama(x)[..., 16:]), -1),
+    "scales x by a factor": lambda x: llama(x) * torch.linspace(1, 2, 20)[:, None],
+    "rotates q and k differently": lambda q, k: (llama(q), turn(k, -LLAMA)),
     "takes 3 arguments": lambda q, cos, sin: q,
     "raises ValueError": lambda x: (_ for _ in ()).throw(ValueError("no")),
-    "returns something else": lambda x: (x, {}),
+    "does not return tensors": lambda x: (x, {}),
     "returns (1, 1, 20, 20)": lambda x: x @ x.mT,
 }
 

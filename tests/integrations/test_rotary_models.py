@@ -772,7 +772,7 @@ def test_nothing_is_imported_before_it_is_needed():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     first, second = done.stdout.splitlines()
     assert first == ""
-    assert second.startswith("model: expected one that calls a function to turn q and k by cos and sin, got torch")
+    assert second.startswith("model: expected one that calls a function to rotate q and k by cos and sin, got torch")
     assert second.endswith("Linear; found no such function")
 
 

@@ -174,7 +174,7 @@ def test_dype_of_flux(time):
     set_scaling(adapted, None)
     assert torch.equal(call(adapted), before)
     set_places(adapted, 1, torch.arange(8.0))
-    with pytest.raises(ValueError, match=r"places: expected None for axes \[1\] of a model that is given coordinates"):
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[1\] of a model that receives coordinates"):
         call(adapted)
 
 
@@ -327,7 +327,7 @@ def test_errors_of_places_in_models():
     model = dit(num_axes=3, patch_size=(1, 2, 2))
     set_places(model, 0, torch.arange(4.0))
     model.positions = lambda *_: Coordinates(torch.zeros(8, 3))
-    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], since tokens are in a table"):
+    with pytest.raises(ValueError, match=r"places: expected None for axes \[0\], because positions are a table"):
         model(torch.randn(1, 3, 2, 4, 4), torch.tensor([0.4]))
 
 
@@ -608,18 +608,18 @@ def test_errors():
         set_scaling("pipe", None)
     with pytest.raises(ValueError, match="model: expected one with encodings, got none in Linear"):
         set_scaling(nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match=r"scaling: expected one for each of 2 axes \(encoding\), got 3"):
+    with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
         set_scaling(dit(), (None, None, None))
-    with pytest.raises(ValueError, match="RotateMd: expected frequencies of one axis a channel, the same in all heads"):
+    with pytest.raises(ValueError, match="RotateMd: expected frequencies with one axis per channel"):
         set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
     for scaled, found in ((lambda theta: theta[..., :3], r"\(3,\)"), (lambda theta: theta[:1], r"\(1,\)")):
-        with pytest.raises(ValueError, match=rf"scaling: expected theta of shape \(4,\) back, got {found}"):
+        with pytest.raises(ValueError, match=rf"scaling: expected it to return theta of shape \(4,\), got {found}"):
             set_scaling(dit(), lambda theta, scaled=scaled: (scaled(theta), 1.0))
-    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(2, 8\) back, got \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"scaling: expected it to return theta of shape \(2, 8\), got \(1, 8\)"):
         set_scaling(RotateMd(16, 1, num_heads=2, learnable=True), lambda theta: (theta[:1], 1.0))
     with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
         set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
-    with pytest.raises(ValueError, match=r"scaling: expected theta of shape \(4,\) back, got \(8,\)"):
+    with pytest.raises(ValueError, match=r"scaling: expected it to return theta of shape \(4,\), got \(8,\)"):
         set_scaling(RotateMd(8, 1), lambda theta: (theta.repeat(2), 1.0))
     for model in (RotateMd(16, 2), dit()):
         for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
@@ -632,7 +632,7 @@ def test_errors():
         set_places(dit(), 2, torch.arange(3.0))
     with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="model: expected encodings of images or videos, got none in CausalLm"):
+    with pytest.raises(ValueError, match="model: expected a model with encodings of images or videos, got none"):
         set_places(
             CausalLm(LmConfig(vocab_size=16, dim=32, depth=1, num_heads=2, num_kv_heads=1)), 0, torch.arange(3.0)
         )
@@ -693,7 +693,9 @@ def test_buffers_that_were_cast():
     wanted = call_wan(model)
     for buffer in model.rope.rotation.buffers():  # the model's own tables are cast as in the original
         buffer.data = buffer.data.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* change them again"):
+    with pytest.raises(
+        ValueError, match=r"omega: expected torch.float64, got torch.bfloat16: .* change the frequencies again"
+    ):
         call_wan(model)
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     torch.testing.assert_close(call_wan(model), wanted, **BOUND)

@@ -262,7 +262,7 @@ def test_without_extras_the_library_runs_and_knows_no_model(bare, tmp_path):
             print(error)
     """
     assert run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).startswith(
-        "model: expected one that calls a function to turn q"
+        "model: expected one that calls a function to rotate q"
     )
 
 

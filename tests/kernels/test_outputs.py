@@ -208,7 +208,7 @@ ERRORS = {
     "over each other": (lambda: over_each_other(), r"out\[1\]: expected memory that doesn't overlap out\[0\]"),
     "over itself": (
         lambda: call(Q, K, (None, torch.zeros(1, 2, 3, 16).expand(2, 2, 3, 16))),
-        r"out\[1\]: expected memory of its own for each element",
+        r"out\[1\]: expected every element to have its own memory",
     ),
     "over omega": (lambda: over_omega(), "out: expected memory that doesn't overlap omega"),
     "over coordinates": (lambda: over_coordinates(), "out: expected memory that doesn't overlap coords"),
@@ -219,7 +219,7 @@ ERRORS = {
     ),
     "three places": (
         lambda: call(Q, K, (None, K.clone()), out_start=torch.zeros(3, dtype=torch.int64)),
-        r"out_start: expected one place, or one for each of 2 samples",
+        r"out_start: expected one row index, or one for each of 2 samples",
     ),
     "a gradient": (lambda: call(Q.clone().requires_grad_(), K, (None, K.clone())), "out: expected no gradient to be"),
     "of omega": (

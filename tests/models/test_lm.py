@@ -353,7 +353,7 @@ def test_errors() -> None:
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
         r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
         "prompts: expected tokens": lambda: left_pad([tokens[0], tokens[0, :0]]),
-        "scaling: expected theta of shape": lambda: model.rescale(lambda theta: (theta[..., :1], 1.0)),
+        "scaling: expected it to return theta of shape": lambda: model.rescale(lambda theta: (theta[..., :1], 1.0)),
         "batch: expected an integer of at least 1, got 0": lambda: model.new_cache(0, 4),
         "max_length: expected an integer of at least 1, got 1.5": lambda: model.new_cache(1, 1.5),
     }.items():
@@ -373,7 +373,7 @@ def test_errors_of_a_cache(attention: str) -> None:
         r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(1, 1\)": lambda: model(tokens[:1, :1], cache),
         r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: model(tokens[:, :0], cache),
         "tokens: expected integers .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
-        "cache: expected one of this model, with 2 layers, got 1": lambda: model(
+        "cache: expected a cache of this model, with 2 layers, got 1": lambda: model(
             tokens, replace(cache, layers=cache.layers[:1])
         ),
         r"token: expected integers \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(tokens[:, 3] + 0.7),

@@ -122,7 +122,9 @@ def test_presets_for_other_heads_are_refused():
             ValueError, match=r"encoding: expected a preset for head_dim=32 and num_heads=2 or 1, got Pre"
         ):
             vit(encoding=made)
-    with pytest.raises(ValueError, match=r"encoding_kwargs: expected none of base, .* with a preset that is made"):
+    with pytest.raises(
+        ValueError, match=r"encoding_kwargs: expected none of base, .* with a Preset, which is already built"
+    ):
         vit(encoding=preset(ON_IMAGES, 32), encoding_kwargs={"base": 3.0})
     assert vit(encoding=ON_IMAGES, encoding_kwargs={"base": 3.0, "rotary_dim": 16}).encoding.rotary_dim == slice(0, 16)
 
@@ -164,7 +166,7 @@ def test_published_tables_in_backbones():
     frames = torch.randn(1, 3, 4, 24, 40)
     assert video(encoding="videorope", class_token=False, global_pool="avg", embed_dim=128)(frames).shape == (1, 3)
     for name in ("qwen2_vl_vision", "minimax_m3_vl"):
-        with pytest.raises(ValueError, match=f"encoding: expected a preset whose tokens come row by row, got '{name}'"):
+        with pytest.raises(ValueError, match=f"expected a preset whose tokens are in row-major order, got '{name}'"):
             (vit if name == "qwen2_vl_vision" else video)(encoding=name)
 
 
@@ -174,9 +176,9 @@ def test_videos_by_a_table():
     model = video(encoding=scheme, patch_drop_rate=0.5)
     assert model(x).shape == (1, 3)
     model.train()(x).sum().backward()
-    with pytest.raises(ValueError, match="space_time='factorised': expected an encoding whose positions are a grid's"):
+    with pytest.raises(ValueError, match="space_time='factorised': expected an encoding with positions on a grid"):
         video(encoding=scheme, space_time="factorised")(x)
-    with pytest.raises(ValueError, match="stream: expected an encoding whose positions are a grid's"):
+    with pytest.raises(ValueError, match="stream: expected an encoding with positions on a grid"):
         video(encoding=scheme, attention="linear", causal="frames", class_token=False, global_pool="avg").stream(x)
 
 

@@ -533,12 +533,12 @@ def test_errors_of_causal_frames():
     made = {"attention": "linear", "causal": "frames", "global_pool": "avg"}
     for message, change in {
         r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
-        r"causal: 'frames' is of space_time='joint', got 'factorised'": {"space_time": "factorised"},
-        r"window: expected None but with causal='frames' and attention='softmax', got 2": {"window": 2},
+        r"causal: 'frames' needs space_time='joint', got 'factorised'": {"space_time": "factorised"},
+        r"window: expected None unless causal='frames' and attention='softmax', got 2": {"window": 2},
         r"window: expected at least 1 frame, or None, got 0": {"attention": "softmax", "window": 0},
         r"window: expected None with absolute='sincos'": {"attention": "softmax", "window": 2, "absolute": "sincos"},
         r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},
-        r"drop_unit: 'token' leaves frames": {"patch_drop_rate": 0.5},
+        r"drop_unit: 'token' drops different patches": {"patch_drop_rate": 0.5},
     }.items():
         with pytest.raises(ValueError, match=message):
             build(**{**made, **change})
@@ -549,22 +549,22 @@ def test_errors_of_causal_frames():
         model.forward_features(x, keep=torch.tensor([0, 1]))
     other = adapt(build(**made), "rotate", attention="softmax")
     other.window = 1
-    with pytest.raises(ValueError, match=r"window: expected None but .* got 1 with 'frames', 'linear'"):
+    with pytest.raises(ValueError, match=r"window: expected None unless .* got 1 with 'frames', 'linear'"):
         adapt(other, "rotate", attention="linear")(x)
     softmax = build(**{**made, "attention": "softmax", "drop_unit": "tube"})
     _, state = softmax.stream(x)
     with pytest.raises(ValueError, match=r"state: expected keys and values \(1, 2, 1 \+ a multiple of 4, 48\)"):
         softmax.stream(x[:1], state)
-    with pytest.raises(ValueError, match="attn_mask: expected None where frames"):
+    with pytest.raises(ValueError, match="attn_mask: expected None with causal='frames'"):
         softmax.forward_features(x, torch.ones(9, 9, dtype=torch.bool))
-    with pytest.raises(ValueError, match="is_causal: expected False where frames"):
+    with pytest.raises(ValueError, match="is_causal: expected False with causal='frames'"):
         softmax.forward_features(x, is_causal=True)
     softmax.window = 1
-    with pytest.raises(ValueError, match="window: expected None where places are dropped"):
+    with pytest.raises(ValueError, match="window: expected None with dropped tokens"):
         softmax.forward_features(x, keep=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="stream: expected a model with causal='frames', got causal=None"):
         build(attention="linear").stream(x)
-    with pytest.raises(ValueError, match="stream: absolute='learned' is laid over the whole video"):
+    with pytest.raises(ValueError, match="stream: absolute='learned' is stretched over the whole video"):
         build(**made, absolute="learned").stream(x)
     with pytest.raises(ValueError, match="x: expected a video"):
         model.stream(x[0])
@@ -576,10 +576,18 @@ def test_errors_of_causal_frames():
         high, wide = x[..., :4], x[..., :4, :]  # the same number of patches
         _, state = whole.stream(high)
         for piece, before, message in (
-            (wide, state, r"state: expected frames of \(1, 2\) tokens as in x, got \(2, 1\)"),
-            (high, replace(state, layers=state.layers[:-1]), "state: expected one .* with 2 attentions, got 1"),
-            (high, replace(state, layers=state.layers * 2), "state: expected one .* with 2 attentions, got 4"),
-            (high, state.layers, "state: expected what stream gave with the frames before, got tuple"),
+            (wide, state, r"state: expected frames of \(1, 2\) tokens, as in x, got \(2, 1\)"),
+            (
+                high,
+                replace(state, layers=state.layers[:-1]),
+                "state: expected the state .* with 2 attention layers, got 1",
+            ),
+            (
+                high,
+                replace(state, layers=state.layers * 2),
+                "state: expected the state .* with 2 attention layers, got 4",
+            ),
+            (high, state.layers, "state: expected the state that stream returned for the previous frames, got tuple"),
         ):
             with pytest.raises((ValueError, TypeError), match=message):
                 whole.stream(piece, before)

@@ -570,7 +570,7 @@ def test_linear_errors():
         lrpe_vit(encoding="cosine", attention="linear", attn_drop_rate=0.1)
     model = lrpe_vit(encoding="cosine", encoding_kwargs={"act": "silu"}, attention="linear", normalizer="none")
     assert model(image()).isfinite().all()
-    with pytest.raises(ValueError, match=r"attn_mask: linear attention"):
+    with pytest.raises(ValueError, match=r"attn_mask: expected None, because linear attention"):
         model(image(), attn_mask=torch.ones(17, 17, dtype=torch.bool))
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match="normalizer"):
@@ -722,10 +722,10 @@ def test_presets_compile_once_for_all_sizes():
     ("name", "kwargs", "message"),
     [
         ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope has 1 axes"),
-        ("qwen2_vl_vision", {}, r"encoding: expected a preset whose tokens come row by row, got 'qwen2_vl_vision'"),
+        ("qwen2_vl_vision", {}, r"expected a preset whose tokens are in row-major order, got 'qwen2_vl_vision'"),
         ("flux1", {}, r"head_dim: flux1 can't have 16"),
         ("eva02", {"split": (1, 1, 1)}, r"split: expected a share for each of eva02's 2 axes"),
-        ("eva02", {"seed": 1}, r"seed: expected it to be left out"),
+        ("eva02", {"seed": 1}, r"seed: expected None, because"),
         ("eva02", {"bas": 1}, r"bas"),
     ],
 )
@@ -960,7 +960,7 @@ def test_argument_errors():
         ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
         ({"encoding": "cosine", "attention": "flash"}, r"attention: expected 'softmax' or 'linear', got 'flash'"),
         ({"encoding": CosineMd(16, 2), "encoding_kwargs": {"act": "relu"}}, r"encoding_kwargs: expected none"),
-        ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected act and dim"),
+        ({"encoding_kwargs": {"base": 10.0}}, r"encoding_kwargs: expected only act and dim"),
         ({"encoding_kwargs": {"act": "gelu"}}, r"act: expected one of"),
         ({"encoding_kwargs": {"act": "softmax"}}, r"dim: softmax needs -1"),
         ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),

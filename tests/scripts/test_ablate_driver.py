@@ -75,7 +75,7 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
     assert results.value.between(0, 100).all()
     table = (out / "table.md").read_text()
     assert table in second.output
-    assert "Difference to rotate" in table
+    assert "Difference from rotate" in table
     assert 5_000 < (out / "sizes.png").stat().st_size < 300_000
     config = (out / "config.json").read_text()
     assert str(images) not in config
@@ -216,7 +216,7 @@ def test_numbers_of_the_table(task, tmp_path):
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds say little: the interval is ± 12.7 standard errors" in two
+    assert "Two seeds tell you little: the interval is ± 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single
@@ -309,7 +309,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.steps > 10).all()
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
-    assert "As many steps as fit into 0.2 s" in text
+    assert "as many steps as fit into 0.2 s" in text
     assert "| steps | seconds counted |" in text
 
 

@@ -240,7 +240,7 @@ def test_latents_of_buckets_equal_those_of_the_vae(tmp_path):
     assert config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1).dynamic_shapes is None
     with pytest.raises(typer.BadParameter, match=r"--patch 2: expected a divisor of 3, 5.*`train latents --patch`"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=2)
-    with pytest.raises(typer.BadParameter, match=r"--max-ratio 2\.0: latents keep their sizes"):
+    with pytest.raises(typer.BadParameter, match=r"--max-ratio 2\.0: latents have fixed sizes"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1, max_ratio=2.0)
     with pytest.raises(typer.BadParameter, match="--cuda-graphs: expected one shape for all steps"):
         config({"data": tmp_path / "latents"}, tmp_path / "run", patch=1, compile=True, cuda_graphs=True)
@@ -341,7 +341,7 @@ def test_a_shard_that_breaks_off_is_refused_before_anything_is_written(tmp_path)
     os.truncate(shard.path, int(shard.offsets[5].max()) + 1)
     done = invoke("diffusion", "--data", shards, "--out", tmp_path / "run", "--size", 8, "--device", "cpu")
     assert done.exit_code == 2
-    assert "train-001.tar breaks off in sample '00015', after 5 whole samples" in done.output
+    assert "train-001.tar is cut off in sample '00015', after 5 complete samples" in done.output
     assert not (tmp_path / "run").exists()
 
 

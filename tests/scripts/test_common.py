@@ -69,5 +69,5 @@ def test_reports_of_a_wheel_do_not_write_into_it(command, tmp_path, monkeypatch)
     monkeypatch.setattr(folder, "ROOT", tmp_path)  # a wheel has no pyproject.toml
     refused = CliRunner().invoke(app, command[1:], env={"COLUMNS": "300"})
     assert refused.exit_code == 2, refused.output
-    assert "only a checkout has results of its own" in refused.output
+    assert "only a checkout contains results" in refused.output
     assert not list(tmp_path.iterdir())

@@ -74,7 +74,7 @@ def test_unsuitable_folders(folder, tmp_path):
     for path in (tmp_path / "nothing", tmp_path / "empty", folder / "dark"):
         with pytest.raises(VideoError, match=r"expected .*CLASS/\*\.mp4"):
             load_labelled([path], 8, parts=4)
-    with pytest.raises(VideoError, match="videos are held out; give more videos, another --parts"):
+    with pytest.raises(VideoError, match="videos are held out; add videos, choose another --parts"):
         load_labelled([folder], 8, parts=1)
     run = ["video", "--data", folder, "--out", tmp_path / "run", "--task", "labels", "--cache", "none"]
     assert "--sampling: unknown 'densee'" in output_of(*run, "--sampling", "densee")

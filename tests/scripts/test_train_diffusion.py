@@ -118,7 +118,7 @@ def _break(folder, **files):
 
 
 BAD = {
-    "nothing there": (r"no such folder or file; expected a folder", lambda f: load(f / "absent")),
+    "nothing there": (r"no such file or folder; expected a folder", lambda f: load(f / "absent")),
     "no zip": (r"can't be read as a zip", lambda f: load(f / "metadata.jsonl")),
     "no images": (r"no images among its 0 files", lambda f: [(f / "new").mkdir(), load(f / "new")]),
     "row without image": (
@@ -135,7 +135,7 @@ BAD = {
     "no JSON": (r"metadata.jsonl, line 2 is not JSON", lambda f: [_break(f, **{"metadata.jsonl": "\n{"}), load(f)]),
     "no rows": (r"24 images without a row", lambda f: [_break(f, **{"metadata.jsonl": ""}), load(f)]),
     "two rows": (
-        r"line 2: red0.png has a caption already",
+        r"line 2: red0.png already has a caption",
         lambda f: [_break(f, **{"metadata.jsonl": '{"file_name": "red0.png", "text": ""}\n' * 2}), load(f)],
     ),
     "two tables": (
@@ -163,7 +163,7 @@ BAD = {
     ),
     "unknown field": (r"--without even: metadata.jsonl, line 1 has file_name", lambda f: load(f, without="even")),
     "few texts beside": (
-        r"beside each of 24 images, got 2 \(none for .*; add the others, or pass --condition none or labels",
+        r"beside each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (
@@ -285,7 +285,7 @@ def test_command_line(folder, tmp_path):
         (["--drop-text", "1"], "--drop-text: expected"),
         (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 can't have 8"),
         (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
-        (["--data", str(tmp_path / "absent")], "no such folder or file"),
+        (["--data", str(tmp_path / "absent")], "no such file or folder"),
     ):
         result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})
         assert result.exit_code == 2, result.output

@@ -93,7 +93,7 @@ def test_options_reach_the_model():
         ("digits", "rotate:base=-1", r"^--encoding rotate:base=-1 --attention softmax: base: expected"),
         ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
         ("digits", "flux1", r"head_dim: flux1 can't have 16"),
-        ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: expected a preset whose tokens come row by row"),
+        ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
         ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
         ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it takes act, base, learnable, phase"),
     ],

@@ -95,7 +95,7 @@ def outside(folder: Path) -> None:
 
 
 WRONG = {
-    "outside of a class": (outside, {}, "expected each image in the folder of its class, as cats/1.png, got 1 outside"),
+    "outside of a class": (outside, {}, "expected each image in the folder of its class, like cats/1.png, got 1"),
     "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt beside each of 24 images"),
     "all held out": (lambda folder: None, {"parts": 1}, "to hold out, got 0 and 24 of 24 with 24 different names"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
@@ -124,9 +124,9 @@ def test_wrong_data_and_options_are_refused(tmp_path, name):
         ({"x": np.zeros((3, 8, 8))}, r"expected images as uint8 .*, got float64 \(3, 8, 8\)"),
         (
             {"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, 1])},
-            r"expected labels from 0 as integers \(3,\), got int64 \(2,\)",
+            r"expected integer labels from 0, shape \(3,\), got int64 \(2,\)",
         ),
-        ({"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, -1, 1])}, "expected labels from 0"),
+        ({"x": np.zeros((3, 8, 8), np.uint8), "y": np.array([0, -1, 1])}, "expected integer labels from 0"),
     ],
 )
 def test_wrong_arrays_are_refused(tmp_path, arrays, message):
@@ -203,7 +203,7 @@ def test_an_interrupted_program_leaves_nothing(tmp_path, monkeypatch, program):
     assert not (tmp_path / "out.part").exists()
     again = invoke(*command)
     assert again.exit_code == 2
-    assert "expected a new or an empty folder" in again.output
+    assert "expected a new or empty folder" in again.output
 
 
 def test_wrong_latents_are_refused(data, tmp_path):
@@ -212,10 +212,10 @@ def test_wrong_latents_are_refused(data, tmp_path):
     options = {**data["latents"], "data": folder}
     with pytest.raises(typer.BadParameter, match=r"--patch 3: expected a divisor of 4"):
         config(options, tmp_path / "out", patch=3)
-    with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL of diffusers"):
+    with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
     other = str(write_vae(tmp_path / "wider", channels=4))
-    with pytest.raises(typer.BadParameter, match="--vae: expected one with 3 channels, as the latents have, got 4"):
+    with pytest.raises(typer.BadParameter, match="--vae: expected a VAE with 3 channels, like the latents, got 4"):
         diffusion.run(config(options, tmp_path / "out", vae=other))
     std = (folder / "std.npy").read_bytes()
     (folder / "std.npy").write_bytes(std[:-10])
@@ -251,7 +251,7 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     if kind == "clip":
         torch.testing.assert_close(found.pooled, expected.pooled, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
-    with pytest.raises(typer.BadParameter, match="1 captions of --data are not in it, as 'a dog'"):
+    with pytest.raises(typer.BadParameter, match="1 captions of --data are missing, such as 'a dog'"):
         folder.find(["a red tile", "a dog"])
 
 
@@ -500,12 +500,12 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         ("labels", ["--prompt", "rde"], "--prompt: unknown 'rde' (did you mean 'red'?); choose from: blue; green; red"),
         ("labels", ["--prompt", "3"], "--prompt: unknown '3'"),
         ("none", ["--prompt", "red"], "--prompt: expected none, the model was trained without captions or classes"),
-        ("features", ["--prompt", "a tile"], "--encoder: expected the text model that made the features"),
+        ("features", ["--prompt", "a tile"], "--encoder: expected the text model that computed the features"),
         ("latents", ["--prompt", "green", "--size", "10x8"], ""),
         (
             "latents",
             ["--prompt", "green", "--size", "9x8"],
-            "--size: expected multiples of 2, the model's patch, got 9x8",
+            "--size: expected multiples of 2, the model's patch size, got 9x8",
         ),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),

@@ -93,7 +93,7 @@ def test_damaged_idx_files(tmp_path):
     whole = images.read_bytes()
     for wrong in (whole[:100], b"no gzip", gzip.compress(idx(squares(48)[0])[:-1])):
         images.write_bytes(wrong)
-        with pytest.raises(ImageError, match=r"train-images-idx3-ubyte\.gz.*fetch it again"):
+        with pytest.raises(ImageError, match=r"train-images-idx3-ubyte\.gz.*download it again"):
             load_images(folder, 8)
     for wrong in (b"", b"\x00\x00\x0d\x03aaaaaaaaaaaa", b"\x00\x00\x08\x03aaaa"):
         labels.write_bytes(wrong)
@@ -120,11 +120,11 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
 
 
 def test_unsuitable_folders(tmp_path, monkeypatch):
-    with pytest.raises(ImageError, match="there is no such folder"):
+    with pytest.raises(ImageError, match="no such folder"):
         load_images(tmp_path / "nothing", 8)
     with pytest.raises(ImageError, match="dataset-fashion-mnist"):
         load_images(tmp_path, 8)
-    with pytest.raises(ImageError, match="its train part is not in"):
+    with pytest.raises(ImageError, match="its train split is not in"):
         load_images(tmp_path, 8, dataset="torch/cifar10")
     folder = write_folders(tmp_path / "data")
     with monkeypatch.context() as patch:
@@ -137,12 +137,12 @@ def test_unsuitable_folders(tmp_path, monkeypatch):
         load_images(folder, 8)
     broken.unlink()
     (folder / "val" / "c").mkdir()
-    with pytest.raises(ImageError, match="in one alone: c"):
+    with pytest.raises(ImageError, match="only in one: c"):
         load_images(folder, 8)
     empty = tmp_path / "empty"
     for part in ("train", "val"):
         (empty / part / "a").mkdir(parents=True)
-    with pytest.raises(ImageError, match="there are no training images"):
+    with pytest.raises(ImageError, match="no training images"):
         load_images(empty, 8)
 
 
@@ -302,7 +302,7 @@ def test_invalid_options(data, tmp_path):
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
-    assert "there are 48 images" in output_of(*run, "--batch", "64")
+    assert "there are only 48 images" in output_of(*run, "--batch", "64")
     assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in output_of(*run, "--erase", "1.5")
     assert "--shift" in output_of(*run, "--shift", "-1")
@@ -520,15 +520,15 @@ def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, en
     ("change", "message"),
     [
         ({"dim": 24}, r"another architecture \(.* is \(24,.*\) there and \(48,.*\) here.*--dim"),
-        ({"depth": 2}, r"another architecture \(blocks\.1\..* is there alone"),
-        ({"qk_norm": True}, r"another architecture \(blocks\.0\.attn\..*norm.* is there alone"),
-        ("nothing", "there is no such file"),
+        ({"depth": 2}, r"another architecture \(blocks\.1\..* is only in the file"),
+        ({"qk_norm": True}, r"another architecture \(blocks\.0\.attn\..*norm.* is only in the file"),
+        ("nothing", "no such file"),
         ("folder", "no checkpoint.pt in the folder"),
-        (b"no weights", "expected tensors by their names.* can't be read"),
-        (b"(ccopy\n", "expected tensors by their names.* can't be read"),
-        (b"PK\x03\x04 half of an npz", "expected tensors by their names.* can't be read"),
-        ([1.0], "expected tensors by their names.* can't be read"),
-        ({"epoch": 3}, "expected tensors by their names"),
+        (b"no weights", "expected named tensors.* can't be read"),
+        (b"(ccopy\n", "expected named tensors.* can't be read"),
+        (b"PK\x03\x04 half of an npz", "expected named tensors.* can't be read"),
+        ([1.0], "expected named tensors.* can't be read"),
+        ({"epoch": 3}, "expected named tensors"),
         ("video", "another architecture"),
     ],
 )
@@ -552,7 +552,7 @@ def test_unsuitable_weights(tmp_path, change, message):
 
 def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
-    with pytest.raises(typer.BadParameter, match="another architecture; give the model --heads 2"):
+    with pytest.raises(typer.BadParameter, match="another architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1

@@ -181,16 +181,19 @@ def bare(folder, settings):
 
 
 REFUSED = {
-    "no checkpoint": (["--prompt", "a"], "expected the folder of a training, with a checkpoint.pt in it"),
-    "another task": (["--prompt", "a"], "holds a training of another task"),
+    "no checkpoint": (["--prompt", "a"], "expected a run's folder with a checkpoint.pt"),
+    "another task": (["--prompt", "a"], "holds a run of another task"),
     "size": (
         ["--size", "9x8", "--prompt", "a"],
-        "--size: expected multiples of 2, the model's patch, got 9x8; the next is 10x8",
+        "--size: expected multiples of 2, the model's patch size, got 9x8; the next is 10x8",
     ),
-    "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, as 96x64, got 'big'"),
+    "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, such as 96x64"),
     "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
-    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as the captions of the training, got 24"),
-    "of text": (["--tokens", "5"], "--tokens: not for a run of `train diffusion`, which takes --size, --scale"),
+    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, like the captions in training, got 24"),
+    "of text": (
+        ["--tokens", "5"],
+        "--tokens: not available for a run of `train diffusion`, which takes --size, --scale",
+    ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "positions": (
         ["--positions", "squeezed", "--prompt", "a"],
@@ -217,14 +220,14 @@ def test_options_of_images_are_refused_for_text(tmp_path):
     folder = bare(tmp_path / "lm", {"model": {"vocab_size": 256}, "length": 8})
     result = invoke(folder, "--size", "8x8", "--scale", 2)
     assert result.exit_code == 2
-    assert "--size, --scale: not for a run of `train lm`" in result.output
+    assert "--size, --scale: not available for a run of `train lm`" in result.output
 
 
 def test_outputs_that_cannot_be_written(run_folder, tmp_path):
     (tmp_path / "file").write_text("")
     for out, message in (
         (tmp_path / "file" / "sheet.png", "can't be written"),
-        (tmp_path, "expected a file, as sheet.png"),
+        (tmp_path, "expected a file, such as sheet.png"),
     ):
         result = invoke(run_folder, "--prompt", "a", "--steps", 1, "--images", 1, "--out", out)
         assert result.exit_code == 2, result.output

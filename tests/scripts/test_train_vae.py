@@ -91,8 +91,8 @@ def test_frames_of_videos_are_images(tmp_path):
 def test_wrong_options_are_refused(tmp_path):
     data = write_classes(tmp_path / "classes")
     for changes, message in (
-        ({"widths": "8,16,9"}, "--widths: expected multiples of 8 with commas, got '8,16,9'"),
-        ({"widths": "big"}, "--widths: expected multiples of 8 with commas, got 'big'"),
+        ({"widths": "8,16,9"}, "--widths: expected multiples of 8, separated by commas, got '8,16,9'"),
+        ({"widths": "big"}, "--widths: expected multiples of 8, separated by commas, got 'big'"),
         ({"size": 9}, "--size: expected a multiple of 2 for 8,16, got 9"),
     ):
         with pytest.raises(typer.BadParameter, match=message):

@@ -81,7 +81,7 @@ def test_decoded_frames_are_the_ones_written(tmp_path, name):
 
 
 def test_missing_and_unreadable_videos(tmp_path):
-    with pytest.raises(VideoError, match="there is no such"):
+    with pytest.raises(VideoError, match="no such file or folder"):
         find_videos([tmp_path / "nothing"])
     with pytest.raises(VideoError, match="found none"):
         find_videos([tmp_path])

@@ -387,17 +387,17 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
-    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 has 2 axes"),
+    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 expects a shape with 2 axes"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: reference"),
     (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: reference: expected a size"),
-    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral has tokens on grids only"),
-    (["-p", "eva02", "--token", "18x0"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
-    (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), from 0"),
+    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral expects a shape"),
+    (["-p", "eva02", "--token", "18x0"], r"--token: token: expected coordinates on the grid (18, 28), starting at 0"),
+    (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), starting at 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
-    (["-p", "eva02", "--shape", "1x1"], "--shape: expected a grid on which eva02 rotates some channel, got 1x1"),
+    (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
 ])  # fmt: skip
 def test_invalid_arguments(arguments: list[str], message: str, tmp_path: Path):
     result = run(*arguments, "--out", str(tmp_path / "out"))

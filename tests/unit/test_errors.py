@@ -40,7 +40,7 @@ BAD = {
     "unknown act": (ValueError, r"act: .*'gelu'", lambda: cosine(x, omega=omega, positions=grid, act="gelu")),
     "unknown pairs": (ValueError, r"pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs="third")),
     "blocks of pairs that are too few": (
-        ValueError, r"pairs: .*make 4 together, got \(1, 2\)",
+        ValueError, r"pairs: .*add up to 4, got \(1, 2\)",
         lambda: rotate(x, omega=pairs, positions=grid, pairs=(1, 2)),
     ),
     "no pairs in a block": (
@@ -138,7 +138,7 @@ BAD = {
         ),
     ),
     "theta on another device": (
-        ValueError, r"omega: expected it on x's device cpu, got meta",
+        ValueError, r"omega: expected a tensor on x's device cpu, got meta",
         lambda: cosine(x, omega=omega.to("meta"), positions=grid),
     ),
     "coords on another device": (
@@ -213,14 +213,14 @@ BAD = {
     ),
     "pairs of a module": (ValueError, r"pairs: .*'third'", lambda: RotateMd(8, 2, pairs="third")),
     "blocks of pairs of a module": (
-        ValueError, r"pairs: .*make 2 together, got \(3,\)", lambda: RotateMd(8, 2, pairs=(3,), rotary_dim=4),
+        ValueError, r"pairs: .*add up to 2, got \(3,\)", lambda: RotateMd(8, 2, pairs=(3,), rotary_dim=4),
     ),
     "impl of a module": (ValueError, r"impl: .*'cuda'", lambda: CosineMd(8, 2, impl="cuda")),
     "act of a preset's module": (
         ValueError, r"act: .*'gelu'", lambda: lrpe_md.PresetMd(lrpe_md.preset("wan"), act="gelu"),
     ),
     "frequencies instead of a preset": (
-        TypeError, r"preset: expected a name, a Scheme or what lrpe_md.preset\(name, head_dim\) gives, got Axial",
+        TypeError, r"preset: expected a name, a Scheme or the result of lrpe_md.preset\(name, head_dim\), got Axial",
         lambda: lrpe_md.PresetMd(lrpe_md.preset("wan").scheme.frequencies),
     ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),

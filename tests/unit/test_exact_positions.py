@@ -144,7 +144,7 @@ def test_order_of_positions_differs_from_the_sequence():
     """Text follows its image in the sequence and precedes it in position."""
     found = compose(After(Grid((1, 2, 2)), (0,)), Tokens(3, "axis", start=1), order=(1, 0))
     assert found.coords[:, 0].tolist() == [4, 4, 4, 4, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"order: expected each of 0 to 1 once, got \(0, 0\)"):
+    with pytest.raises(ValueError, match=r"order: expected each number from 0 to 1 once, got \(0, 0\)"):
         compose(Tokens(1, "axis"), Tokens(1, "axis"), num_axes=1, order=(0, 0))
     with pytest.raises(ValueError, match=r"advance: expected at least one axis, or None, got \(\)"):
         After(Grid((2,)), advance=())

@@ -155,7 +155,7 @@ BAD = {
     ),
     "another device": (
         ValueError,
-        r"tables\[1\] \(sin\): expected it on x's device cpu, got meta",
+        r"tables\[1\] \(sin\): expected a tensor on x's device cpu, got meta",
         {"tables": (COS, COS.to("meta"))},
     ),
     "one dimension": (ValueError, r"tables\[0\] \(cos\): expected \(N, W\).* got \(8,\)", {"tables": (COS[0], COS[0])}),
@@ -179,7 +179,7 @@ BAD = {
     "no heads": (ValueError, r"a divisor of x's heads \(4\), got 0", {"tables": (torch.ones(1, 0, 12, 8),) * 2}),
     "two shapes": (
         ValueError,
-        r"tables: expected cos and sin of one shape, got .*12, 4.* and .*12, 8",
+        r"tables: expected cos and sin of the same shape, got .*12, 4.* and .*12, 8",
         {"tables": (COS[:, :4], COS)},
     ),
     "too many rows": (

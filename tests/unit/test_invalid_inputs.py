@@ -210,7 +210,7 @@ def test_errors_refer_to_the_module(name):
         module(wide, positions=GRID)
     with pytest.raises(ValueError, match=r"^q: expected the module's head_dim, 8, got 16"):
         module(wide, wide, positions=GRID)
-    with pytest.raises(ValueError, match=r"^x: expected it on the module's device cpu, got meta"):
+    with pytest.raises(ValueError, match=r"^x: expected a tensor on the module's device cpu, got meta"):
         module(X.to("meta"), positions=GRID)
     # This error is not about the module.
     with pytest.raises(ValueError, match=r"^positions: expected 6 tokens \(x's N\)"):
@@ -260,12 +260,12 @@ def test_module_from_a_preset_name():
         assert torch.equal(by_name.get_omega(), made.get_omega())
         assert by_name.head_dim == made.head_dim
     with pytest.raises(
-        ValueError, match=r"head_dim, num_heads: expected them with a preset's name alone.* got 64, None"
+        ValueError, match=r"head_dim, num_heads: expected None with a Preset, which has its own.* got 64, None"
     ):
         PresetMd(preset("wan"), head_dim=64)
     with pytest.raises(ValueError, match=r"name: expected one of .*, got 'wann'"):
         PresetMd("wann")
-    with pytest.raises(TypeError, match=r"preset: expected a name, a Scheme or what .*, got int"):
+    with pytest.raises(TypeError, match=r"preset: expected a name, a Scheme or the result of .*, got int"):
         PresetMd(3)
 
 
@@ -354,7 +354,9 @@ def test_the_inverse(impl):
 
 
 def test_separate_frequencies_for_k_are_refused():
-    with pytest.raises(TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode each in a call"):
+    with pytest.raises(
+        TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode q and k in separate calls"
+    ):
         cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
     with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):
         rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)

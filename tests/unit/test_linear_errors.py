@@ -91,14 +91,14 @@ ERRORS = {
     r"gate: expected .*, got \(2, 4, 7\)": {"gate": torch.ones(2, 4, 7)},
     r"gate: expected .*, got \(1, 1, 7\)": {"gate": torch.ones(1, 1, 7)},
     r"gate: expected a tensor \(B, H_k or 1, N\), got float": {"gate": 0.5},
-    r"gate: expected it on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
+    r"gate: expected a tensor on k's device cpu, got meta": {"gate": torch.ones(2, 1, 7, device="meta")},
     # masks
     r"block: expected a divisor of the 6 tokens between prefix and suffix .*, got 4": {"block": 4},
     r"block: expected an integer of at least 1, .*, got 0": {"block": 0},
     r"block: expected an integer of at least 1, .*, got True": {"block": True},
     r"block: expected an integer of at least 1, .*, got 2.0": {"block": 2.0},
     r"is_causal: expected False with block, .*, got True": {"block": 3, "is_causal": True},
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 2 to 7 behind a prefix of 1": {
+    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 2 to 7 after a prefix of 1": {
         "q": Q[:, :, :5], "k": K[:, :, :5], "v": K[:, :, :5], "positions": Grid((2, 3), prefix=1, start=2), "block": 3,
     },
     r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 0 to 6": {
@@ -107,13 +107,13 @@ ERRORS = {
     r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 1 to 8": {
         "positions": Grid((2, 3), prefix=1, suffix=2, start=1, length=7), "block": 3,
     },
-    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 1 to 8 behind a prefix of 2": {
+    r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens 1 to 8 after a prefix of 2": {
         "positions": Grid((2, 3), prefix=2, start=1, length=7), "block": 3,
     },
-    r"positions: expected one for q and k with block, whose order they share, got a pair": {
+    r"positions: expected the same positions for q and k with block, got a pair": {
         "positions": (GRID, GRID), "block": 3,
     },
-    r"positions: expected one for q and k with is_causal, .*, got a pair": {
+    r"positions: expected the same positions for q and k with is_causal, got a pair": {
         "positions": (GRID, GRID), "is_causal": True,
     },
     r"k: expected as many tokens as q's 7 with a causal or block mask, got 5": {
@@ -137,9 +137,9 @@ ERRORS = {
     r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.float32": {**ONE, "cu_seqlens": CU.float()},
     r"cu_seqlens: expected int32 or int64 \(num_seqs \+ 1,\), got torch.int64 \(1,\)": {**ONE, "cu_seqlens": CU[:1]},
     r"cu_seqlens: expected sequences packed in q \(1, H, N, D\), got \(2, 4, 7, 8\)": {"cu_seqlens": CU},
-    r"cu_seqlens: expected it on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
+    r"cu_seqlens: expected a tensor on q's device cpu, got meta": {**ONE, "cu_seqlens": CU.to("meta")},
     **{
-        rf"cu_seqlens: expected offsets that begin at 0, never fall and end at 7, .*, got \[{shown}\]": {
+        rf"cu_seqlens: expected offsets that start at 0, never decrease and end at 7, .*, got \[{shown}\]": {
             **ONE, "cu_seqlens": torch.tensor(values),
         }
         for shown, values in (
@@ -149,7 +149,7 @@ ERRORS = {
         )
     },
     r"block: expected None with cu_seqlens, got both": {**ONE, "cu_seqlens": CU, "block": 3},
-    r"positions: expected one for q and k with cu_seqlens, .*, got a pair": {
+    r"positions: expected the same positions for q and k with cu_seqlens, got a pair": {
         **ONE, "cu_seqlens": CU, "positions": (GRID, GRID),
     },
     # state

@@ -89,7 +89,7 @@ ERRORS = {
     "no eps": (ValueError, r"norm\.eps: expected a number above 0", lambda: Norm(eps=0.0)),
     "infinite eps": (ValueError, r"norm\.eps", lambda: Norm(eps=float("inf"))),
     "eps true": (TypeError, r"norm\.eps: expected a number, got bool", lambda: Norm(eps=True)),
-    "a bias of rms": (ValueError, r"norm\.bias: expected None for 'rms'", lambda: Norm(bias=torch.ones(D))),
+    "a bias of rms": (ValueError, r"norm\.bias: expected None for kind='rms'", lambda: Norm(bias=torch.ones(D))),
     "an infinite offset": (
         ValueError, r"norm\.offset: expected a finite number, got inf", lambda: Norm(weight=normal(D), offset=math.inf),
     ),
@@ -116,7 +116,7 @@ ERRORS = {
     "whole numbers": (TypeError, r"norm\.weight.*int64", lambda: Norm(weight=torch.ones(D, dtype=torch.int64))),
     "another device": (ValueError, r"norm\.weight.*x's device cpu", lambda: Norm(weight=torch.ones(D, device="meta"))),
     "forms that differ": (
-        ValueError, r"norm\.bias.*expected the form and dtype of the others",
+        ValueError, r"norm\.bias.*expected the same shape and dtype as the others",
         lambda: Norm("layer", torch.ones(D), torch.ones(D, dtype=torch.float64)),
     ),
 }  # fmt: skip

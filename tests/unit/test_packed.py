@@ -120,7 +120,7 @@ def test_a_packed_projection_of_the_modules():
         (lambda qkv: Rotate1d(8)(qkv[0, :, 0]), r"x: expected shape \(B, H, N, D\), got \(7, 4, 8\)"),
         (
             lambda qkv: rotate(qkv[0, :, 0], qkv[:, :, 0], omega=OMEGA, positions=pack([GRID])),
-            r"k: expected \(N, H, D\) as q, got \(2, 7, 4, 8\)",
+            r"k: expected \(N, H, D\), like q, got \(2, 7, 4, 8\)",
         ),
         (
             lambda qkv: cosine(qkv[0, :, 0], omega=OMEGA, positions=pack([GRID]), act="softmax", dim=-2),
@@ -358,7 +358,7 @@ def test_the_inverse_of_the_modules():
     back = RotateMd(8)(qkv=torch.stack(turned, 2), positions=GRID, inverse=True)
     torch.testing.assert_close(torch.stack(back, 2), qkv)
     for module in (CosineMd(8), PresetMd("cosformer", head_dim=8)):
-        with pytest.raises(ValueError, match="inverse: expected False for the cosine map, which has none"):
+        with pytest.raises(ValueError, match="inverse: expected False for the cosine map, which has no inverse"):
             module(q, positions=GRID if module.num_axes == 2 else Grid((7,)), inverse=True)
 
 
@@ -418,7 +418,7 @@ def test_zigzag_for_text():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((Grid((7,)), 0, 2), "positions: expected a number of tokens that 2 · 2 chunks divide, got 7; pad"),
+        ((Grid((7,)), 0, 2), "positions: expected a number of tokens divisible by 2 · 2 chunks, got 7; pad"),
         ((Grid((8,)), 2, 2), "rank: expected 0 to 1, got 2"),
         ((Grid((8,)), -1, 2), "rank: expected 0 to 1, got -1"),
         ((Grid((8,)), 0, 0), "num_ranks: expected an integer of at least 1, got 0"),

@@ -472,7 +472,7 @@ BAD = {
     "heads of transnormer": (r"num_heads: .*has frequencies of its own", lambda: preset("transnormer")),
     "heads of pope": (r"num_heads: .*has a phase of its own", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
-        r"split: expected it to be left out, since mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
+        r"split: expected None, because mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
     "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
@@ -495,12 +495,12 @@ BAD = {
     ),
     "bad scaling": (r"factor: .*got -1", lambda: preset("wan", scaling=partial(ntk_scaling, factor=-1.0))),
     "text where there is none": (r"segments: wan .*got 5", lambda: preset("wan").positions(5, (2, 3, 4))),
-    "shape of other axes": (r"segments: eva02 has 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
+    "shape of other axes": (r"expects a shape with 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
     "odd size to merge": (
         r"segments: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
     ),
     "reference of a table": (
-        r"reference: qwen2_vl_vision has a table", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
+        r"reference: qwen2_vl_vision expects None", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
     ),
 }  # fmt: skip
 
@@ -540,7 +540,7 @@ def test_options_have_an_effect_or_are_refused(name):
             if (name, key) != ("cosformer", "scaling"):
                 assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
-            with pytest.raises(ValueError, match=rf"{key}: expected it to be left out, since {name} has none"):
+            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} has none"):
                 preset(name, num_heads=plain.num_heads, **{key: value})
     # Grid options.
     shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))

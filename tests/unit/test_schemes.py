@@ -76,7 +76,7 @@ def test_registered_scheme_works_like_a_published_one():
     assert preset("ours", 8).name == "ours"
     assert preset(OWN).name == "ours"
     assert PresetMd("ours").preset.scheme is OWN
-    with pytest.raises(ValueError, match="name: expected one that is not registered, or overwrite=True, got 'ours'"):
+    with pytest.raises(ValueError, match="name: expected a name that is not registered, or overwrite=True, got 'ours'"):
         register_scheme("ours", OWN)
     other = replace(OWN, pairs="half")
     register_scheme("ours", other, overwrite=True)
@@ -86,7 +86,7 @@ def test_registered_scheme_works_like_a_published_one():
 def test_invalid_registrations():
     before = list_presets()
     for name in ("wan", "rotate", "none"):
-        with pytest.raises(ValueError, match=f"name: expected one that is not published .* got '{name}'"):
+        with pytest.raises(ValueError, match=f"name: expected a name that is not a published .* got '{name}'"):
             register_scheme(name, OWN, overwrite=True)
     for name in ("", 3):
         with pytest.raises(TypeError, match="name: expected a name"):
@@ -103,7 +103,7 @@ def test_invalid_registrations():
     [
         (r"map: expected one of \('rotate', 'cosine'\), got 'turn'", {"map": "turn"}),
         (r"pairs: expected one of .*, got 'thirds'", {"pairs": "thirds"}),
-        (r"rotary: expected the beginning and end of a part of \[0, 1\], got \(0.5, 0.5\)", {"rotary": (0.5, 0.5)}),
+        (r"rotary: expected the start and end of a range within \[0, 1\], got \(0.5, 0.5\)", {"rotary": (0.5, 0.5)}),
         (r"advance, whole: expected None and False without after", {"advance": (1,)}),
         (
             r"pairs: expected 'half' or 'interleaved' with a Dense",
@@ -181,7 +181,7 @@ def test_amplitude_per_axis_does_not_scale_gaps():
     scaling = (None, lambda theta: (theta, 3.0))
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
     assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
-    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes where heads differ"):
+    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if heads differ"):
         preset(replace(OWN, frequencies=Axial((1, 1), axis_map="head"), num_heads=2), scaling=scaling)
 
 
@@ -248,9 +248,7 @@ def test_defaults_are_not_written():
 def test_custom_functions():
     scaled = replace(OWN, frequencies=Axial((1, 1), scaling=partial(ntk_scaling, factor=3.0)))
     names = {"doubled": doubled}
-    with pytest.raises(
-        ValueError, match=r"grid: expected .* a function with a name.*give functions of your own a name"
-    ):
+    with pytest.raises(ValueError, match=r"grid: expected .* a named function.*name your own functions"):
         scaled.to_dict()
     data = json.loads(json.dumps(scaled.to_dict(names)))
     again = Scheme.from_dict(data, names)
@@ -258,7 +256,7 @@ def test_custom_functions():
     assert torch.equal(preset(again).omega, preset(scaled).omega)
     with pytest.raises(ValueError, match=r"grid: expected one of the functions .*, got 'doubled'"):
         Scheme.from_dict(data)
-    with pytest.raises(ValueError, match="grid: expected a function with arguments by name"):
+    with pytest.raises(ValueError, match="grid: expected a partial function with keyword arguments"):
         replace(OWN, grid=partial(doubled, (1, 2))).to_dict(names)
 
 
@@ -272,7 +270,7 @@ def test_custom_functions():
             lambda d: d["frequencies"].pop("kind") and None,
         ),
         (r"frequencies: expected split of Axial, got base", lambda d: d["frequencies"].pop("split") and None),
-        (r"data: expected a dict, as to_dict gives, got list", lambda d: [1]),
+        (r"data: expected a dict, as returned by to_dict, got list", lambda d: [1]),
         (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],
 )

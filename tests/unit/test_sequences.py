@@ -82,7 +82,7 @@ def test_table_after_other_tokens():
     ]  # fmt: skip
     empty = After(Grid((0, 4)).explicit())
     assert rows(compose(Tokens(2, "diagonal"), empty, Tokens(1, "diagonal")))[-1] == (2, 2)
-    with pytest.raises(ValueError, match=r"segments: expected coords \(N, K\), got \(2, 1, 2\) in number 0"):
+    with pytest.raises(ValueError, match=r"segments: expected coords \(N, K\), got \(2, 1, 2\) at index 0"):
         compose(After(Coordinates(torch.zeros(2, 1, 2))))
     with pytest.raises(TypeError, match="grid: expected a Grid or Coordinates, got tuple"):
         After((2, 3))
@@ -269,15 +269,15 @@ BAD = {
         lambda: compose(Tokens(3), Grid((2, 4)), start=5, length=7),
     ),
     "other number of axes": (
-        ValueError, r"segments: expected 2 axes each, got 3 in number 1",
+        ValueError, r"segments: expected 2 axes each, got 3 at index 1",
         lambda: compose(Grid((2, 2)), Grid((1, 2, 2))),
     ),
     "no number of axes": (ValueError, r"num_axes: .*None", lambda: compose(Tokens(3))),
     "axis out of range": (
-        ValueError, r"axes from 0 to 1, got \(2,\) in number 0", lambda: compose(Tokens(1, "axis", 2), Grid((2, 2))),
+        ValueError, r"axes from 0 to 1, got \(2,\) at index 0", lambda: compose(Tokens(1, "axis", 2), Grid((2, 2))),
     ),
     "axis of a follower": (ValueError, r"axes from 0 to 1, got \(5,\)", lambda: compose(After(Grid((2, 2)), (5,)))),
-    "no segment": (TypeError, r"segments: .*\(2, 2\) as number 1", lambda: compose(Tokens(1), (2, 2))),
+    "no segment": (TypeError, r"segments: .*\(2, 2\) at index 1", lambda: compose(Tokens(1), (2, 2))),
     "coordinates by sample": (
         ValueError, r"segments: expected coords \(N, K\), got \(2, 3, 2\)",
         lambda: compose(Coordinates(torch.rand(2, 3, 2))),
@@ -294,12 +294,12 @@ BAD = {
         lambda: compose(Grid((3,)), Grid((3,)).rescale(-1e9), dtype=torch.float32),
     ),
     "no samples": (ValueError, r"samples: .*none", lambda: pack([])),
-    "sample of another kind": (TypeError, r"samples: .*Tokens as number 0", lambda: pad([Tokens(3)])),
+    "sample of another kind": (TypeError, r"samples: .*Tokens at index 0", lambda: pad([Tokens(3)])),
     "sample of several samples": (
         ValueError, r"samples: .*\(2, 3, 2\)", lambda: pack([Coordinates(torch.rand(2, 3, 2))]),
     ),
     "samples of other axes": (
-        ValueError, r"samples: expected 2 axes each, got 1 in number 1", lambda: pack([Grid((2, 2)), Grid((2,))]),
+        ValueError, r"samples: expected 2 axes each, got 1 at index 1", lambda: pack([Grid((2, 2)), Grid((2,))]),
     ),
     "padded too short": (ValueError, r"num_tokens: expected at least 4.*got 3", lambda: pad([Grid((2, 2))], 3)),
 }  # fmt: skip

@@ -419,7 +419,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: packed_positions(torch.zeros(2), 5), ValueError, "cu_seqlens: .*float32"),
         (
             lambda: packed_positions(torch.tensor([1, 5]), 5), ValueError,
-            r"cu_seqlens: expected offsets that begin at 0, never fall and end at most at 5, .*, got \[1, 5\]",
+            r"cu_seqlens: expected offsets that start at 0, never decrease and end at most at 5, .*, got \[1, 5\]",
         ),
         (lambda: packed_positions(torch.tensor([0, 4, 2]), 5), ValueError, r"cu_seqlens: .*, got \[0, 4, 2\]"),
         (
@@ -435,7 +435,7 @@ X = torch.zeros(2, 4, 5, 8)
             r"offset: .*\(1,\), got torch.int64 \(2,\)",
         ),
         (
-            lambda: Rotate1d(8)(X, offset=2, positions=torch.zeros(5, 1)), ValueError, "positions: .*without offset",
+            lambda: Rotate1d(8)(X, offset=2, positions=torch.zeros(5, 1)), ValueError, "positions: .*None with offset",
         ),
         (lambda: Rotate1d(8, theta=torch.ones(3)), ValueError, r"theta: expected shape \(4,\), \(1,\) or \(1, 4\)"),
         (lambda: Rotate1d(8, amplitude=torch.ones(3)), ValueError, r"amplitude: .*\(4,\), got \(3,\)"),

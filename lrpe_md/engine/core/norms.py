@@ -41,9 +41,9 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
     if not -math.inf < offset < math.inf:
         raise ValueError(f"norm.offset: expected a finite number, got {offset!r}")
     if not 0 < eps < float("inf"):
-        raise ValueError(f"norm.eps: expected a number above 0, which keeps rows of zeros finite, got {eps!r}")
+        raise ValueError(f"norm.eps: expected a number above 0, so that rows of zeros stay finite, got {eps!r}")
     if bias is not None and kind == "rms":
-        raise ValueError("norm.bias: expected None for 'rms', which has none, or kind='layer'")
+        raise ValueError("norm.bias: expected None for kind='rms', which has no bias; pass None or use kind='layer'")
     if offset != 0 and weight is None:
         raise ValueError(f"norm.offset: expected 0 without a weight, got {offset!r}; the offset is added to the weight")
     weights = Weights(*_split_weights("weight", weight, num_tensors), *_split_weights("bias", bias, num_tensors))
@@ -85,7 +85,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
         if t.dtype not in _DTYPES:
             raise TypeError(f"{where}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
         if t.device != x.device:
-            raise ValueError(f"{where}: expected it on x's device {x.device}, got {t.device}")
+            raise ValueError(f"{where}: expected a tensor on x's device {x.device}, got {t.device}")
         fits = 1 <= t.ndim <= 3 and t.shape[-1] == head_dim
         if t.ndim == 1:
             fits = fits and over == "head"
@@ -105,12 +105,12 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
             alike = alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
         if not alike:
             raise ValueError(
-                f"{where}: expected the form and dtype of the others, {tuple(first.shape)} {first.dtype}, got "
+                f"{where}: expected the same shape and dtype as the others, {tuple(first.shape)} {first.dtype}, got "
                 f"{tuple(t.shape)} {t.dtype}"
             )
     if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
         raise ValueError(
-            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), where there is a suffix behind the grid, got 2"
+            "norm.weight: expected 3 groups of tokens, (3, 1 or H, D), because a suffix follows the grid, got 2"
         )
 
 

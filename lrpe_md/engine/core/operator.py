@@ -121,7 +121,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
     if not x.is_cuda and not (asked and INTERPRETING and not x.is_meta):
         if asked:
             raise ValueError(
-                f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before start), got "
+                f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before Python starts), got "
                 f"{x.device}; use impl='auto' or 'reference'"
             )
         return False
@@ -135,7 +135,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
             if t is not None and t.requires_grad:
                 if asked:
                     raise ValueError(
-                        "positions, amplitude: the kernels give no gradient to coords, scale or shift, nor to "
+                        "positions, amplitude: the kernels compute no gradient for coords, scale, shift or "
                         "amplitude; use impl='auto' or detach them"
                     )
                 return False

@@ -47,8 +47,8 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
     for name, x in zip(names, xs, strict=True):
         if not is_sharded(x):
             raise TypeError(
-                f"{name}: expected a DTensor beside DTensors, got a plain tensor; make it one with "
-                "DTensor.from_local, or take the shards of the others with .to_local()"
+                f"{name}: expected a DTensor, like the other tensors, got a plain tensor; convert it with "
+                "DTensor.from_local, or use the others' shards with .to_local()"
             )
         if x.device_mesh != xs[0].device_mesh:
             raise ValueError(f"{name}: expected q's mesh {xs[0].device_mesh}, got {x.device_mesh}; redistribute it")
@@ -80,7 +80,7 @@ def check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
         if is_sharded(t) and t.device_mesh != x.device_mesh:
             raise ValueError(
                 f"{what}: expected plain tensors or {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
-                "redistribute them, or take .full_tensor()"
+                "redistribute them, or pass .full_tensor()"
             )
 
 
@@ -112,8 +112,8 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
     coordinates don't keep."""
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
-            "norm.weight: expected one for all tokens where the tokens of Coordinates are sharded, got one a group; "
-            "take a Grid, or redistribute x"
+            "norm.weight: expected one for all tokens if the tokens of Coordinates are sharded, got one per group; "
+            "use a Grid, or redistribute x"
         )
     found: list[Tensor | None] = []
     for t in weights:
@@ -136,7 +136,7 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     ranks = count_ranks(x, HEADS)
     if t.shape[dim] % ranks:
         raise ValueError(
-            f"{name}: expected heads that {ranks} ranks divide, or 1 that all share, got {t.shape[dim]} "
+            f"{name}: expected a multiple of {ranks} heads, one part per rank, or 1 shared head, got {t.shape[dim]} "
             f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
         )
 

@@ -162,7 +162,7 @@ def _check_target(
     direct: bool,
 ) -> None:
     if not direct and is_sharded(*xs, *read, *target.tensors):
-        raise ValueError("out: expected None with DTensors, whose outputs are sharded as they are")
+        raise ValueError("out: expected None with DTensors, whose outputs are sharded like the inputs")
     check_target(target, xs, read, names, width, direct)
 
 

@@ -55,7 +55,7 @@ def take_target(out: Any, start: Any, number: int) -> Target | None:
     """Read the ``out`` and ``out_start`` of a public function that has so many tensors."""
     if out is None:
         if start is not None:
-            raise ValueError("out_start: expected None without out, in which it is a place")
+            raise ValueError("out_start: expected None without out, because it is a row index into out")
         return None
     if type(out) is tuple and len(out) == number and all(t is None or type(t) is Tensor for t in out):
         return Target(out, None if start is None else _check_start(start))
@@ -76,7 +76,8 @@ def take_target(out: Any, start: Any, number: int) -> Target | None:
 def _check_start(start: Any) -> Tensor:
     if not isinstance(start, Tensor):
         raise TypeError(
-            f"out_start: expected a tensor of integers, which is read on the device, got {type(start).__name__}; for a "
+            "out_start: expected a tensor of integers, which the kernel reads on the device, got "
+            f"{type(start).__name__}; for a "
             "number slice out"
         )
     if start.ndim > 1 or start.dtype not in (torch.int32, torch.int64):
@@ -97,15 +98,18 @@ def check_target(
     """
     start = target.start
     if transforming():
-        raise ValueError("out: expected None under a torch.func transform or with dual numbers, which write nothing")
+        raise ValueError(
+            "out: expected None under a torch.func transform or with dual numbers, which can't write into out"
+        )
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *read)):
         raise ValueError(
-            "out: expected no gradient to be recorded, since what is written has none; call under torch.no_grad() or "
+            "out: expected no gradient to be recorded, because writing into out is not differentiable; call under "
+            "torch.no_grad() or "
             "torch.inference_mode(), or leave out out"
         )
     if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):
         raise ValueError(
-            f"out_start: expected one place, or one for each of {xs[0].shape[0]} samples, on {xs[0].device}, got "
+            f"out_start: expected one row index, or one for each of {xs[0].shape[0]} samples, on {xs[0].device}, got "
             f"{tuple(start.shape)} on {start.device}"
         )
     if not direct:
@@ -168,7 +172,7 @@ def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) 
         name = target.name(i)
         _check_out(name, out, x, (*x.shape[:3], width), target.start is not None)
         if direct and _overlaps_itself(out.shape, out.stride()):
-            raise ValueError(f"{name}: expected memory of its own for each element, got strides {out.stride()}")
+            raise ValueError(f"{name}: expected every element to have its own memory, got strides {out.stride()}")
 
 
 def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed: bool) -> None:
@@ -182,7 +186,7 @@ def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed
         raise ValueError(f"{name}: expected shape {form}, got {found}")
     if out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
-            f"{name}: expected the dtype and device of what is encoded, {x.dtype} on {x.device}, got {out.dtype} on "
+            f"{name}: expected the dtype and device of the input, {x.dtype} on {x.device}, got {out.dtype} on "
             f"{out.device}"
         )
     if out.requires_grad:

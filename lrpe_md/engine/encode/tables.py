@@ -64,7 +64,8 @@ def _refuse_beside_tables(**others: Any) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"{name}: expected None with tables, whose cos and sin it would change, got {type(value).__name__}; "
+                f"{name}: expected None with tables, because it would change their cos and sin, got "
+                f"{type(value).__name__}; "
                 f"leave out tables or {name}"
             )
 
@@ -78,7 +79,9 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
         _check_table(COS, cos, spec, xs)
         _check_table(SIN, sin, spec, xs)
         if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
-            raise ValueError(f"tables: expected cos and sin of one shape, got {given.cos_sin.shape} and {sin.shape}")
+            raise ValueError(
+                f"tables: expected cos and sin of the same shape, got {given.cos_sin.shape} and {sin.shape}"
+            )
     num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]
     if prefix + num_rows > num_tokens:
         raise ValueError(
@@ -94,7 +97,7 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
     if t.dtype not in _REAL:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
     if t.device != x.device:
-        raise ValueError(f"{name}: expected it on x's device {x.device}, got {t.device}")
+        raise ValueError(f"{name}: expected a tensor on x's device {x.device}, got {t.device}")
     if t.ndim not in (2, 3, 4):
         raise ValueError(f"{name}: expected {FORM}, got {shape}")
     widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]

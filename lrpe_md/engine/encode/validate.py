@@ -77,8 +77,8 @@ def validate(
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
-            f"omega: expected one tensor for q and k, got {len(omega)}; q·k depends on the relative position alone "
-            "where both turn alike. For frequencies of its own, encode each in a call"
+            f"omega: expected one tensor for q and k, got {len(omega)}; q·k depends only on the relative position if "
+            "both use the same frequencies. To use different ones, encode q and k in separate calls"
         )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
     amplitude = _lay_amplitude(amplitude, channels, x.device)
@@ -127,7 +127,7 @@ def check_unused(options: Any, *names: str) -> None:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
             raise ValueError(
-                f"{name}: expected {default!r}, the default, with map={options.map!r}, which has no use for it, got "
+                f"{name}: expected {default!r}, the default, with map={options.map!r}, which does not use it, got "
                 f"{value!r}; leave it out"
             )
 
@@ -151,7 +151,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     sections = tuple(pairs)
     numbers = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sections]
     if not all(numbers) or sum(sections) != channels:
-        raise ValueError(f"pairs: expected blocks of at least one pair that make {channels} together, got {sections}")
+        raise ValueError(f"pairs: expected blocks of at least one pair that add up to {channels}, got {sections}")
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 
 
@@ -202,7 +202,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> 
     if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
         raise ValueError(
             f"{name}: expected q's batch, tokens and head_dim, {x.shape[0]}, {x.shape[2]}, {x.shape[3]}, "
-            f"got shape {tuple(t.shape)}; tensors of different lengths take positions each"
+            f"got shape {tuple(t.shape)}; tensors of different lengths need separate positions"
         )
 
 
@@ -210,12 +210,13 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     check_dense(name, t, form)
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected float32 or float64 (16 bits misplace far tokens), got {t.dtype}; where FSDP2's mixed "
+            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}; where "
+            "FSDP2's mixed "
             "precision cast it, call fully_shard on the module that owns it first, without param_dtype; for FSDP1 take "
             "MixedPrecision(buffer_dtype=torch.float32), and ignored_modules for the module where it is learned"
         )
     if t.device != xs[0].device:
-        raise ValueError(f"{name}: expected it on x's device {xs[0].device}, got {t.device}")
+        raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
     if t.ndim != 1 + len(tail) or tuple(t.shape[1:]) != tail:
         raise ValueError(f"{name}: expected shape {form} = (H or 1, {', '.join(map(str, tail))}), got {tuple(t.shape)}")
     for tensor in xs:

@@ -65,7 +65,7 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
         check_dense(name, x, "(N, H, D)")
         if x.ndim != 3:
-            raise ValueError(f"{name}: expected (N, H, D) as {'q' if name == 'k' else 'k'}, got {tuple(x.shape)}")
+            raise ValueError(f"{name}: expected (N, H, D), like {'q' if name == 'k' else 'k'}, got {tuple(x.shape)}")
     ys = encode(*map(_heads_first, xs))
     return tuple(_tokens_first(y, False) for y in ys) if len(xs) > 1 else _tokens_first(ys, False)
 
@@ -79,7 +79,9 @@ def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
 def refuse_mixing(dim: int | None) -> None:
     """Raise for a softmax over the sequence of packed tokens."""
     if dim == -2:
-        raise ValueError("dim: softmax over the sequence (-2) would mix packed sequences; call it on one at a time")
+        raise ValueError(
+            "dim: softmax over the sequence (-2) would mix packed sequences; call it on one sequence at a time"
+        )
 
 
 def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:

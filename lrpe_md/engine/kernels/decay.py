@@ -1,8 +1,9 @@
 """Decay from token to token, for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
 
-Within a block of tokens each weight of a key carries the product of the decays behind it, up to the query; the state in
-front of the block carries the product up to the query; and each key carries into the state the product up to the end.
-Products are exponentials of sums of log g. Names as in linear.py; L are the sums up to each token of a block.
+Within a block of tokens, the weight of a key includes the product of the decays after it, up to the query. The state
+before the block is multiplied by the product up to the query. A key enters the state with the product up to the end of
+the block. Products are exponentials of sums of log g. Names are those of linear.py; L is the running sum of log g in a
+block.
 """
 
 import triton
@@ -41,9 +42,9 @@ from .tiles import move_tokens
 
 @triton.jit
 def load_decay(decay, place, V: tl.constexpr):
-    """L of a block of tokens, the sums of log g behind each, and the sum of all.
+    """Load log g of a block; return L, the sum of log g after each token, and the sum over the block.
 
-    Differences of L lose digits of strong decays: where operands are not rounded, L is float64.
+    Differences of L lose precision if decays are strong, so L is float64 if operands are not rounded.
     """
     b, h, n0, o_n, m_n = place
     logs = load_gate(decay, b, h, n0 + o_n, m_n, V=V)
@@ -55,13 +56,13 @@ def load_decay(decay, place, V: tl.constexpr):
 
 @triton.jit
 def fade(logs, V: tl.constexpr):
-    """exp of sums of log g, in the dtype of the arithmetic."""
+    """Return exp of sums of log g, in the compute dtype."""
     return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
 
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr):
-    """The decay of each key (column) for each query (row) of a block; 0 for later keys."""
+    """Return the decay of each key (column) for each query (row) of a block; 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
     between = tl.minimum(L[:, None] - L[None, :], 0.0)
     return tl.where(o_n[:, None] >= o_n[None, :], fade(between, V=V), 0.0)
@@ -69,7 +70,7 @@ def fade_pairs(L, V: tl.constexpr):
 
 @triton.jit
 def fade_pairs_transposed(L, V: tl.constexpr):
-    """The same of each key (row) for each query (column)."""
+    """Return the transpose of :func:`fade_pairs`: keys are rows, queries columns."""
     o_n = tl.arange(0, V.block_n)
     between = tl.minimum(L[None, :] - L[:, None], 0.0)
     return tl.where(o_n[:, None] <= o_n[None, :], fade(between, V=V), 0.0)
@@ -77,7 +78,7 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """For each token of a block the sum of what later queries (rows), or its own, read of earlier keys (columns)."""
+    """For each token of a block, sum the products of earlier keys (columns) with this and later queries (rows)."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)
@@ -87,7 +88,7 @@ def sum_crossing(products, V: tl.constexpr):
 
 @triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
-    """S and the tiles of Z of tokens begin .. end of a head, at their end."""
+    """Return S and Z after tokens begin .. end of a head."""
     gate, decay = gates
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
@@ -116,7 +117,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """The state of each piece of the tokens at its end: states (P, B G, D_v Ê + sums). gates: β and log g."""
+    """Compute the state at the end of each piece of the tokens: states (P, B G, D_v Ê + sums). gates: β and log g."""
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -128,7 +129,7 @@ def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", size
 def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dS and dZ in front of each piece, by piece and query head, of its queries. scales: see point_to_scales."""
+    """Compute dS and dZ before each piece, by piece and query head, from its queries. scales: see point_to_scales."""
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R

@@ -1,11 +1,12 @@
 """q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
 
-A row's features are a tuple of tiles: what the map makes, both halves of it channel by channel, then what passes as x̄
-(kernels/encode.py). Widths that are no power of two are cut into several tiles of the map, and v likewise. Without a
-map neighbouring channels are pairs that nothing turns: where a row is one tile, sums over its channels may go through
-all warps. One side of an attention is what encodes its tokens: frequencies, positions,
-tables, often the same for q and for k; and the norm, None or γ, β, the partial sums for their gradients, and the
-tokens' place on the grid.
+A row's features are a tuple of tiles: first the output of the map, with both halves channel by channel, then the
+channels that the map leaves out, as x̄ (kernels/encode.py). Widths that are not powers of two are split into several
+tiles, for the map and for v. Without a map, neighbouring channels are pairs that are not rotated, because sums over the
+channels of a row in a single tile may go through all warps.
+
+A "side" of an attention (q or k) holds what encodes its tokens: frequencies, positions and tables, often the same for q
+and k; and the norm, which is None or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
 """
 
 import triton
@@ -37,20 +38,20 @@ from .tiles import first_channel, load_at, load_flags, load_tile, move_row, spli
 
 @triton.jit
 def multiply(a, b, acc, V: tl.constexpr):
-    """a b + acc, of 16-bit operands on the matrix units, of others in their own precision."""
+    """Return a b + acc: 16-bit operands use the matrix units, others their own precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
         return tl.dot(a, b, acc)
     else:
-        # Sums of sums are rounded less, and matrix units round down; a plain + would become the product's accumulator.
+        # This rounds less than matrix units, which round down. A plain + would become the accumulator of the product.
         product = tl.dot(a, b, input_precision="ieee")
         return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, since sums over tokens stay in its range."""
+    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, because sums over tokens fit its range."""
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
@@ -62,7 +63,7 @@ def to_operand(x, V: tl.constexpr):
 
 @triton.jit
 def locate_tensor(tensor, b, h, V: tl.constexpr):
-    """Token 0 of a head of a sample: pointer, strides of a token and of a channel."""
+    """Return a row at token 0 of a head of a sample: pointer, token stride and channel stride."""
     p, strides = tensor
     stride_b, stride_h, stride_n, stride_d = unpack(strides)
     row = (p, stride_n, stride_d)
@@ -73,15 +74,14 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 def load_side(side, b, g, h, V: tl.constexpr):
     """Load the tables of a head of a sample; also return h. g: the head of k.
 
-    Functions below take the result next to the side's pointers, which a function can't return if they may be None.
-
+    Pass the result on together with the side's pointers, which a function can't return if they may be None.
     """
     return load_tables(side, b, g, V=V), h
 
 
 @triton.jit
 def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
-    """The same of a head of q; k_loaded: that of its key head."""
+    """Do the same for a head of q. k_loaded: the tables of its key head."""
     if V.one_side:
         tables, _ = k_loaded
         return tables, h
@@ -109,7 +109,7 @@ def load_tables(side, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
-    """Load the frequencies and phases of head h for tile i of those that the map is applied to."""
+    """Load the frequencies and phases of head h for tile i of the map."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     p_omega, p_phase = tables
     omega_h, phase_h = steps
@@ -122,7 +122,7 @@ def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
-    """A block of tokens: what the map turns, a tile as two tiles or twice the same, then what passes."""
+    """Load a block of tokens: for each tile of the map two tiles (or the same one twice), then the other channels."""
     loaded = ()
     if V.raw:
         for i in tl.static_range(len(V.begins)):
@@ -139,7 +139,7 @@ def load_row(row, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_map_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Load tile i of those that the map is applied to, as two tiles or twice the same."""
+    """Load tile i of the map as two tiles, or the same one twice."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     return load_inputs(row, o_n, m_n, first_channel(V=T), V=T)
 
@@ -156,7 +156,7 @@ def find_values(i: tl.constexpr, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_values(row, o_n, m_n, V: tl.constexpr):
-    """A block of tokens of v, o or do, tile by tile."""
+    """Load a block of tokens of v, o or do, tile by tile."""
     values = ()
     for i in tl.static_range(len(V.v_blocks)):
         o_v, mask = find_values(i=i, m_n=m_n, V=V)
@@ -166,7 +166,7 @@ def load_values(row, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
-    """β of a block of tokens."""
+    """Load β of a block of tokens."""
     p, strides = gate
     stride_b, stride_h, stride_n = unpack(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
@@ -180,7 +180,7 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def zero_gated_tokens(x, beta):
-    """Zeros where β is 0, whatever is there, tile by tile."""
+    """Set x to 0 where β is 0, even if x is NaN, tile by tile."""
     zeroed = ()
     for i in tl.static_range(len(x)):
         zeroed += (tl.where((beta == 0.0)[:, None], 0.0, x[i]),)
@@ -189,7 +189,7 @@ def zero_gated_tokens(x, beta):
 
 @triton.jit
 def to_tiles(loaded, V: tl.constexpr):
-    """x of what :func:`load_row` has loaded: one or two tiles for each that the map turns, then what passes."""
+    """Return the tiles of x from the result of :func:`load_row`: one or two per tile of the map, then the others."""
     if V.num_turned == 0:
         return loaded
     else:
@@ -205,7 +205,7 @@ def to_tiles(loaded, V: tl.constexpr):
 
 @triton.jit
 def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
-    """Return the tiles of x of what :func:`load_map_tile` has loaded."""
+    """Return the tiles of x from the result of :func:`load_map_tile`."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     if V.map == "cosine":
         return (upcast(first, V=V),)
@@ -215,7 +215,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """norm(x) of tokens n0 + o_n, and what its backward takes: x̂, what x was multiplied by, γ and β, the groups."""
+    """Return norm(x) of tokens n0 + o_n, and what its backward needs: x̂, the factor of x, γ and β, and the groups."""
     if V.norm == "none":
         return x, ()
     else:
@@ -226,8 +226,8 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
-    """γ and β of tokens n0 + o_n, and the groups that they are of. Read again for each block: held on to, they would
-    take registers that are spilled for them."""
+    """Load γ and β of tokens n0 + o_n, and their groups. They are loaded again for each block, because keeping them
+    would cause spills."""
     pointers, own = side
     _, h = own
     _, norm = pointers
@@ -241,7 +241,7 @@ def find_weights(side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
-    """x̄ with zeros for the channels, with TOKENS also for the tokens, that are not there."""
+    """Set channels of x̄ beyond the width to 0 and, with TOKENS, tokens beyond the end."""
     if V.keeps_zero:
         return x_bar
     else:
@@ -258,7 +258,7 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def turn_block(side, n0, o_n, V: tl.constexpr):
-    """cos Θ and sin Θ of tokens n0 + o_n, their indices on the grid, and which of them are on it, tile by tile."""
+    """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices, and which are on the grid, tile by tile."""
     if V.map == "none":
         return ()
     else:
@@ -290,7 +290,7 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def turn_tile(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
-    """:func:`turn_tokens` for tile i of those that the map is applied to."""
+    """Apply :func:`turn_tokens` to tile i of the map."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     o_c = T.first + tl.arange(0, T.block_c)
     m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
@@ -299,7 +299,7 @@ def turn_tile(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
-    """Return the tiles of a row that tile i of the map is made of."""
+    """Return the tiles of a row that belong to tile i of the map."""
     if V.halves == 1:
         return (x[i],)
     else:
@@ -308,7 +308,7 @@ def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def map_tile(x_bar, turned, i: tl.constexpr, V: tl.constexpr):
-    """Tile i of x̂, both halves of what the map makes of x̄."""
+    """Return tile i of x̂: both halves of the map's output."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     x = take_map_tile(x_bar, i=i, V=V)
     if V.map == "none":
@@ -321,12 +321,12 @@ def map_tile(x_bar, turned, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def join_halves(first, second, V: tl.constexpr):
-    """Two tiles (tokens, channels) as one of features: V.run channels of one, then of the other, and so on."""
+    """Join two tiles (tokens, channels) into one, alternating runs of V.run channels from each."""
     BLOCK_N: tl.constexpr = V.block_n
     WIDTH: tl.constexpr = 2 * V.block_c
     if V.run == 1:
         return tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH])
-    else:  # a join would be taken for packed elements: operands behind it are read in pieces of 8 bytes (Triton 3.6)
+    else:  # Triton 3.6 takes a join for packed elements, and reads the operands after it in pieces of 8 bytes
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
         of_second = tl.arange(0, 2)[None, None, :, None] == 1
@@ -337,7 +337,7 @@ def join_halves(first, second, V: tl.constexpr):
 
 @triton.jit
 def split_halves(x, V: tl.constexpr):
-    """The inverse of :func:`join_halves`."""
+    """Undo :func:`join_halves`."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     if V.run == 1:
@@ -351,7 +351,7 @@ def split_halves(x, V: tl.constexpr):
 
 @triton.jit
 def map_features(x_bar, turned, V: tl.constexpr):
-    """x̂ of x̄."""
+    """Compute x̂ from x̄."""
     if V.num_turned == 0:
         return x_bar
     else:
@@ -367,7 +367,7 @@ def map_features(x_bar, turned, V: tl.constexpr):
 
 @triton.jit
 def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
-    """dx̄ of dx̂, and dΘ, tile by tile."""
+    """Compute dx̄ and dΘ from dx̂, tile by tile."""
     if V.num_turned == 0:
         return dx_hat, ()
     else:
@@ -385,7 +385,7 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
 
 @triton.jit
 def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
-    """The tiles of dx̄ of tile i of dx̂, and their dΘ where it is needed."""
+    """Compute the tiles of dx̄ from tile i of dx̂, and dΘ if it is needed."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     dy = split_halves(dx_hat, V=T)
     if V.map == "none":
@@ -401,7 +401,7 @@ def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
-    """dx of a block of tokens; the sums for dγ and dβ with theirs added. x: of :func:`normalise_tokens`."""
+    """Store dx of a block of tokens, and return the updated sums for dγ and dβ. x: from :func:`normalise_tokens`."""
     normed, saved = x
     dx = activate_row_backward(normed, x_bar, dx_bar, V=V)
     if V.norm != "none":
@@ -420,7 +420,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
 
 @triton.jit
 def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """The inverse of :func:`load_map_tile`."""
+    """Store what :func:`load_map_tile` loads."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     store_input_gradients(row, take_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
 
@@ -437,8 +437,8 @@ def _empty_row(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_weight_sums(V: tl.constexpr):
-    """Zeros for dγ and dβ of a program: for each group of tokens tiles (tokens, channels), or in float64 (1, channels),
-    of γ, then of β."""
+    """Return zeros for dγ and dβ of a program. Each group of tokens has tiles for γ, then for β: (tokens, channels), or
+    (1, channels) in float64."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
@@ -464,7 +464,7 @@ def add_weight_products(sums, products, group, V: tl.constexpr):
 
 @triton.jit
 def store_weight_sums(side, row, sums, V: tl.constexpr):
-    """A program's, as a row of the partial sums."""
+    """Store the sums of a program as a row of the partial sums."""
     if V.need_dweight:
         pointers, _ = side
         _, norm = pointers
@@ -475,7 +475,7 @@ def store_weight_sums(side, row, sums, V: tl.constexpr):
 
 @triton.jit
 def store_values(row, values, o_n, m_n, V: tl.constexpr):
-    """The inverse of :func:`load_values`."""
+    """Store what :func:`load_values` loads."""
     for i in tl.static_range(len(V.v_blocks)):
         o_v, mask = find_values(i=i, m_n=m_n, V=V)
         store_at(row, values[i], o_n, o_v, mask, V=V)

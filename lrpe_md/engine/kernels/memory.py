@@ -1,11 +1,12 @@
 """Memory that forgets, over blocks of tokens: S_f = g_f (I − A_f) S_{f−1} + B_f, forward and backward.
 
-Kernels of linear.py form B_f and read states. Here A_f = Σ β k̂ k̂ᵀ of all blocks is formed at once; a scan goes from
-block to block, in float32, since 16 bits would lose what I − A keeps; and keys get what A and B leave them. With
-V.memory "add" A is 0. States are held transposed, as there: A is symmetric, so each row of Sᵀ has a scan of its own,
-and the sums of the normaliser are one more row.
+The kernels in linear.py compute B_f and read states. The kernels here compute A_f = Σ β k̂ k̂ᵀ of all blocks at
+once, scan from block to block, and compute the gradients of the keys through A and B. The scan uses float32, because
+in 16 bits I − A would lose too much precision. With V.memory "add", A is 0. States are transposed, as in linear.py. A
+is symmetric, so each row of Sᵀ is scanned independently, and the normaliser's sums are one more row.
 
-Names as in linear.py; M = −g (dS Sᵀ + S dSᵀ) is the gradient of A and its transpose, with S the state before a block.
+Names are those of linear.py. M = −g (dS Sᵀ + S dSᵀ) is the gradient of A plus its transpose, where S is the state
+before a block.
 """
 
 import triton
@@ -58,7 +59,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Form k̂ of tokens n0 + o_n, or with COUNTS k̄, and β times the same."""
+    """Compute k̂ (or k̄ with COUNTS) of tokens n0 + o_n, and β times it."""
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(move_tokens(k_head, n0, V=V), o_n, m_n, V=V), V=V)
     if V.gated:
@@ -76,7 +77,7 @@ def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.con
 
 @triton.jit
 def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Zeros for the columns of A that belong to tile r: a tile for each tile of rows."""
+    """Return zeros for the columns of A in tile r: one tile per tile of rows."""
     A = ()
     if COUNTS:
         for i in tl.static_range(len(V.sum_blocks)):
@@ -89,7 +90,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """The columns of A that belong to tile r, of tokens begin .. end of a head."""
+    """Compute the columns of A in tile r from tokens begin .. end of a head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -107,7 +108,7 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 
 @triton.jit
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Channels (1, channels) of tile i of k̂, or with COUNTS of what the normaliser counts; which of them there are."""
+    """Return the channels (1, channels) of tile i of k̂ (with COUNTS, of the normaliser's features), and their mask."""
     if COUNTS:
         return find_counted(i=i, V=V)
     else:
@@ -125,7 +126,7 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 
 @kernel
 def linear_transition_kernel(k, gate, side, p_transitions, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """A of each piece of the tokens (P, B G, Ê²), and behind it for "unrotated" that of the normaliser, D²."""
+    """Compute A for each piece of the tokens (P, B G, Ê²), followed for "unrotated" by the normaliser's A (D²)."""
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     side = (side, load_side(side, b, g, g, V=V))
@@ -147,7 +148,7 @@ def linear_transition_kernel(k, gate, side, p_transitions, pieces: "sizes", size
 
 @triton.jit
 def multiply_exactly(a, b, acc, V: tl.constexpr):
-    """a b + acc, in the precision of the sums."""
+    """Return a b + acc, in the precision of the sums."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     else:
@@ -156,14 +157,14 @@ def multiply_exactly(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def place_rows(o_r, num_rows, i: tl.constexpr, V: tl.constexpr):
-    """Offsets of tile i of rows of Sᵀ within a state, and which of them there are."""
+    """Return the offsets of tile i of rows of Sᵀ within a state, and their mask."""
     o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
     return o_r[:, None] * V.width + o_c, (o_r < num_rows)[:, None] & (o_c < V.width)
 
 
 @triton.jit
 def load_rows(p, o_r, num_rows, V: tl.constexpr):
-    """Rows of Sᵀ, tile by tile."""
+    """Load rows of Sᵀ, tile by tile."""
     S = ()
     for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
         o, mask = place_rows(o_r, num_rows, i=i, V=V)
@@ -180,7 +181,7 @@ def store_rows(p, S, o_r, num_rows, V: tl.constexpr):
 
 @triton.jit
 def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
-    """Rows of what the pieces of a block, and R heads of each, leave."""
+    """Sum rows over the pieces of a block and the R heads of each piece."""
     first, last = pieces
     row, rows, R, size = steps
     total = ()
@@ -195,7 +196,7 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
 
 @triton.jit
 def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
-    """Tile (i, j) of A of a block."""
+    """Load tile (i, j) of the A of a block."""
     first, last = pieces
     row, rows, size, base = steps
     o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]
@@ -210,7 +211,7 @@ def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constex
 
 @triton.jit
 def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
-    """Sᵀ (I − A): take out what the keys of a block read. With V.memory "add" that is S itself."""
+    """Return Sᵀ (I − A), which leaves out what the keys of a block read. With V.memory "add" that is Sᵀ itself."""
     if V.memory == "add":
         return S
     else:
@@ -226,7 +227,7 @@ def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
 
 @triton.jit
 def sum_products(x, y):
-    """Σ x y over all tiles, in float64."""
+    """Return Σ x y over all tiles, in float64."""
     total = tl.sum(x[0].to(tl.float64) * y[0].to(tl.float64))
     for i in tl.static_range(1, len(x)):
         total += tl.sum(x[i].to(tl.float64) * y[i].to(tl.float64))
@@ -235,13 +236,16 @@ def sum_products(x, y):
 
 @kernel
 def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes", V: tl.constexpr):
-    """The state before each block and after the last, in the order of the scan: series (F + 1, B G, size).
+    """Compute the state before each block and after the last, in scan order: series (F + 1, B G, size).
 
-    Before block f it is at f, or backward at f + 1; the last is at the other end. parts: B (P, B G R, size), of which R
-    heads are summed, A (P, B G, ..) and the first state (B G, size) or None. V.adds_first: the gradient of such a scan,
-    to which parts are added before the state is stored. series: also those whose gradient this is, at the other end of
-    each block, and partial sums for dg (row blocks, F, B G), both for V.need_ddecay. decay (F, B G). offsets (F + 1):
-    of the pieces of a block. numbers: of rows of a state; where they begin in a state, and A in the transitions.
+    The state before block f is at index f, or f + 1 in a backward scan; the final state is at the other end.
+
+    parts: B (P, B G R, size), summed over R heads, A (P, B G, ..), and the first state (B G, size) or None.
+    V.adds_first: for the gradient of a scan, parts are added before the state is stored.
+    series: the output; with V.need_ddecay, also the series that this is the gradient of, read at the other end of each
+    block, and partial sums for dg (row blocks, F, B G).
+    p_decay: (F, B G). p_offsets: the first piece of each block, (F + 1).
+    numbers: the counts, and the offsets of these rows in a state and of A in the transitions.
     """
     p_parts, p_transitions, p_first = parts
     p_series, p_partner, p_ddecay = series
@@ -282,7 +286,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
 
 @triton.jit
 def load_columns(p, num_rows, v0, i, V: tl.constexpr):
-    """Rows v0 .. of Sᵀ (rows, channels) and of the channels tile i."""
+    """Load rows v0 .. of Sᵀ, for the channels in tile i."""
     o_r = v0 + tl.arange(0, V.block_r)
     o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
     mask = (o_r < num_rows)[:, None] & (o_c < V.width)
@@ -291,7 +295,7 @@ def load_columns(p, num_rows, v0, i, V: tl.constexpr):
 
 @triton.jit
 def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
-    """total + (dS Sᵀ + S dSᵀ), a tile (rows, columns) of it."""
+    """Return total + (dS Sᵀ + S dSᵀ) for one tile (rows, columns)."""
     i, j = tile
     for v0 in range(0, num_rows, V.block_r):
         dS_i = load_columns(p_gradient, num_rows, v0, i, V=V)
@@ -305,17 +309,17 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 
 @kernel
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
-    """M (F, B G, Ê²), a program for a tile of it.
+    """Compute M (F, B G, Ê²), one tile per program.
 
-    forward, backward: the states before each block of both scans and their gradients, each (F, B G, size); of the
-    backward one None where there is none.
+    forward, backward: the states before each block and their gradients in both scans, each (F, B G, size). Those of
+    the backward scan are None if there is no such scan.
     """
     p_state, p_gradient = forward
     p_later, p_later_gradient = backward
     num_rows, size = unpack(sizes)
     TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
     pid = tl.program_id(0)
-    place = tl.cast(pid // (TILES * TILES), tl.int64)  # of a block and a head
+    place = tl.cast(pid // (TILES * TILES), tl.int64)  # index of a block and a head
     tile = pid % (TILES * TILES)
     i = tile // TILES
     j = tile - i * TILES
@@ -332,7 +336,7 @@ def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: 
 
 @triton.jit
 def load_matrix(p, V: tl.constexpr):
-    """M as operands: tiles by row, then by column."""
+    """Load M as operands: tiles by row, then by column."""
     M = ()
     for i in tl.static_range(len(V.feature_blocks)):
         o_r, m_r = find_features(i=i, COUNTS=False, V=V)
@@ -345,7 +349,7 @@ def load_matrix(p, V: tl.constexpr):
 
 @triton.jit
 def apply_matrix(x, M, V: tl.constexpr):
-    """x (tokens, features) times M, tile by tile. Tokens are columns of the products: see multiply_tiles."""
+    """Multiply x (tokens, features) by M, tile by tile. Tokens are the columns of the products: see multiply_tiles."""
     result = ()
     for i in tl.static_range(len(x)):
         total = empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V)
@@ -357,7 +361,7 @@ def apply_matrix(x, M, V: tl.constexpr):
 
 @triton.jit
 def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
-    """x̄ times the gradient of the normaliser's A and its transpose: Σ u (w · x̄) + w (u · x̄), of pairs of vectors."""
+    """Multiply x̄ by the gradient of the normaliser's A plus its transpose: Σ u (w · x̄) + w (u · x̄) over pairs."""
     result = ()
     for i in tl.static_range(len(x_bar)):
         result += (x_bar[i] * 0.0,)
@@ -373,7 +377,7 @@ def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
 
 @triton.jit
 def spread_rows(rows, like):
-    """(1, channels) for each token, tile by tile."""
+    """Broadcast rows (1, channels) to all tokens, tile by tile."""
     result = ()
     for i in tl.static_range(len(rows)):
         result += (tl.broadcast_to(rows[i], [like[i].shape[0], like[i].shape[1]]),)
@@ -382,10 +386,10 @@ def spread_rows(rows, like):
 
 @triton.jit
 def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω, and those for dγ and dβ of the norm.
+    """Write dk, dv and dβ of tokens begin .. end of a head. Return the sums for dω, and for dγ and dβ of the norm.
 
-    tensors: k, v, dk, dv. gates: β and dβ. grads: operands dS, sums dZ, M, and a pointer to vectors in its place for
-    the normaliser.
+    tensors: k, v, dk, dv. gates: β and dβ. grads: operands dS, sums dZ, M, and a pointer to the vectors that replace M
+    for the normaliser.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     k, v, dk, dv = tensors
@@ -403,7 +407,7 @@ def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
-        weight = m_n.to(ACC)  # of tokens that are not there 0
+        weight = m_n.to(ACC)  # 0 for tokens beyond the end
         x_hat = map_features(x_bar, turned, V=V)
         from_state = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
         if V.normalizer == "encoded":
@@ -413,7 +417,7 @@ def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
         if V.normalizer == "unrotated":
             vectors = apply_vectors(x_bar, p_vectors, V=V)
         if V.gated:
-            if V.need_dgate:  # A is a product of two keys, of which β multiplies one
+            if V.need_dgate:  # A is a product of two keys, and β multiplies only one of them
                 dbeta = row_dot(x_hat, from_state) + 0.5 * row_dot(x_hat, from_transition)
                 if V.normalizer == "unrotated":
                     dbeta += row_dot(spread_rows(to_rows(dZ), x_bar), x_bar) + 0.5 * row_dot(x_bar, vectors)
@@ -438,7 +442,7 @@ def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
 def linear_memory_key_kernel(
     tensors, gates, side, slots, matrices, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dk, dv, dβ, and sums for dω. tensors: k, v, dk, dv. slots: dS and dZ of each block; matrices: M and vectors."""
+    """Compute dk, dv, dβ and sums for dω. tensors: k, v, dk, dv. slots: dS, dZ of each block. matrices: M, vectors."""
     p_slots, p_slot_sums = slots
     p_matrices, p_vectors = matrices
     G, P, B = unpack(sizes)

@@ -42,7 +42,8 @@ def as_state(state: Any) -> tuple[Tensor, ...]:
     if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
         what = type(state).__name__
         raise TypeError(
-            f"state: expected (S, Σ), or (S, None) with normalizer='none', as return_state gives, got {what}"
+            "state: expected (S, Σ), or (S, None) with normalizer='none', as returned with return_state=True, got "
+            f"{what}"
         )
     return tuple(t for t in state if t is not None)
 
@@ -125,7 +126,9 @@ def _normalise_first(
     check_input("q", q, q)
     check_input("k", k, q, other_length=True)
     if is_sharded(q, k):
-        raise ValueError("norm: expected None with DTensors and an encoding that can't describe(); normalise before")
+        raise ValueError(
+            "norm: expected None with DTensors and an encoding without describe(); normalise q and k first"
+        )
     options, weights = take_norm(options, norm, 2)
     q_norm, k_norm = apply_norm(options, weights, (q, k), positions)
     return q_norm.to(q.dtype), k_norm.to(k.dtype)

@@ -1,5 +1,5 @@
-"""Launches of linear attention whose memory forgets: over blocks of tokens, kernels/memory.py, or with a causal mask
-from token to token, kernels/decay.py."""
+"""Launch linear attention with memory that forgets: over blocks of tokens (kernels/memory.py) or, with a causal mask,
+from token to token (kernels/decay.py)."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from .plan import LinearPass
 
 __all__ = ["backward", "forward", "saved_shapes"]
 
-ROWS = 16  # of a transposed state, for a program of a scan
-COLUMNS = 64  # of a tile of its rows
-TILE = 32  # rows and columns of A's gradient, for a program
+ROWS = 16  # rows of a transposed state per program of a scan
+COLUMNS = 64  # columns per tile of these rows
+TILE = 32  # rows and columns of A's gradient per program
 
 
 class Memory(NamedTuple):
-    """Results of the scans of a forward, which the backward takes."""
+    """Results of the forward scans that the backward uses."""
 
-    seen: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
-    sums: Tensor  # and what the normaliser sums up
-    series: Tensor  # the states before each block, and after the last: (F + 1, B H_k, size)
-    later: Tensor | None = None  # those of the scan from the last block, each at one more
+    seen: Tensor  # S seen by the tokens of each block, as operands: (F, B H_k, D_v Ê)
+    sums: Tensor  # the normaliser's sums
+    series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
+    later: Tensor | None = None  # states of the backward scan, each at the next index
     transitions: Tensor | None = None  # A of each piece of the tokens
 
 
@@ -66,15 +66,15 @@ class Extent(NamedTuple):
 
     width: int
     num_rows: int
-    begin: int  # in a state
-    matrix_begin: int  # in the transitions of a piece
+    begin: int  # first element in a state
+    matrix_begin: int  # first element of the matrix in a piece's transitions
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """o, then with return_state the state behind the last token, then with keep what the backward would form again."""
+    """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
     work = Work(call, operands)
     o = like_in_memory(work.q, work.sizes.v_dim)
     with current_device(work.q):
@@ -91,7 +91,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 
 
 def form_memory(work: Work, operands: Operands) -> Memory:
-    """Form B and A of all pieces, and scan them."""
+    """Compute B and A of all pieces, and scan them."""
     attention, pieces = work.call.attention, work.pieces(of_queries=False)
     parts = form_states(work, pieces, exact=True)
     transitions = form_transitions(work, pieces) if attention.rule == "delta" else None
@@ -110,13 +110,13 @@ def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
 
 
 def split_sums(work: Work, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S as operands, and the sums, of states (.., size)."""
+    """Split states (.., size) into S, as operands, and the normaliser's sums."""
     matrix, sums = states.split([work.sizes.v_dim * work.sizes.num_features, work.sizes.num_sums], dim=-1)
     return matrix.to(work.operand).contiguous(), sums.contiguous()
 
 
 def form_transitions(work: Work, pieces: Pieces) -> Tensor:
-    """Return A of each piece of the keys, (P, B H_k, ..)."""
+    """Return A for each piece of the keys, (P, B H_k, ..)."""
     sizes = work.sizes
     described = work.describe(LinearPass.STATE, work.k_side, **refine(work, True))
     variant, _ = described
@@ -131,13 +131,13 @@ def form_transitions(work: Work, pieces: Pieces) -> Tensor:
 
 
 def count_transition(work: Work) -> int:
-    """Count the elements of A, and of the normaliser's."""
+    """Count the elements of A, including the normaliser's."""
     sizes = work.sizes
     return sizes.num_features**2 + (sizes.num_sums**2 if work.call.attention.normalizer == "unrotated" else 0)
 
 
 def list_extents(work: Work) -> list[Extent]:
-    """List what a scan goes through: S, with the sums of encoded features as one more row, and other sums."""
+    """List the parts of a state that a scan covers: S (plus a row of encoded sums), and unrotated sums."""
     sizes, normalizer = work.sizes, work.call.attention.normalizer
     width = sizes.num_features
     extents = [Extent(width, sizes.v_dim + (normalizer == "encoded"), 0, 0)]
@@ -147,7 +147,7 @@ def list_extents(work: Work) -> list[Extent]:
 
 
 def lay_out_decay(work: Work, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, (F, B H_k): 1 of the prefix and the suffix."""
+    """Return the decay of each block, (F, B H_k); prefix and suffix have decay 1."""
     sizes = work.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     laid = torch.ones(shape, dtype=work.acc, device=work.device)
@@ -158,18 +158,18 @@ def lay_out_decay(work: Work, decay: Tensor | None, pieces: Pieces) -> Tensor:
 
 
 def place_blocks(work: Work) -> tuple[int, int]:
-    """Return the first block behind the prefix, and the number of blocks before the suffix."""
+    """Return the index of the first block after the prefix, and the number of blocks before the suffix."""
     prefix, suffix = work.call.k_layout.ends
     return int(prefix > 0), (work.sizes.num_keys - prefix - suffix) // work.call.attention.block
 
 
 def locate_blocks(work: Work, pieces: Pieces) -> Tensor:
-    """Return where the pieces of each block begin, and where those of the last one end."""
+    """Return the index of the first piece of each block, and the total number of pieces."""
     call = work.call
     return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, work.device)
 
 
-# Tables for good: a CUDA graph may hold their addresses.
+# The cache keeps tables alive, because a CUDA graph may hold their addresses.
 @cache
 def _locate_blocks(
     num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device
@@ -181,10 +181,10 @@ def _locate_blocks(
 
 
 class Scan(NamedTuple):
-    """Scans of a call, which share A and the decay."""
+    """The scans of a call, which share A and the decay."""
 
     work: Work
-    offsets: Tensor  # of the pieces of each block
+    offsets: Tensor  # first piece of each block
     transitions: Tensor | None
     decay: Tensor
 
@@ -197,7 +197,7 @@ class Scan(NamedTuple):
         adds_first: bool = False,
         partner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the series of a scan and, with a partner, dg (F, B H_k): see :func:`linear_memory_scan_kernel`."""
+        """Run a scan; return its series and, with a partner, dg (F, B H_k). See :func:`linear_memory_scan_kernel`."""
         work, sizes, call = self.work, self.work.sizes, self.work.call
         num_blocks, device = len(self.decay), work.device
         series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=work.acc, device=device)
@@ -229,7 +229,7 @@ def choose_columns(width: int) -> int:
 def saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Shapes and dtypes of what forward keeps, from shapes and dtypes alone."""
+    """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
     sizes = measure(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
     shape = (pieces.num_slots, sizes.rows)
@@ -257,7 +257,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """The gradients as of :func:`engine.linear.launch.backward`, then that of the decay where it is needed."""
+    """Return the gradients of :func:`engine.linear.launch.backward`, then that of the decay if it is needed."""
     how = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, how)
 
@@ -299,7 +299,7 @@ def restore(work: Work, saved: Sequence[Tensor]) -> Memory:
 
 
 class Pair(NamedTuple):
-    """States that each block begins with, in the order of a scan, and their gradients: (F, B H_k, size)."""
+    """States at the start of each block, in scan order, and their gradients: (F, B H_k, size)."""
 
     states: Tensor
     gradients: Tensor
@@ -308,7 +308,7 @@ class Pair(NamedTuple):
 def differentiate_delta(
     work: Work, grads: Grads, dseen: tuple[Tensor, Tensor], scans: tuple[Pair, Pair | None], decay: Tensor
 ) -> None:
-    """Write dk, dv and dβ of the delta rule."""
+    """Write dk, dv and dβ for the delta rule."""
     sizes, pieces = work.sizes, work.pieces(of_queries=False)
     forward, backward = scans
     width = sizes.num_features
@@ -344,7 +344,7 @@ def differentiate_delta(
 
 
 def reduce_block_decay(work: Work, ddecay: Tensor, decay: Tensor) -> Tensor:
-    """Return the gradient of the decay as it was passed."""
+    """Sum the gradient to the shape and dtype of the decay that was passed."""
     first, count = place_blocks(work)
     whole = ddecay[first : first + count].unflatten(1, (work.sizes.batch, work.sizes.groups)).permute(1, 2, 0)
     if decay.ndim == 1:
@@ -365,7 +365,7 @@ def form_log_decay(work: Work, operands: Operands) -> Tensor:
 
 
 def sum_before(work: Work, operands: Operands, has_state: bool) -> tuple[Seen, Tensor | None]:
-    """Return the states in front of each piece, none where one program goes through all tokens, and their series."""
+    """Return the states before each piece, and their series; nothing if one program handles all tokens."""
     sizes, pieces = work.sizes, work.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
@@ -382,7 +382,7 @@ def sum_before(work: Work, operands: Operands, has_state: bool) -> tuple[Seen, T
 
 
 def scan_pieces(work: Work) -> Scan:
-    """Return the scan of the states of pieces, by the decay of all tokens of each."""
+    """Return a scan over the states of pieces, with the total decay of each piece."""
     pieces, sizes = work.pieces(of_queries=False), work.sizes
     assert work.log_decay is not None
     assert pieces.table is not None
@@ -400,11 +400,11 @@ def _count_up(count: int, device: torch.device) -> Tensor:
 def differentiate_causal(
     work: Work, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Do the work of :func:`differentiate` with a causal mask.
+    """Do the same as :func:`differentiate`, for a causal mask.
 
-    The gradient of log g of a token is that of all it multiplies, g_n (dS_n · S_{n−1}): in front of a piece the product
-    of the state and its gradient; from token to token more by what a key leaves to later blocks, and less by what a
-    query reads of earlier ones; and the pairs of a key and a query of its own block that are on both sides of it.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts: the product of the state before the piece with
+    its gradient; a running sum over the tokens of the piece, plus what each key gives to later blocks and minus what
+    each query reads from earlier ones; and, within a block, all pairs of an earlier key and a later query.
     """
     sizes, pieces, wanted = work.sizes, work.pieces(of_queries=True), work.needs.decay
     work.log_decay = form_log_decay(work, operands)
@@ -430,7 +430,7 @@ def differentiate_causal(
 def sum_decay_gradients(
     work: Work, seen: Seen, gradients: Tensor | None, scales: Tensor, products: Tensor
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of log g, (B, H_k, N), from the kernels' sums: see :func:`differentiate_causal`."""
+    """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`."""
     sizes, length = work.sizes, work.pieces(of_queries=True).length
     read, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
     change = torch.nn.functional.pad((products.double() - read).cumsum(-1), (1, 0))[..., : sizes.num_keys]
@@ -444,7 +444,7 @@ def sum_decay_gradients(
 
 
 def sum_query_states(work: Work, scales: Tensor) -> Tensor:
-    """Return dS and dZ in front of each piece, by query head."""
+    """Return dS and dZ before each piece, by query head."""
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
     described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, True))
     variant, _ = described
@@ -459,7 +459,7 @@ def sum_query_states(work: Work, scales: Tensor) -> Tensor:
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
-    """Return the gradient of the decay as it was passed, from that of log g (B, H_k, N)."""
+    """Convert the gradient of log g (B, H_k, N) to that of the decay that was passed."""
     if decay.ndim == 1:
         dlogs = dlogs.sum((0, 2))
     return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()

@@ -194,7 +194,8 @@ def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"q: expected tokens sharded over one axis of the mesh, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
         raise ValueError(
-            f"k: expected heads that {count_ranks(k, HEADS)} ranks divide, or 1 that is replicated, got {k.shape[1]}"
+            f"k: expected a multiple of {count_ranks(k, HEADS)} heads, one part per rank, or 1 replicated head, got "
+            f"{k.shape[1]}"
         )
     for tables, x in ((call.q_tables, q), (call.k_tables, k)):
         check_cut(tables, x)
@@ -206,7 +207,7 @@ def _check_local_blocks(call: LinearCall, local: LinearCall, q: Any) -> None:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
-            "block: expected a Grid where tokens are sharded, whose ranks know prefix and suffix, got coordinates"
+            "block: expected a Grid if tokens are sharded, so that every rank knows prefix and suffix, got coordinates"
         )
     check_edges(local.q_layout, call.q_layout.start + q.shape[2], call.attention.block)
 

@@ -58,7 +58,7 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
     check_gate(given.gate, k)
     if apart and attention.mask != "full":
         which = "block" if attention.mask == "block" else "is_causal"
-        raise ValueError(f"positions: expected one for q and k with {which}, whose order they share, got a pair")
+        raise ValueError(f"positions: expected the same positions for q and k with {which}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
         raise ValueError(
             f"k: expected as many tokens as q's {q.shape[2]} with a causal or block mask, got {k.shape[2]}"
@@ -90,7 +90,9 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
-            raise ValueError(f"block: expected an integer of at least 1, the tokens of a block, got {block!r}")
+            raise ValueError(
+                f"block: expected an integer of at least 1, the number of tokens in a block, got {block!r}"
+            )
         if options.is_causal:
             raise ValueError(
                 "is_causal: expected False with block, which is causal between blocks and full within each, got True"
@@ -99,7 +101,7 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
     rule, directions = options.rule, options.directions
     check_rule(rule, directions)
     if given.decay is not None and mask == "full":
-        raise ValueError("decay: expected is_causal=True or a block, which order the tokens, got neither; pass block=")
+        raise ValueError("decay: expected is_causal=True or a block, got neither; pass one of them")
     if rule == "delta" and mask == "full":
         raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
     if rule == "delta" and (mask == "causal" or block == 1):
@@ -111,7 +113,7 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
         raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
     if directions == "both" and (given.state or options.return_state):
         name = "state" if given.state else "return_state"
-        raise ValueError(f"{name}: expected none with directions='both', which needs the whole sequence; drop it")
+        raise ValueError(f"{name}: expected None with directions='both', which needs the whole sequence; leave it out")
     memory = "sum" if given.decay is None and (rule, directions) == ("add", "forward") else rule
     memory = f"{rule} both" if directions == "both" else memory
     return Attention(options.normalizer, mask, block or 0, float(options.eps), memory)
@@ -137,11 +139,11 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected ({heads} or 1,), by head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the "
+            f"decay: expected ({heads} or 1,), per head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the "
             f"{unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:
-        raise ValueError(f"decay: expected it on k's device {k.device}, got {decay.device}")
+        raise ValueError(f"decay: expected a tensor on k's device {k.device}, got {decay.device}")
 
 
 def check_decay_range(decay: Tensor | None) -> None:
@@ -151,8 +153,8 @@ def check_decay_range(decay: Tensor | None) -> None:
     least, most = decay.detach().aminmax()
     if not (least > 0 and most <= 1):  # also catches NaN
         raise ValueError(
-            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps all, "
-            "and a sigmoid keeps a learned one in range"
+            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps "
+            "everything; use a sigmoid to keep learned factors in range"
         )
 
 
@@ -215,11 +217,11 @@ def check_gate(gate: Any, k: Tensor) -> None:
         raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
         raise ValueError(
-            f"gate: expected (B, H_k or 1, N) = ({batch}, {heads} or 1, {num_tokens}), a factor of each key, got "
+            f"gate: expected (B, H_k or 1, N) = ({batch}, {heads} or 1, {num_tokens}), one weight per key, got "
             f"{tuple(gate.shape)}"
         )
     if gate.device != k.device:
-        raise ValueError(f"gate: expected it on k's device {k.device}, got {gate.device}")
+        raise ValueError(f"gate: expected a tensor on k's device {k.device}, got {gate.device}")
 
 
 def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Tensor | None:
@@ -231,13 +233,13 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
             f"cu_seqlens: expected int32 or int64 (num_seqs + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens: expected it on q's device {q.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {cu_seqlens.device}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
     if mask == "block":
-        raise ValueError("block: expected None with cu_seqlens, got both; give each sequence a call")
+        raise ValueError("block: expected None with cu_seqlens, got both; call once per sequence instead")
     if apart:
-        raise ValueError("positions: expected one for q and k with cu_seqlens, whose sequences they share, got a pair")
+        raise ValueError("positions: expected the same positions for q and k with cu_seqlens, got a pair")
     check_offsets(cu_seqlens, q.shape[2])
     return cu_seqlens
 
@@ -246,7 +248,8 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
     num_grid = layout.num_grid_tokens
     if num_grid % block:
         raise ValueError(
-            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (of a video the tokens of a "
+            f"block: expected a divisor of the {num_grid} tokens between prefix and suffix (for a video, the tokens "
+            "of a "
             f"frame), got {block}"
         )
     check_edges(layout, positions.total if isinstance(positions, Grid) else layout.num_tokens, block)
@@ -259,8 +262,8 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
         inside = edge - prefix
         if not (edge == 0 or edge == total or (0 <= inside <= num_grid and inside % block == 0)):
             raise ValueError(
-                f"block: expected a shard of whole blocks of {block} tokens, prefix and suffix being blocks of their "
-                f"own, got tokens {start} to {start + num_tokens} behind a prefix of {prefix}"
+                f"block: expected a shard of whole blocks of {block} tokens, with prefix and suffix as separate "
+                f"blocks, got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
             )
 
 
@@ -284,7 +287,7 @@ def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
         check_dense("state", t, form)
         if tuple(t.shape) != shape:
             raise ValueError(
-                f"state: expected {form} of shapes {expected}, as a call with these sizes and return_state=True gives, "
+                f"state: expected {form} of shapes {expected}, as returned with these sizes and return_state=True, "
                 f"got {[tuple(t.shape) for t in state]}"
             )
         if t.dtype != dtype or t.device != q.device:

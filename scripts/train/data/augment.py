@@ -55,7 +55,7 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
         )  # fmt: skip
     except (AssertionError, ValueError, IndexError, KeyError) as error:
         raise typer.BadParameter(
-            f"--augment: expected a policy of timm's, such as rand-m9-mstd0.5-inc1, got {policy!r} ({error})"
+            f"--augment: expected a timm policy, such as rand-m9-mstd0.5-inc1, got {policy!r} ({error})"
         ) from error
 
 

@@ -50,7 +50,9 @@ def load_classes(
     labels = torch.tensor([names.index(name) for _, name in pairs])
     tests = torch.tensor([crc32(PurePosixPath(name).name.encode()) % parts == 0 for name, _ in pairs])
     if tests.all() or not tests.any():
-        raise typer.BadParameter(f"--data {path}: {tests.sum()} of {len(pairs)} images are for tests; give more")
+        raise typer.BadParameter(
+            f"--data {path}: {tests.sum()} of {len(pairs)} images are held out for tests; add more images"
+        )
     train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~tests, tests))
     return Labelled(train, test, len(names))
 
@@ -60,7 +62,7 @@ def list_files(path: Path) -> dict[str, Read]:
     if path.is_dir():
         return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
     if not path.exists():
-        raise typer.BadParameter(f"--data {path}: there is no such folder or file; {REMEDY}")
+        raise typer.BadParameter(f"--data {path}: no such file or folder; {REMEDY}")
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
@@ -68,7 +70,7 @@ def list_files(path: Path) -> dict[str, Read]:
     files: dict[str, Read] = {}
     for info in archive.infolist():
         if info.filename in files:
-            raise typer.BadParameter(f"--data {path}: {info.filename} is in it twice; leave one out")
+            raise typer.BadParameter(f"--data {path}: {info.filename} is in it twice; remove one")
         if not info.is_dir():
             files[info.filename] = partial(archive.read, info)
     return files
@@ -85,17 +87,17 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if tables:
         return _from_table(path, tables[0], files, images, without, field)
     if field != "text":
-        raise typer.BadParameter(f"--label {field}: there is no table in {path} that has fields")
+        raise typer.BadParameter(f"--label {field}: {path} has no table with fields")
     if without:
-        raise typer.BadParameter(f"--without {without}: there is no table of captions in {path} that has fields")
+        raise typer.BadParameter(f"--without {without}: {path} has no table of captions with fields")
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
         some = ", ".join(alone[:3]) + (", .." if len(alone) > 3 else "")
         raise typer.BadParameter(
             f"--data {path}: expected a caption in NAME.txt beside each of {len(beside)} images, got "
-            f"{len(beside) - len(alone)} (none for {some}); add the others, or pass --condition none or labels to "
-            "train without captions"
+            f"{len(beside) - len(alone)} (none for {some}); add the missing ones, or pass --condition none or labels "
+            "to train without captions"
         )
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
@@ -111,10 +113,10 @@ def _from_table(
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
-            raise typer.BadParameter(f"{path}: {table}, line {line}: half a surrogate pair is not text, got {row!a}")
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got half a surrogate pair: {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
-            raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} has a caption already")
+            raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
             raise typer.BadParameter(f"--without {without}: {table}, line {line} has {', '.join(row)} alone")
         if without and str(row[without]).lower() in ("true", "1", "yes"):
@@ -155,7 +157,7 @@ def read_text(path: Path, name: str, read: Read) -> str:
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{path}: {name} is not UTF-8 ({error})") from error
     except UNREADABLE as error:
-        raise typer.BadParameter(f"{path}: {name} can't be read ({error}); mend it or remove it") from error
+        raise typer.BadParameter(f"{path}: {name} can't be read ({error}); repair or remove it") from error
 
 
 def _is_text(value: str) -> bool:
@@ -166,7 +168,7 @@ def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
     found = list(names)
     if found:
         some = ", ".join(found[:3]) + (", .." if len(found) > 3 else "")
-        raise typer.BadParameter(f"--data {path}: {len(found)} {what}: {some}; complete the pairs or take them away")
+        raise typer.BadParameter(f"--data {path}: {len(found)} {what}: {some}; complete or remove these pairs")
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
@@ -175,7 +177,7 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
         with Image.open(io.BytesIO(read())) as image:
             rgba = ImageOps.exif_transpose(image).convert("RGBA")
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); repair or remove it") from error
     white = Image.new("RGBA", rgba.size, "white")
     return Image.alpha_composite(white, rgba).convert("RGB")
 
@@ -185,7 +187,7 @@ def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
     try:
         return measure_image(read())
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); mend it or remove it") from error
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); repair or remove it") from error
 
 
 def crop_square(image: Image.Image, size: int) -> np.ndarray:

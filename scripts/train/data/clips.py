@@ -118,8 +118,8 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
         held_out = hold_out([p.relative_to(root).as_posix() for p, _ in found], parts)
     if held_out.all() or not held_out.any():
         raise VideoError(
-            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; give more videos, another --parts, "
-            "or train/CLASS and val/CLASS"
+            f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts, "
+            "or use train/CLASS and val/CLASS"
         )
     frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])

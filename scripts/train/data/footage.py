@@ -27,7 +27,9 @@ def is_footage(path: Path) -> bool:
         return path.suffix.lower() in SUFFIXES
     there = {each.suffix.lower() for each in path.rglob("*")}
     if there & set(SUFFIXES) and there & set(IMAGES):
-        raise typer.BadParameter(f"--data {path}: expected images or videos, got both; give a folder of one kind")
+        raise typer.BadParameter(
+            f"--data {path}: expected images or videos, got both; pass a folder with only one kind"
+        )
     return bool(there & set(SUFFIXES))
 
 

@@ -96,7 +96,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         ImageError: nothing of the kind there, an image that can't be read, more than fits into memory.
     """
     if not path.is_dir():
-        raise ImageError(f"--data {path}: there is no such folder; {REMEDY}")
+        raise ImageError(f"--data {path}: no such folder; {REMEDY}")
     if dataset:
         train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
     elif is_idx(path):
@@ -105,10 +105,10 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         train, test = _folders(path, size, limit)
     for name, part in (("training", train), ("test", test)):
         if not len(part):
-            raise ImageError(f"--data {path}: there are no {name} images; {REMEDY}")
+            raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
     if train.images.shape[1:] != test.images.shape[1:]:
         shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
-        raise ImageError(f"--data {path}: expected training and test images of one shape, got {shapes}")
+        raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1)
 
 
@@ -142,13 +142,15 @@ def read_idx(path: Path) -> np.ndarray:
         raw = path.read_bytes()
         data = gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as error:
-        raise ImageError(f"{path} can't be read ({error}); fetch it again") from error
+        raise ImageError(f"{path} can't be read ({error}); download it again") from error
     axes = data[3] if len(data) > 3 else 0
     if data[:3] != b"\x00\x00\x08" or len(data) < 4 + 4 * axes:
         raise ImageError(f"{path}: expected an idx file of bytes, which begins with 00 00 08, got {data[:4].hex(' ')}")
     shape = tuple(np.frombuffer(data, ">u4", axes, 4).tolist())
     if len(data) - 4 - 4 * axes != math.prod(shape):
-        raise ImageError(f"{path}: {shape} by its head, but {len(data) - 4 - 4 * axes} bytes of data; fetch it again")
+        raise ImageError(
+            f"{path}: {shape} according to its header, but {len(data) - 4 - 4 * axes} bytes of data; download it again"
+        )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
@@ -182,7 +184,7 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
         roots = [path, path]
     elif names[0] != names[1]:
         raise ImageError(
-            f"--data {path}: expected the same classes in train and {tests[0].name}, but these are in one alone: "
+            f"--data {path}: expected the same classes in train and {tests[0].name}, but these are only in one: "
             f"{', '.join(sorted(set(names[0]) ^ set(names[1])))}"
         )
     number = {name: i for i, name in enumerate(names[0])}
@@ -214,7 +216,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     train, test, num_classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
     for name, part in (("training", train), ("test", test)):
         if not len(part):
-            raise ImageError(f"--data {path}: there are no {name} images; {REMEDY}")
+            raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
     chosen, tested = (_some(len(part), limit) for part in (train, test))
     train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
     return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes)
@@ -225,7 +227,9 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
         found: Any = create_dataset(name, root=str(root), split=split)
         chosen = _some(len(found), limit)
     except Exception as error:  # of any reader, torchvision's, hfds', tfds'
-        raise ImageError(f"--dataset {name}: its {split} part is not in {root} ({error}); fetch it first") from error
+        raise ImageError(
+            f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
+        ) from error
     return _decoded(lambda i: found[int(chosen[i])], len(chosen), size)
 
 
@@ -234,7 +238,7 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
     if (needed := num * 3 * size**2) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
-            f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use --stream, smaller --test-sizes, or --limit"
+            f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, smaller --test-sizes, or --limit"
         )
     images, labels = torch.empty(num, 3, size, size, dtype=torch.uint8), torch.empty(num, dtype=torch.int64)
 
@@ -252,7 +256,7 @@ def _square(source: Path | Image.Image, size: int) -> Tensor:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ImageError(f"{source} can't be read as an image ({error}); leave it out") from error
+        raise ImageError(f"{source} can't be read as an image ({error}); remove it") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 

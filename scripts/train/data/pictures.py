@@ -62,7 +62,7 @@ class Pictures:
         if (needed := len(chosen) * 3 * height * width) > MEMORY:
             raise typer.BadParameter(
                 f"--data: {len(chosen):,} images of {height}×{width} take {needed / 2**30:.0f} GiB, more than the "
-                f"{MEMORY / 2**30:.0f} GiB that are kept in memory; use --stream, a smaller --size, --limit, or latents"
+                f"{MEMORY / 2**30:.0f} GiB allowed in memory; use --stream, a smaller --size, --limit, or latents"
             )
         with ThreadPoolExecutor(8) as pool:
             parts = list(pool.map(lambda i: crop(self.open(int(i)), (height, width)), chosen))
@@ -157,8 +157,8 @@ def _classes(path: Path, images: list[str]) -> Records:
     outside = [name for name, each in zip(images, parts, strict=True) if len(each) < 2]
     if outside:
         raise typer.BadParameter(
-            f"--data {path}: expected each image in the folder of its class, as cats/1.png, got {len(outside)} outside "
-            f"of one: {outside[0]}; move them, or pass --condition none"
+            f"--data {path}: expected each image in the folder of its class, like cats/1.png, got {len(outside)} "
+            f"outside any: {outside[0]}; move them, or pass --condition none"
         )
     classes = tuple(sorted({each[0] for each in parts}))
     labels = np.array([classes.index(each[0]) for each in parts], np.int64)
@@ -184,7 +184,7 @@ def _from_npz(path: Path) -> Pictures:
             for kind, names in ARRAYS.items():
                 arrays[kind] = next((file[name] for name in names if name in file.files), None)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise typer.BadParameter(f"--data {path}: can't be read as an .npz ({error}); write it again") from error
+        raise typer.BadParameter(f"--data {path}: can't be read as an .npz ({error}); create it again") from error
     if arrays["images"] is None:
         raise typer.BadParameter(
             f"--data {path}: expected an array of images named {', '.join(ARRAYS['images'])}, got none; rename yours"
@@ -203,7 +203,8 @@ def _from_arrays(
     if labels is not None:
         if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
             raise typer.BadParameter(
-                f"--data {path}: expected labels from 0 as integers ({len(images)},), got {labels.dtype} {labels.shape}"
+                f"--data {path}: expected integer labels from 0, shape ({len(images)},), got {labels.dtype} "
+                f"{labels.shape}"
             )
         labels, classes = labels.astype(np.int64), tuple(map(str, range(int(labels.max(initial=0)) + 1)))
     records = Records([f"{i:08}" for i in range(len(images))], labels=labels, classes=classes, tests=tests)

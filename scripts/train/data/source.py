@@ -35,19 +35,19 @@ class GenerativeTraining(Training):
         )
     )
     condition: str = option("auto", "captions, labels, none, or auto: captions or labels if the data has them.")
-    without: str = option("", "Field of the table of captions; rows where it is true are left out.")
+    without: str = option("", "Field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
     label: str = option("", "Field that is the class, of .json in shards or of a Hugging Face data set.")
     parts: int = option(20, "Hold out one in this many images, or segments of videos.", least=1)
-    fold: int = option(0, "Which part is held out, 0 to --parts - 1.")
-    flip: bool = option(False, "Mirror half of the training images from left to right.")
-    size: int = option(32, "Height and width in training, in pixels. Latents keep theirs.", least=1)
+    fold: int = option(0, "Which part is held out: 0 to --parts - 1.")
+    flip: bool = option(False, "Flip half of the training images horizontally.")
+    size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size. Latents keep theirs."
     )
     max_ratio: float = option(
         1.0,
-        "Largest ratio of the sides. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
+        "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
         "--size² pixels, and each batch comes from one bucket. Latents keep theirs.",
         least=1,
     )
@@ -56,9 +56,9 @@ class GenerativeTraining(Training):
         "Decode images when they are needed, by --workers, instead of all before the training. Always so for "
         "webdataset shards and Hugging Face data sets.",
     )
-    frames: int = option(16, "Frames of a clip.", least=1)
+    frames: int = option(16, "Frames per clip.", least=1)
     every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
-    segment: int = option(240, "Length of a segment of video, in frames. Clips stay within a segment.", least=1)
+    segment: int = option(240, "Length of a video segment, in frames; clips never cross segments.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,7 +121,7 @@ class Source:
         """Refuse a batch that is larger than the training part."""
         if batch > len(self.train):
             raise typer.BadParameter(
-                f"--batch {batch}: there are {len(self.train)} samples to train on; make it smaller"
+                f"--batch {batch}: there are only {len(self.train)} samples to train on; make it smaller"
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:

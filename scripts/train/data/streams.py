@@ -110,8 +110,8 @@ class Stream:
             return function(number)
         except UNREADABLE as error:
             raise DataError(
-                f"{self.source.locate(number)} can't be read ({type(error).__name__}: {error}); mend or remove it, and "
-                "the same command resumes"
+                f"{self.source.locate(number)} can't be read ({type(error).__name__}: {error}); repair or remove it, "
+                "then run the same command to resume"
             ) from error
 
     @property
@@ -222,15 +222,15 @@ def _scan(path: Path) -> Shard:
             end = archive.offset
     except (tarfile.TarError, OSError, EOFError) as error:
         raise StreamError(
-            f"{path} breaks off in sample {rows[-1][0] if rows else 'number 0'!r}, after {max(len(rows) - 1, 0)} whole "
-            f"samples ({error}); fetch it again, or remove it"
+            f"{path} is cut off in sample {rows[-1][0] if rows else 'number 0'!r}, after {max(len(rows) - 1, 0)} "
+            f"complete samples ({error}); download it again, or remove it"
         ) from error
     with path.open("rb") as file:
         file.seek(end)
         if file.read(BLOCK) != bytes(BLOCK):
             raise StreamError(
-                f"{path} ends without a tar's end mark after sample {rows[-1][0] if rows else ''!r}, so samples may be "
-                "missing; fetch it again, or remove it"
+                f"{path} has no end-of-archive marker after sample {rows[-1][0] if rows else ''!r}, so samples may be "
+                "missing; download it again, or remove it"
             )
     fields = sorted({name for _, members in rows for name in members})
     table = np.array([[members.get(name, (-1, -1)) for name in fields] for _, members in rows], np.int64)
@@ -346,7 +346,7 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
         raise StreamError(f"--data {path}: expected shards (.tar), found none")
     for each in found:
         if not each.is_file():
-            raise StreamError(f"--data {path}: there is no shard {each}")
+            raise StreamError(f"--data {path}: no such shard: {each}")
     tests = [each for each in found if each.name.startswith(TEST_NAMES)]
     return [each for each in found if each not in tests], tests
 

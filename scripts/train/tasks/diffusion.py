@@ -96,7 +96,7 @@ class DiffusionTraining(GenerativeTraining):
     )
     times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.", panel=OPTIMISER)
     prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.", panel=OPTIMISER)
-    guidance: float = option(3.0, "Guidance scale in sampling; 1 turns guidance off.", free=True, least=0, panel=RUN)
+    guidance: float = option(3.0, "Guidance scale for sampling; 1 disables guidance.", free=True, least=0, panel=RUN)
     sampler: str = option("heun", f"Sampler: one of {', '.join(SAMPLERS)}.", free=True, panel=RUN)
     sample_steps: int = option(
         50, "Sampling steps; a step of heun calls the model twice.", free=True, least=1, panel=RUN
@@ -142,16 +142,16 @@ class DiffusionTraining(GenerativeTraining):
             if wrong:
                 raise typer.BadParameter(
                     f"--patch {self.patch}: expected a divisor of {', '.join(map(str, wrong))}, the sides of the "
-                    "latents; write them with `train latents --patch`"
+                    "latents; compute them again with `train latents --patch`"
                 )
             for name, value, default in (("--mix-sizes", self.mix_sizes, ""), ("--max-ratio", self.max_ratio, 1)):
                 if value != default:
                     raise typer.BadParameter(
-                        f"{name} {value}: latents keep their sizes; pass it to `train latents` instead"
+                        f"{name} {value}: latents have fixed sizes; pass it to `train latents` instead"
                     )  # fmt: skip
         if self.cuda_graphs and self.dynamic_shapes is None:
             raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave it out, or leave out --mix-sizes "
+                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
                 "and --max-ratio"
             )
 
@@ -249,7 +249,7 @@ def open_decoder(config: DiffusionTraining, device: torch.device) -> Decoder | N
     found = Decoder(load_vae(config.latents["vae"] if config.vae == "auto" else config.vae), device)
     if found.channels != config.latents["channels"]:
         raise typer.BadParameter(
-            f"--vae: expected one with {config.latents['channels']} channels, as the latents have, got {found.channels}"
+            f"--vae: expected a VAE with {config.latents['channels']} channels, like the latents, got {found.channels}"
         )
     found.scale, found.shift = config.latents["scale"], config.latents["shift"]
     return found

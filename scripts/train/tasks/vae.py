@@ -52,7 +52,7 @@ class VaeTraining(GenerativeTraining):
     layers: int = option(1, "Residual blocks at each scale.", least=1)
     latent_channels: int = option(4, "Channels of the latents.", least=1)
     kl: float = option(1e-4, "Weight of the KL divergence, per value of the latents.", least=0)
-    frames: int = option(1, "Frames of a clip, for videos; each counts as an image.", least=1)
+    frames: int = option(1, "Frames per clip, for videos; each frame counts as an image.", least=1)
     samples: int = option(12, "Number of held-out images to show.", free=True, least=1)
     test_samples: int = option(256, "Maximum number of held-out images to test on.", free=True, least=1)
 
@@ -69,7 +69,9 @@ class VaeTraining(GenerativeTraining):
         except ValueError:
             found = ()
         if not found or min(found) < 1 or any(width % GROUPS for width in found):
-            raise typer.BadParameter(f"--widths: expected multiples of {GROUPS} with commas, got {self.widths!r}")
+            raise typer.BadParameter(
+                f"--widths: expected multiples of {GROUPS}, separated by commas, got {self.widths!r}"
+            )
         return found
 
     @property

@@ -66,17 +66,17 @@ class VideoTraining(Training):
     encoding: str = option("rotate", VIDEOS.help)
     attention: str = option("softmax", f"Kind of attention, one of: {', '.join(VIDEOS.attentions)}.")
     space_time: str = option("joint", "Attention over space and time: joint, or factorised (first space).", panel=MODEL)
-    frames: int = option(8, "Frames of a clip.", least=1)
+    frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
     sampling: str = option(
         "dense", "Frames of a clip with --task labels: dense (every --every-th), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, pixels.")
-    test_size: int = option(64, "Other size to test at, pixels.")
-    motion: bool = option(True, "Show motion alone: subtract the mean over time, and normalise the deviation.")
+    test_size: int = option(64, "Additional test size, in pixels.")
+    motion: bool = option(True, "Show only motion: subtract the mean over time, and normalise the deviation.")
     flip: bool = option(True, "Mirror half of the clips.")
     patch: int = option(8, "Height and width of a patch, pixels.", least=1)
-    tubelet: int = option(1, "Frames per token; above 1, tokens show time without an encoding.", least=1, panel=MODEL)
+    tubelet: int = option(1, "Frames per token. Above 1, tokens show time without an encoding.", least=1, panel=MODEL)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(6, "Number of blocks.", least=1)
     heads: int = option(4, "Number of attention heads.", least=1)
@@ -89,7 +89,7 @@ class VideoTraining(Training):
     )
     parts: int = option(5, "One segment (with --task labels, one video) in this many is held out.", least=1)
     fold: int = option(0, "Which segments are held out: 0 to --parts - 1.")
-    test_samples: int = option(1024, "Most held-out clips × labels to test on, about.", free=True, least=1)
+    test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
     cache: str = option(
         "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
     )
