@@ -1,6 +1,6 @@
 """Modify models before or after adaptation, and compare them with originals that have the same modification.
 
-    lrpe-md adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+    lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
 Each row has the outcome for a model, a modification and an order: "same" (equal outputs, and equal gradients if the
 modification preserves gradients), "refused" (adapting raises), "different", "error" (only the adapted model raises),
@@ -209,7 +209,8 @@ def offload_groups(model: Any) -> None:
 def dispatch(model: nn.Module) -> None:
     import accelerate
 
-    accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    main_device: Any = "cpu"  # compared with the values of the device map
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device=main_device, force_hooks=True)
 
 
 class Change(NamedTuple):
