@@ -34,7 +34,7 @@ __all__ = ["CHANGES", "Outcome", "sweep_library", "sweep_model"]
 
 _TABLES = re.compile(r"rope|rotary|posembed|positionembedding", re.IGNORECASE)
 _NORMS = re.compile(r"(^|[._])(norm_(added_)?[qk]|[qk]_(layer)?norm|query_norm|key_norm)$")
-_TURNED = re.compile(r"(^|[._])(to_)?[qk](_proj)?$")
+_TURNED = re.compile(r"(^|[._])(to_)?(qkv|query|key|[qk])(_proj)?$")
 _WHOLE = re.compile(r"att(entio)?n|router|MLA$", re.IGNORECASE)
 CPU = torch.device("cpu")
 
