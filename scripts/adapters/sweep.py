@@ -13,9 +13,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import shutil
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -189,7 +191,9 @@ def offload_to_cpu(model: nn.Module) -> None:
 def offload_to_disk(model: nn.Module) -> None:
     import accelerate
 
-    accelerate.disk_offload(model, tempfile.mkdtemp(prefix="sweep-"), execution_device=CPU)
+    folder = tempfile.mkdtemp(prefix="sweep-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    accelerate.disk_offload(model, folder, execution_device=CPU)
 
 
 def offload_in_parts(model: nn.Module) -> None:

@@ -3,6 +3,8 @@
 import copy
 import csv
 import functools
+import gc
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,16 @@ def test_offloaded_whole_attentions_keep_outputs(when):
             adapt_rotary(model)
         for _ in range(2):
             assert trial.distance(candidate.call(model), expected) <= trial.BOUND
+
+
+def test_folders_of_offloaded_weights_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = build_llama()
+    sweep.offload_to_disk(model)
+    assert len(list(tmp_path.iterdir())) == 1
+    del model
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
