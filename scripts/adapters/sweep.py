@@ -276,7 +276,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
     """Yield a row for each change and order; nothing if the model can't be built, called or adapted."""
     try:
         model = candidate.build()
-        stock = candidate.call(model)
+        stock = candidate.call(copy.deepcopy(model))  # some can't be copied after a call
         adapt_rotary(copy.deepcopy(model))
     except Exception:
         return
@@ -360,9 +360,10 @@ def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | Non
 
 
 def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Return the outcome for a copy of the adapted model, if the original can be copied."""
+    """Return the outcome for a copy of the adapted model, if the original can be copied after a call."""
     try:
-        make(original.model)
+        candidate.call(called := copy.deepcopy(original.model))
+        make(called)
     except Exception as error:
         return "inapplicable", f"the original raises {type(error).__name__}"
     return _compare(candidate, original.result, original.model, make)

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import dataclasses
 import functools
 import gc
 import tempfile
@@ -112,6 +113,20 @@ def test_originals_that_cannot_be_copied():
         outcome, note = sweep._try_copy(LLAMA, original, COPIES[name])
         assert outcome == "inapplicable"
         assert note.startswith("the original raises ")
+
+
+def test_originals_that_cannot_be_copied_after_a_call():
+    """RecurrentGemma keeps the last state, a tensor with a history, which can't be deep-copied."""
+
+    def call_and_keep(model):
+        model.state = model.embed_tokens.weight * 1
+        return call(model)
+
+    candidate = dataclasses.replace(LLAMA, call=call_and_keep)
+    rows = list(sweep.sweep_model("transformers", candidate))
+    assert {row.change for row in rows if row.outcome == "inapplicable"} >= {"deepcopy"}
+    assert {row.outcome for row in rows if row.change in sweep.CHANGES} == {"same", "inapplicable"}
+    assert [row.outcome for row in rows if row.change == "pickle"] == ["same"]
 
 
 def test_copies_that_lose_the_adaptation():
