@@ -276,7 +276,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
     """Yield a row for each change and order; nothing if the model can't be built, called or adapted."""
     try:
         model = candidate.build()
-        stock = candidate.call(copy.deepcopy(model))  # some can't be copied after a call
+        stock = candidate.call(copy.deepcopy(model))  # Some models can't be copied after a call.
         adapt_rotary(copy.deepcopy(model))
     except Exception:
         return
