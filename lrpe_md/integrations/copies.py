@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 __all__ = [
     "SDPA", "Copier", "ForwardCopy", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
-    "is_adapted", "looks_rotary", "original_class", "private_names", "read_own", "restore_class",
+    "is_adapted", "looks_rotary", "original_class", "read_own", "replaced_names", "restore_class",
 ]  # fmt: skip
 
 SDPA = F.scaled_dot_product_attention
@@ -401,10 +401,19 @@ def restore_class(part: Any) -> None:
         part.__class__ = original_class(type(part))
 
 
-def private_names(cls: type) -> set[str]:
-    """Return the names that the methods of an adapted class look up under private ones."""
-    waiting = [getattr(method, "__func__", method) for method in vars(cls).values()]
+def replaced_names(cls: type) -> set[str]:
+    """Return the names of functions that an adapted class replaces: those its methods call, and its static methods."""
     found: set[str] = set()
+    for name, method in vars(cls).items():
+        called = _private_names(getattr(method, "__func__", method))
+        is_whole = isinstance(method, staticmethod) and hasattr(getattr(cls, _ORIGINAL), name)
+        found |= called or ({name} if is_whole else set())
+    return found
+
+
+def _private_names(function: Any) -> set[str]:
+    """Return the names that a function looks up under private ones."""
+    waiting, found = [function], set[str]()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
             found.update(name for code in _nested_codes(function.__code__) for name in code.co_names)

@@ -146,7 +146,7 @@ def parts(model: Any) -> dict[str, Any]:
 def exchanged_names(part: Any) -> list[str]:
     """Return the names of the functions that are replaced in an object."""
     cls, saved = type(part), vars(part).get(_SAVED, {})
-    return sorted({*saved, *(copies.private_names(cls) if copies.is_adapted(cls) else ())})
+    return sorted({*saved, *(copies.replaced_names(cls) if copies.is_adapted(cls) else ())})
 
 
 # --- a whole model -------------------------------------------------------------------------------------------------

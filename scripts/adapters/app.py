@@ -1,7 +1,7 @@
 """Test ``adapt_rotary`` on the models of the installed timm, diffusers and transformers.
 
 lrpe-md adapters table --library timm > scripts/results/adapters/timm.csv
-lrpe-md adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ app = typer.Typer(
 )  # fmt: skip
 Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
 Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
+All = Annotated[bool, typer.Option("--all", help="Also write the modifications that do not apply to a model.")]
 
 
 @app.command(epilog="Example: lrpe-md adapters table --library timm > timm.csv")
@@ -30,9 +31,10 @@ def table(library: Library = None) -> None:
 
 
 @app.command(epilog="Example: lrpe-md adapters sweep --library timm --model eva02_tiny_patch14_224")
-def sweep(library: Library = None, model: Models = None) -> None:
+def sweep(library: Library = None, model: Models = None, all_rows: All = False) -> None:
     """Modify every model before or after adaptation and write one CSV row per modification to stdout."""
-    rows = write((row for name in _check(library) for row in sweep_library(name, model)), kind=Outcome)
+    found = (row for name in _check(library) for row in sweep_library(name, model))
+    rows = write((row for row in found if all_rows or row.outcome != "inapplicable"), kind=Outcome)
     raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))
 
 

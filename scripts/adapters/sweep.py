@@ -1,10 +1,11 @@
 """Modify models before or after adaptation, and compare them with originals that have the same modification.
 
-    lrpe-md adapters sweep --library timm > scripts/results/adapters/changed-timm.csv
+    lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
 Each row has the outcome for a model, a modification and an order: "same" (equal outputs, and equal gradients if the
 modification preserves gradients), "refused" (adapting raises), "different", "error" (only the adapted model raises),
-or "inapplicable" (the model has nothing to modify, or the original raises).
+"unstable" (the original differs from itself, so there is nothing to compare with), or "inapplicable" (the model has
+nothing to modify, or the original raises).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import shutil
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -33,7 +36,8 @@ __all__ = ["CHANGES", "Outcome", "sweep_library", "sweep_model"]
 
 _TABLES = re.compile(r"rope|rotary|posembed|positionembedding", re.IGNORECASE)
 _NORMS = re.compile(r"(^|[._])(norm_(added_)?[qk]|[qk]_(layer)?norm|query_norm|key_norm)$")
-_TURNED = re.compile(r"(^|[._])(to_)?[qk](_proj)?$")
+_TURNED = re.compile(r"(^|[._])(to_)?(qkv|query|key|[qk])(_proj)?$")
+_WHOLE = re.compile(r"att(entio)?n|router|MLA$", re.IGNORECASE)
 CPU = torch.device("cpu")
 
 
@@ -187,7 +191,17 @@ def offload_to_cpu(model: nn.Module) -> None:
 def offload_to_disk(model: nn.Module) -> None:
     import accelerate
 
-    accelerate.disk_offload(model, tempfile.mkdtemp(prefix="sweep-"), execution_device=CPU)
+    folder = tempfile.mkdtemp(prefix="sweep-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    accelerate.disk_offload(model, folder, execution_device=CPU)
+
+
+def offload_in_parts(model: nn.Module) -> None:
+    """Load all weights of an attention or a router together: its forward may read those of its linear layers."""
+    import accelerate
+
+    names = sorted({type(part).__name__ for part in _named(model, _WHOLE, by_class=True)})
+    accelerate.cpu_offload(model, execution_device=CPU, preload_module_classes=names)
 
 
 def offload_groups(model: Any) -> None:
@@ -199,14 +213,22 @@ def offload_groups(model: Any) -> None:
 def dispatch(model: nn.Module) -> None:
     import accelerate
 
-    accelerate.dispatch_model(model, {"": "cpu"}, main_device=CPU, force_hooks=True)
+    main_device: Any = "cpu"  # compared with the values of the device map
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device=main_device, force_hooks=True)
 
 
 class Change(NamedTuple):
-    """A modification of a model; ``gradients`` says whether gradients can still be compared."""
+    """A modification of a model.
+
+    Args:
+        run: modifies a model in place.
+        gradients: whether gradients can still be compared.
+        preserves: whether the original computes the same as without the modification.
+    """
 
     run: Callable[[Any], None]
     gradients: bool = True
+    preserves: bool = False
 
 
 CHANGES: dict[str, Change] = {
@@ -214,9 +236,11 @@ CHANGES: dict[str, Change] = {
     "frequencies learned": Change(learn_frequencies), "amplitude": Change(change_amplitude),
     "tables scaled by a hook": Change(hook_tables), "tables scaled by length": Change(hook_by_length),
     "norms hooked": Change(hook_norms), "norms patched": Change(patch_norms), "low rank": Change(add_low_rank),
-    "quantised linears": Change(quantise, False), "device map": Change(dispatch),
-    "offloaded to the cpu": Change(offload_to_cpu, False), "offloaded to disk": Change(offload_to_disk, False),
-    "offloaded in groups": Change(offload_groups, False),
+    "quantised linears": Change(quantise, False), "device map": Change(dispatch, preserves=True),
+    "offloaded to the cpu": Change(offload_to_cpu, False, True),
+    "offloaded to disk": Change(offload_to_disk, False, True),
+    "offloaded in parts": Change(offload_in_parts, False, True),
+    "offloaded in groups": Change(offload_groups, False, True),
 }  # fmt: skip
 
 
@@ -252,16 +276,24 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
     """Yield a row for each change and order; nothing if the model can't be built, called or adapted."""
     try:
         model = candidate.build()
-        stock = candidate.call(model)
+        stock = candidate.call(copy.deepcopy(model))  # Some models can't be copied after a call.
         adapt_rotary(copy.deepcopy(model))
     except Exception:
         return
     for name, change in CHANGES.items():
         for when in ("before", "after"):
-            yield Outcome(library, candidate.name, name, when, *_try(candidate, model, change, when))
+            yield Outcome(library, candidate.name, name, when, *_try(candidate, Original(model, stock), change, when))
     for name, make in COPIES.items():
-        yield Outcome(library, candidate.name, name, "after", *_compare(candidate, stock, model, make))
-    yield Outcome(library, candidate.name, "default dtype", "before", *_compare(candidate, stock, model, _in_bfloat16))
+        yield Outcome(library, candidate.name, name, "after", *_try_copy(candidate, Original(model, stock), make))
+    default = _compare(candidate, stock, model, _in_bfloat16)
+    yield Outcome(library, candidate.name, "default dtype", "before", *default)
+
+
+class Original(NamedTuple):
+    """A model that is not adapted, and its outputs and gradients."""
+
+    model: Any
+    result: Result
 
 
 def _in_bfloat16(model: Any) -> Any:
@@ -283,8 +315,9 @@ def _call(candidate: Candidate, change: Change, model: Any) -> Result:
         return candidate.call(model)
 
 
-def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[str, str]:
+def _try(candidate: Candidate, original: Original, change: Change, when: str) -> tuple[str, str]:
     """Return the outcome of a change, and a note."""
+    model, plain = original
     try:
         with torch.no_grad():
             _apply(change, stock := copy.deepcopy(model))
@@ -293,6 +326,8 @@ def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[s
         return "inapplicable", ""
     except Exception as error:
         return "inapplicable", f"the original raises {type(error).__name__}"
+    if change.preserves and (unstable := _describe_unstable(expected, plain)):
+        return unstable
     changed = copy.deepcopy(model)
     if when == "before":
         with torch.no_grad():
@@ -305,15 +340,41 @@ def _try(candidate: Candidate, model: Any, change: Change, when: str) -> tuple[s
         if when == "after":
             with torch.no_grad():
                 _apply(change, changed)
-        return _judge(_call(candidate, change, changed), expected)
+        outcome = _judge(_call(candidate, change, changed), expected)
     except Exception as error:
-        return "error", f"{type(error).__name__}: {str(error)[:140]}"
+        outcome = "error", f"{type(error).__name__}: {str(error)[:140]}"
+    if outcome[0] == "same":
+        return outcome
+    try:
+        return _describe_unstable(_call(candidate, change, stock), expected) or outcome
+    except Exception as error:
+        return "unstable", f"the original raises {type(error).__name__} when called again"
+
+
+def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | None:
+    """Return the outcome for two results of an original that differ; None if they are equal."""
+    if not found.gradients:
+        expected = expected._replace(gradients={})
+    gap = distance(found, expected)
+    return ("unstable", f"the original differs from itself by {gap:.1e}") if gap > BOUND else None
+
+
+def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], Any]) -> tuple[str, str]:
+    """Return the outcome for a copy of the adapted model, if the original can be copied after a call."""
+    try:
+        candidate.call(called := copy.deepcopy(original.model))
+        make(called)
+    except Exception as error:
+        return "inapplicable", f"the original raises {type(error).__name__}"
+    return _compare(candidate, original.result, original.model, make)
 
 
 def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Return the outcome for a copy of the adapted model."""
+    """Return the outcome for what ``make`` returns for the adapted model, after that was called."""
     try:
-        copied = make(adapt_rotary(copy.deepcopy(model)))
+        adapted = adapt_rotary(copy.deepcopy(model))
+        candidate.call(adapted)
+        copied = make(adapted)
         if not any(exchanged_names(part) for part in parts(copied).values()):
             return "different", "the copy is not adapted"
         return _judge(candidate.call(copied), stock)

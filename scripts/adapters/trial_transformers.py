@@ -66,7 +66,7 @@ OWN: dict[str, dict[str, Any]] = {  # configuration attributes by model type
     "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 1},
     "blt": {
         "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64},
-        "global_config": {"encoder_cross_output_size": None},
+        "global_config": {"encoder_cross_output_size": None}, "encoder_hash_byte_group_vocab": 64,
     },
     "chameleon": {"vocabulary_map": {"<image>": 40, "<racm3:break>": 41, "<eoss>": 42}},
     "emu3": {"vocabulary_map": {"<image>": 40, "<|extra_200|>": 41, "<|image start|>": 42}},

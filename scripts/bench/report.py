@@ -119,6 +119,28 @@ def adapters(folder: Path) -> str:
     return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
 
 
+CHANGES = """
+## Modified models
+
+Each adapted model is modified before and after `adapt_rotary`, and compared with an original that has the same
+modification. The table counts models and orders; modifications that do not apply to a model are left out. `unstable`
+counts originals whose own outputs differ under the modification: they read weights that an offload has not loaded.
+"""
+OUTCOMES = ("same", "refused", "different", "error", "unstable")
+
+
+def changes(file: Path) -> str:
+    """Report how often an adapted model computes what the original does after both were modified."""
+    if not file.is_file():
+        return ""
+    rows: Any = pd.read_csv(file, keep_default_na=False)
+    lines: list[list[str]] = []
+    for change in ordered(rows.change):
+        found = rows[rows.change == change].outcome
+        lines.append([change, *(str((found == outcome).sum()) for outcome in OUTCOMES)])
+    return "\n".join([CHANGES, *table(["change", *OUTCOMES], lines)])
+
+
 def group_names(names: list[str]) -> list[list[str]]:
     """Return a row for each first letter or, for timm's vit_base_patch16_.., each size, with its names."""
     rows: dict[str, list[str]] = {}
@@ -226,7 +248,11 @@ def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
         ),
         "linear-attention.md": ("Speed of linear attention", (linear_report.section(folder),)),
         "adapted-models.md": (
-            "Adapted models", (adapters(folder / "adapters"), host_tests(folder / "adapters" / "own-tests.csv")),
+            "Adapted models",
+            (
+                adapters(folder / "adapters"), changes(folder / "adapters" / "changes.csv"),
+                host_tests(folder / "adapters" / "own-tests.csv"),
+            ),
         ),
     }  # fmt: skip
     return {name: page(title, COMMAND, *parts) for name, (title, parts) in found.items() if any(parts)}
