@@ -435,7 +435,7 @@ def test_gradient_to_scale_and_shift(map, which, device):
         return MAPS[map](x, omega=omega, positions=Grid((2, 3), **{which: value}), impl=impl)
 
     assert torch.autograd.gradcheck(f, (value,))
-    with pytest.raises(ValueError, match="scale or shift"):
+    with pytest.raises(ValueError, match="scale, shift or amplitude"):
         f(value, impl="triton")
     f(value.detach(), impl="triton")
 

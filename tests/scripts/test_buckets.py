@@ -324,7 +324,7 @@ def test_a_broken_sample_stops_a_diffusion_training_and_loses_nothing(tmp_path, 
     whole, stat = shard.path.read_bytes(), shard.path.stat()
     at = int(shard.offsets[sample, shard.fields.index("png")]) + 41  # compressed pixels, behind the size
     shard.path.write_bytes(whole[:at] + bytes(6) + whole[at + 6 :])
-    place = rf"{shard.path.name}, sample '{shard.keys[sample]}' .*the same command resumes"
+    place = rf"{shard.path.name}, sample '{shard.keys[sample]}' .*run the same command to resume"
     with pytest.raises(DataError, match=place):
         diffusion.run(chosen)
     assert torch.load(chosen.out / "checkpoint.pt")["step"] == step

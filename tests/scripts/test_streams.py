@@ -351,7 +351,7 @@ def test_broken_sample_stops_the_training_and_loses_nothing(shards, tmp_path, wo
     at = int(shard.offsets[sample, shard.fields.index("png")])
     shard.path.write_bytes(mended[:at] + b"no image" + mended[at + 8 :])
     train_image.load.cache_clear()
-    with pytest.raises(DataError, match=rf"sample '{shard.keys[sample]}' .*the same command resumes"):
+    with pytest.raises(DataError, match=rf"sample '{shard.keys[sample]}' .*run the same command to resume"):
         train_image.run(config)
     assert torch.load(config.out / "checkpoint.pt")["step"] == broken_at
     shard.path.write_bytes(mended)

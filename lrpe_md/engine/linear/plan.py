@@ -36,7 +36,7 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 2,048 elements, 4,096, 8,192, 16,384, 24,576, more. See docs/tuning.md.
-# Causal kernels pad, so no state of theirs has between 16,384 and 24,576: their rows have an entry less.
+# Causal kernels and sums for dω pad, so no state of theirs has between 16,384 and 24,576: an entry less in their rows.
 # 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
 # 2 warps: a head of few channels is little work for 4, and twice as many programs run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
@@ -50,9 +50,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.OUTPUT: (_32, _32, _32, _64, _64, LinearTile(32, 8, 1)),
     LinearPass.QUERIES: (_16_DEEP, _16_DEEP, _16_DEEP, _32_FREE, LinearTile(16, 4, 4), _32_WIDE),
-    LinearPass.QUERIES_OMEGA: (
-        _16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE, _32_WIDE
-    ),
+    LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
     LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
