@@ -144,8 +144,17 @@ def _group_hunyuan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | Non
     return {("norm_q", "norm_k"): tables} if _is_pair(tables, 2) else None
 
 
-def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl) -> tuple[Method, Method]:
-    """Fuse a processor whose norms are over a head (FLUX, HunyuanVideo) or over all heads (Wan, LTX-Video)."""
+class _Processor(NamedTuple):
+    """Describe the norms of a diffusers processor."""
+
+    group: Callable[[Any, Any, Any], _Groups | None]  # attention, text and tables → the norms to fuse; None: none
+    over_heads: bool = False  # each norm is over all heads
+    on_cpu: bool = True  # fuse on a CPU, where that saves no time and takes more calls in Python
+    joins_text: bool = False  # text can follow the video in one tensor
+
+
+def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
+    """Fuse the norms of a processor with its rotation."""
 
     def call(
         plain: Method, copied: Method, processor: Any, attn: Any, hidden_states: Tensor,
@@ -153,11 +162,10 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
         rotary_emb: Any = None,
     ) -> Any:  # fmt: skip
         text, tables = encoder_hidden_states, image_rotary_emb if rotary_emb is None else rotary_emb
-        heads = attn.heads if group in (_group_wan, _group_ltx) else 0
+        heads = attn.heads if how.over_heads else 0
         norms: dict[str, Any] = {}
-        # On a CPU a norm that is fused saves no time, and takes more calls in Python.
-        pays = group is not _group_ltx or hidden_states.is_cuda or impl == "triton"
-        groups = group(attn, text, tables) if pays else None
+        fuses = how.on_cpu or hidden_states.is_cuda or impl == "triton"
+        groups = how.group(attn, text, tables) if fuses else None
         for names, own in (groups or {}).items():
             q_norm, k_norm = (getattr(attn, name, None) for name in names)
             over = (heads, heads) if heads else None
@@ -171,7 +179,7 @@ def _fuse_processor(group: Callable[[Any, Any, Any], _Groups | None], impl: Impl
         if groups is None:
             return plain(processor, attn, hidden_states, text, attention_mask, tables)
         rotating = _Rotating(attn, norms)
-        is_joined = group is _group_hunyuan and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
+        is_joined = how.joins_text and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
         if text is None or not is_joined:
             return copied(processor, rotating, hidden_states, text, attention_mask, tables)
         # Text is not rotated and follows the video; as both have one projection they stay one tensor.
@@ -213,16 +221,18 @@ def _fuse_timm(impl: Impl) -> tuple[Method, Method]:
 _QWEN3 = (_fuse_qwen3, {"q_norm": "_fused_norm", "k_norm": "_fused_norm"}, {"_fused_norm": (_keep, staticmethod)})
 _TIMM = (_fuse_timm, {"num_prefix_tokens": "_fused_prefix", "torch": "_fused_torch"}, {"_fused_prefix": (0, None)})
 _DIFFUSERS = {
-    "flux.FluxAttnProcessor": _group_flux, "wan.WanAttnProcessor": _group_wan,
-    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _group_hunyuan, "ltx.LTXVideoAttnProcessor": _group_ltx,
+    "flux.FluxAttnProcessor": _Processor(_group_flux),
+    "wan.WanAttnProcessor": _Processor(_group_wan, over_heads=True),
+    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _Processor(_group_hunyuan, joins_text=True),
+    "ltx.LTXVideoAttnProcessor": _Processor(_group_ltx, over_heads=True, on_cpu=False),
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
 # Names of methods → a function that makes their parts, names that their copies look up, and attributes.
 _KNOWN: dict[str, tuple[Callable[[Impl], tuple[Method, Method]], dict[str, str], dict[str, Any]]] = {
     "timm.models.eva.EvaAttention.forward": _TIMM, "timm.layers.attention.AttentionRope.forward": _TIMM,
     **{
-        f"diffusers.models.transformers.transformer_{name}.__call__": (partial(_fuse_processor, group), {}, {})
-        for name, group in _DIFFUSERS.items()
+        f"diffusers.models.transformers.transformer_{name}.__call__": (partial(_fuse_processor, how), {}, {})
+        for name, how in _DIFFUSERS.items()
     },
     **{
         f"transformers.models.{folder}.modeling_{folder}.{name}Attention.forward": _QWEN3

@@ -114,8 +114,10 @@ class Encode(Operator):
         needs: Needs,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
+        if not needs.tables:
+            return super().launch_backward(call, grads, inputs, kept, needs, outs)
         found = super().launch_backward(call, grads, inputs, kept, needs._replace(tables=False), outs)
-        return found + (self._differentiate_tables(call, grads, inputs) if needs.tables else [])
+        return found + self._differentiate_tables(call, grads, inputs)
 
     def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
         """Return the gradients of cos and sin by the reference: the kernels have none."""

@@ -23,6 +23,7 @@ from .launch import (
     Grads,
     Pieces,
     Seen,
+    Sizes,
     Work,
     as_table,
     bound_blocks,
@@ -82,11 +83,11 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
             work.log_decay = form_log_decay(work, operands)
             seen, series = sum_before(work, operands, return_state)
             write_causal(work, o, seen)
-            last = split_state(work, series[-1].clone()) if return_state and series is not None else []
+            last = split_state(work, series[-1]) if return_state and series is not None else []
             return [o, *last, *(seen if keep else ())]
         memory = form_memory(work, operands)
         write_outputs(work, o, (memory.seen, memory.sums))
-        last = split_state(work, memory.series[-1].clone()) if return_state else []
+        last = split_state(work, memory.series[-1]) if return_state else []
     return [o, *last, *([t for t in memory if t is not None] if keep else ())]
 
 
@@ -120,7 +121,7 @@ def form_transitions(work: Work, pieces: Pieces) -> Tensor:
     sizes = work.sizes
     described = work.describe(LinearPass.STATE, work.k_side, **refine(work, True))
     variant, _ = described
-    size = count_transition(work)
+    size = count_transition(sizes, work.call)
     transitions = torch.empty(pieces.num_pieces, sizes.rows, size, dtype=work.acc, device=work.device)
     args = (
         with_strides(work.k, variant), gate_with_strides(work.gate), work.flatten_keys(variant), transitions,
@@ -130,10 +131,9 @@ def form_transitions(work: Work, pieces: Pieces) -> Tensor:
     return transitions
 
 
-def count_transition(work: Work) -> int:
+def count_transition(sizes: Sizes, call: LinearCall) -> int:
     """Count the elements of A, including the normaliser's."""
-    sizes = work.sizes
-    return sizes.num_features**2 + (sizes.num_sums**2 if work.call.attention.normalizer == "unrotated" else 0)
+    return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
 def list_extents(work: Work) -> list[Extent]:
@@ -213,7 +213,7 @@ class Scan(NamedTuple):
                 adds_first=adds_first, need_ddecay=partner is not None, wide=work.acc == torch.float64,
             )  # fmt: skip
             counts = pack(sizes.rows, repeats, num_blocks, extent.num_rows, int(backward))
-            places = pack(sizes.state, extent.begin, count_transition(work), extent.matrix_begin)
+            places = pack(sizes.state, extent.begin, count_transition(sizes, call), extent.matrix_begin)
             args = (
                 (parts, self.transitions, first), self.decay, (series, partner, ddecay), self.offsets,
                 (counts, places),
@@ -241,8 +241,7 @@ def saved_shapes(
     if call.attention.has_both_directions:
         found.append(series)
     if call.attention.rule == "delta":
-        size = sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
-        found.append(((pieces.num_pieces, sizes.rows, size), sizes.acc))
+        found.append(((pieces.num_pieces, sizes.rows, count_transition(sizes, call)), sizes.acc))
     return found
 
 

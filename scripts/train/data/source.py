@@ -114,7 +114,7 @@ class Source:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether batches are made on the CPU, by worker processes."""
+        """True if worker processes make the batches on the CPU."""
         return isinstance(self.values, Decoded)
 
     def check_batch(self, batch: int) -> None:
