@@ -31,8 +31,9 @@ class Buckets:
     def rows(self) -> np.ndarray:
         """Number of each sample within its bucket, (N,)."""
         rows = np.empty(len(self.of), np.int64)
-        for number in range(self.number):
-            rows[self.of == number] = np.arange((self.of == number).sum())
+        for bucket in range(self.number):
+            members = self.members(bucket)
+            rows[members] = np.arange(len(members))
         return rows
 
     @property
@@ -49,7 +50,7 @@ class Buckets:
 
         A sample's number in a step is its index, plus N for each size before that of the step.
         """
-        parts = [np.flatnonzero(self.of == bucket) for bucket in np.unique(self.of)]
+        parts = [self.members(bucket) for bucket in np.unique(self.of)]
         groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
         return order_groups(groups, batch, seed)
 

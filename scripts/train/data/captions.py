@@ -7,8 +7,9 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -93,11 +94,10 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
-        some = ", ".join(alone[:3]) + (", .." if len(alone) > 3 else "")
         raise typer.BadParameter(
             f"--data {path}: expected a caption in NAME.txt beside each of {len(beside)} images, got "
-            f"{len(beside) - len(alone)} (none for {some}); add the missing ones, or pass --condition none or labels "
-            "to train without captions"
+            f"{len(beside) - len(alone)} (none for {_name_some(alone)}); add the missing ones, or pass --condition "
+            "none or labels to train without captions"
         )
     texts = {PurePosixPath(name).with_suffix("").as_posix() for name in images}
     captions = (name for name in files if name.endswith(".txt"))
@@ -167,27 +167,36 @@ def _is_text(value: str) -> bool:
 def _refuse(path: Path, what: str, names: Iterable[str]) -> None:
     found = list(names)
     if found:
-        some = ", ".join(found[:3]) + (", .." if len(found) > 3 else "")
-        raise typer.BadParameter(f"--data {path}: {len(found)} {what}: {some}; complete or remove these pairs")
+        raise typer.BadParameter(
+            f"--data {path}: {len(found)} {what}: {_name_some(found)}; complete or remove these pairs"
+        )
+
+
+def _name_some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
+
+
+@contextmanager
+def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
+    """Name the image of ``path`` that can't be read."""
+    try:
+        yield
+    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); repair or remove it") from error
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
     """Return an image of ``path``, upright, in RGB; what is transparent becomes white."""
-    try:
-        with Image.open(io.BytesIO(read())) as image:
-            rgba = ImageOps.exif_transpose(image).convert("RGBA")
-    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); repair or remove it") from error
+    with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
+        rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
     return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
     """Return height and width of an image of ``path``, upright, without decoding it."""
-    try:
+    with _refuse_unreadable(name, path):
         return measure_image(read())
-    except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise typer.BadParameter(f"{path}: {name} can't be read as an image ({error}); repair or remove it") from error
 
 
 def crop_square(image: Image.Image, size: int) -> np.ndarray:
