@@ -167,7 +167,7 @@ def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
 
 
 @triton.jit
-def add_tile_gradients(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
+def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
     """The sums of tile i with what a token adds to them."""
     added = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
@@ -302,7 +302,7 @@ def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.cons
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
             products = form_weight_gradients(dy, x_hat, (), V=V)
-            added += add_tile_gradients(dweights, products, group, i=i, V=V)
+            added += add_weight_sums(dweights, products, group, i=i, V=V)
         dx = combine_gradient(apply_weight(dy, own[i], V=V), x_hat, scale, dot, mean, V=V)
         store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)
     return dangles, added

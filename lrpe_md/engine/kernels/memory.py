@@ -385,7 +385,7 @@ def spread_rows(rows, like):
 
 
 @triton.jit
-def write_key_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
+def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
     """Write dk, dv and dβ of tokens begin .. end of a head. Return the sums for dω, and for dγ and dβ of the norm.
 
     tensors: k, v, dk, dv. gates: β and dβ. grads: operands dS, sums dZ, M, and a pointer to the vectors that replace M
@@ -454,7 +454,7 @@ def linear_memory_key_kernel(
         p_vectors += row * (2 * V.num_scans * V.num_sums)
     side = (side, load_side(side, b, g, g, V=V))
     grads = (dS, dZ, M, p_vectors)
-    total, dweights = write_key_gradients(tensors, gates, side, grads, (b, g, begin, end), V=V)
+    total, dweights = write_delta_gradients(tensors, gates, side, grads, (b, g, begin, end), V=V)
     store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
