@@ -1,7 +1,7 @@
 """Build hooks: models and scripts in the wheel, an editable install with types, and a long description without paths.
 
-A wheel has models and scripts as lrpe_md.models and lrpe_md.scripts. An editable install has none of them: ``lrpe_md``
-finds them where they are.
+A wheel has models and scripts as lrpe_md.models and lrpe_md.scripts, without the benchmarks and the developers'
+programs. An editable install has none of them: ``lrpe_md`` finds them where they are.
 """
 
 import re
@@ -12,6 +12,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 FOLDERS = ("models", "scripts")
+CHECKOUT_ONLY = ("adapters", "bench", "fuzz", "host_plugin.py", "host_tests.py", "kernel_hub.py")  # of scripts
 EDITABLE = ".editable"  # dev-mode-dirs of pyproject.toml
 PICTURES = re.compile(r"<picture>.*?</picture>\n+(?:\*[^*]+\*\n+)?", re.DOTALL)  # with their captions
 PATHS = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]+\)")
@@ -25,6 +26,7 @@ class Hook(BuildHookInterface):
             return
         # Programs alone: nothing reads scripts/results when it runs.
         files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+        files = [path for path in files if path.parts[:1] != ("scripts",) or path.parts[1] not in CHECKOUT_ONLY]
         build_data["force_include"].update({str(path): str("lrpe_md" / path) for path in files})
 
 

@@ -5,7 +5,7 @@ Only the requested program is imported. If one of its packages is missing, the e
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -39,12 +39,19 @@ EXAMPLES = (
 )  # fmt: skip
 
 
+def is_here(name: str) -> bool:
+    """Return whether this copy of lrpe-md has a program. A wheel has no benchmarks and no developers' programs."""
+    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+
+
 def load_program(name: str) -> Any:
     """Return the typer app of a program.
 
     Raises:
-        SystemExit: a package is not installed; the message says what to install.
+        SystemExit: a package is not installed, or the program is only in a checkout; the message says what to do.
     """
+    if not is_here(name):
+        raise SystemExit(f"lrpe-md {name}: only in a checkout of lrpe-md, not in its wheel. Run it there.")
     return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 
@@ -56,9 +63,10 @@ def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
 
 def describe_usage() -> str:
     """Return the help of ``lrpe-md``."""
-    lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train, compare, draw and benchmark position encodings."]
+    lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train with position encodings, compare them and draw them."]
     for title, programs in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<11}{text}" for name, text in programs.items())]
+        shown = [f"  {name:<11}{text}" for name, text in programs.items() if is_here(name)]
+        lines += ["", f"{title}:", *shown] if shown else []
     lines += ["", "Options:", "  --version  Print the version.", "  --help     Print this message."]
     lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES)]
     return "\n".join([*lines, "", "Run `lrpe-md PROGRAM --help` for the options of a program."])

@@ -39,8 +39,6 @@ import typer
 
 NAME = "lrpe-md"
 PACKAGE = Path(__file__).resolve().parents[1] / "lrpe_md"
-if not PACKAGE.is_dir():  # in a wheel, scripts/ is inside the package
-    PACKAGE = PACKAGE.parent
 EXCLUDED = ("_ops.py", "integrations", "models", "scripts", "testing.py", "__pycache__")
 BACKENDS = ("cpu", "cuda", "rocm")
 

@@ -75,6 +75,9 @@ def decoy(folder: Path) -> Path:
     return folder
 
 
+CHECKOUT_ONLY = {"bench", "fuzz", "adapters", "host_tests.py", "host_plugin.py", "kernel_hub.py"}
+
+
 def test_the_wheel_has_the_programs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -82,7 +85,9 @@ def test_the_wheel_has_the_programs_and_nothing_else(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lrpe_md"}
     for folder, place in (("models", "lrpe_md/models"), ("scripts", "lrpe_md/scripts"), ("lrpe_md", "lrpe_md")):
         for path in (ROOT / folder).rglob("*.py"):
-            assert f"{place}/{path.relative_to(ROOT / folder).as_posix()}" in names
+            inner = path.relative_to(ROOT / folder)
+            left_out = folder == "scripts" and inner.parts[0] in CHECKOUT_ONLY
+            assert (f"{place}/{inner.as_posix()}" in names) != left_out, inner
     assert {name.rsplit(".", 1)[-1] for name in names if ".dist-info/" not in name} == {"py", "typed"}
     text = metadata.partition("\n\n")[2]
     assert text.startswith("# lrpe-md")
@@ -167,6 +172,18 @@ def test_readme_snippets_run_beside_a_users_own_models(installed):
     mine, place = run(python, "-W", "ignore", "-c", code, cwd=user).splitlines()[-1].split()
     assert mine == "models"
     assert "site-packages" in place
+
+
+def test_programs_of_a_checkout_say_so_in_a_wheel(installed, tmp_path):
+    python, _ = installed
+    code = "import sys; from lrpe_md.scripts.cli import main; sys.argv = ['lrpe-md', {!r}]; main()"
+    for name in ("bench", "fuzz", "adapters"):
+        error = run(python, "-c", code.format(name), cwd=tmp_path, fails=True)
+        assert error.strip() == f"lrpe-md {name}: only in a checkout of lrpe-md, not in its wheel. Run it there."
+    shown = run(python, "-c", code.format("--help"), cwd=tmp_path)
+    assert "train" in shown
+    assert "bench" not in shown.replace("benchmark", "")
+    assert "Development" not in shown
 
 
 def test_no_name_of_ours_but_the_package(installed, tmp_path):
