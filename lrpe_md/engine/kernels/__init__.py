@@ -1,20 +1,20 @@
 """Triton kernels.
 
 - encode: both maps, forward and backward. heads: the same after a norm over all heads.
-- angles: a token's index to cos Θ and sin Θ. tables: cos and sin that the caller gives.
-- activations, norm, softmax: what comes before the map. Softmax is over features or over the sequence.
+- angles: cos Θ and sin Θ from token indices. tables: cos and sin passed by the caller.
+- activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
 - features: q̂ and k̂ of linear attention. linear: states, and attention without a causal mask. linear_causal: with one.
 - decay, memory: states that forget, from token to token and from block to block.
-- reduce: sums of partial gradients, of ω, φ and a norm's weights.
-- rows: products and their sums. tiles: loads and stores. signature: which arguments choose no variant.
+- reduce: sums the partial gradients of ω, φ and a norm's weights.
+- rows: products and sums of rows. tiles: loads and stores. signature: which arguments select a variant.
 - fixed: kernels with their numbers compiled in, for compilers.
 
-The formula is that of ``reference.py``. Names: p_ pointer, o_ offsets, m_ mask; tiles in registers carry no prefix; s
-position, w frequency; V all that is compiled in (:class:`engine.core.call.Variant`), with V.block_r rows (a row is a
-head of a sample), V.block_n tokens and V.block_c channels (cosine) or pairs (rotate) a tile. Sizes are run-time
-arguments throughout.
+The formulas are those of ``reference.py``. Prefixes: p_ pointer, o_ offsets, m_ mask; tiles in registers have none.
+s is a position and w a frequency. V holds everything that is compiled in (:class:`engine.core.call.Variant`). A tile
+has V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a
+row is one head of one sample. Sizes are always run-time arguments.
 
-Triton 3.6 gives the fields of V as plain numbers: where a shape or a range asks for a constexpr, a local one is made.
+In Triton 3.6 the fields of V are plain numbers. Shapes and ranges need a constexpr, so we assign them to local ones.
 """
 
 from .decay import linear_decay_query_state_kernel, linear_decay_state_kernel

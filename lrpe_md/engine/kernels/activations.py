@@ -1,8 +1,8 @@
 """x̄ = act(x) and its derivative, on tiles (tokens, channels): a branch for each entry of ``reference.ACTIVATIONS``.
 
-V.functions: 0, or CUDA's own approximations of 2^x and 1/x, accurate to 2 units in the last place of a float32, may be
-used (1), and polynomials for 16-bit results (2).
-exp(x) = 2^(x log2 e) is then off by the rounding of its argument, a relative 6e-8 |x|, as it is in Triton's exp.
+V.functions: 0 uses Triton's functions. 1 allows CUDA's approximations of 2^x and 1/x, accurate to 2 units in the last
+place of a float32. 2 also allows polynomials for 16-bit results. exp(x) = 2^(x log2 e) then has a relative error of
+6e-8 |x| from the rounding of its argument, like Triton's exp.
 """
 
 import triton
@@ -35,9 +35,12 @@ def sigmoid(x, V: tl.constexpr):
 
 @triton.jit
 def _add_log1p(e, y, V: tl.constexpr):
-    """y + log(1 + e), 0 <= e <= 1: minimax polynomials for log(1 + e)/e, relative error 1.4e-7, 1.4e-6 in 16 bits."""
+    """Return y + log(1 + e) for 0 <= e <= 1, using minimax polynomials for log(1 + e) / e.
+
+    Their relative error is 1.4e-7, or 1.4e-6 for 16-bit results.
+    """
     if e.dtype == tl.float64:
-        u = 1.0 + e  # log(u) e / (u - 1) repairs the rounding of u
+        u = 1.0 + e  # log(u) e / (u - 1) corrects for the rounding of u
         return y + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     elif V.functions == 2:
         p = tl.fma(e, 1.4141024090349674e-2, -6.640180200338364e-2)
@@ -60,7 +63,7 @@ def _add_log1p(e, y, V: tl.constexpr):
 
 @triton.jit
 def activate(x, V: tl.constexpr):
-    """x̄, element by element."""
+    """Compute x̄ elementwise."""
     if V.act == "none":
         return x
     elif V.act == "relu":
@@ -77,7 +80,7 @@ def activate(x, V: tl.constexpr):
 
 @triton.jit
 def activate_backward(x, x_bar, dx_bar, V: tl.constexpr):
-    """dx from dx̄, element by element."""
+    """Compute dx from dx̄ elementwise."""
     if V.act == "none":
         return dx_bar
     elif V.act == "relu":

@@ -1,11 +1,11 @@
-"""Token index → coordinates → angle → cos and sin, for any kernel that needs the angles of a block of tokens."""
+"""Compute cos and sin for a block of tokens: token index → coordinates → angle → cos and sin."""
 
 import triton
 import triton.language as tl
 
 from .tiles import zeros
 
-# 1/2π = C_HI + C_LO with C_HI a float32: angles are in half turns (turns if V.fast), unevaluated sums of two float32.
+# Angles are unevaluated sums of two float32, in half turns (in turns if V.fast). 1/2π = C_HI + C_LO, C_HI a float32.
 C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)
@@ -13,22 +13,22 @@ TAU = tl.constexpr(6.283185307179586)
 TWO_31 = tl.constexpr(2147483648.0)
 TWO_32 = tl.constexpr(4294967296.0)
 ONE_LESS = tl.constexpr(0.99999994)  # the float32 below 1
-HALF_TURN = tl.constexpr(2.0**-32)  # of the fixed point of turns, shifted up by one
+HALF_TURN = tl.constexpr(2.0**-32)  # the unit of a fixed-point count of turns, shifted left by one
 QUARTER = tl.constexpr(2**30)
-ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: float32 near it are the integers
-PI_HI = tl.constexpr(3.1415927410125732)  # π as float32, and what that leaves out
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float32 to an integer
+PI_HI = tl.constexpr(3.1415927410125732)  # π as float32, and its rounding error
 PI_LO = tl.constexpr(-8.742277657347586e-08)
 
 
 @triton.jit
 def divide(o, magic, shift):
-    """o // n for 0 <= o < 2^31: a multiplication, since the hardware has no integer division."""
+    """Return o // n for 0 <= o < 2^31, by multiplication, because the hardware has no integer division."""
     return (tl.umulhi(tl.cast(o, tl.uint32) * 2, tl.cast(magic, tl.uint32)) >> shift).to(tl.int32)
 
 
 @triton.jit
 def find_index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
-    """Index on axis j, int32, of the tokens with index o_g on the grid."""
+    """Return the int32 index along axis j of the tokens with grid index o_g."""
     n1, n2, n3, magic1, magic2, magic3, shift1, shift2, shift3 = grid  # n1: the size of the fastest axis
     FASTER: tl.constexpr = V.num_axes - 1 - j
     s = o_g
@@ -50,9 +50,10 @@ def find_index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
-    """Position s_j of the tokens with index o_g on the grid, as hi + lo; 0 for those off it (m_g False, o_g 0).
+    """Return coordinate s_j of the tokens with grid index o_g, as hi + lo. It is 0 off the grid (m_g False, o_g 0).
 
-    positions: pointers to coordinates, a grid's origin, its scale and shift; sizes of the grid. WIDE: float64.
+    positions: pointers to coordinates, to a grid's origin, and to its scale and shift; then the grid's sizes.
+    WIDE: return hi in float64, and lo 0.
     """
     p_coords, p_origin, p_affine, grid = positions
     if V.explicit:
@@ -71,47 +72,47 @@ def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE:
         s_hi = s.to(tl.float32)
         s_lo = (s - s_hi.to(s.dtype)).to(tl.float32)
     else:
-        s_hi = s.to(tl.float32)  # exact: the launcher sends larger grids as affine where the angles need it
+        s_hi = s.to(tl.float32)  # exact, because the launcher passes larger grids as affine if it matters
         s_lo = tl.zeros_like(s_hi)
     return s_hi, s_lo
 
 
 @triton.jit
 def drop_turns(s, w, ANY_SIZE: tl.constexpr):
-    """s·w less the nearest integer, and an int32 with the lowest bit of that integer; |s·w| < 2^22 unless ANY_SIZE.
+    """Return s·w minus the nearest integer, and an int32 with that integer's lowest bit.
 
-    The fma is explicit: subtracting from the rounded product would count its residue twice once the compiler contracts
-    the two.
+    |s·w| must be below 2^22 unless ANY_SIZE. The fma is explicit: if the compiler contracted a separate product and
+    subtraction, the product's rounding error would count twice.
     """
     if ANY_SIZE:
         less = tl.ceil(-0.5 - s * w)
         shifted = (less - 2.0 * tl.floor(less * 0.5)) + ROUND
     else:
         shifted = tl.fma(s, w, ROUND)  # cheaper than ceil, which is a conversion
-        less = ROUND - shifted  # a minus sign would be one more subtraction, from 0
+        less = ROUND - shifted  # negating shifted - ROUND would cost another subtraction
     return tl.fma(s, w, less), shifted.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def to_turns(w, UNIT: tl.constexpr):
-    """A frequency in radians as hi + lo turns (UNIT 1) or half turns (UNIT 2)."""
+    """Convert a frequency from radians to turns (UNIT 1) or half turns (UNIT 2), as hi + lo."""
     if w.dtype == tl.float64:
         r = w * (INV_TAU * UNIT)
         hi = r.to(tl.float32)
         lo = (r - hi.to(tl.float64)).to(tl.float32)
     else:
         c_hi = tl.full(w.shape, C_HI * UNIT, tl.float32)
-        hi = tl.fma(w, c_hi, tl.zeros_like(w))  # a product could be contracted with what is subtracted from it later
+        hi = tl.fma(w, c_hi, tl.zeros_like(w))  # an fma, because a product could be contracted with a later subtraction
         lo = tl.fma(w, tl.full(w.shape, C_LO * UNIT, tl.float32), tl.fma(w, c_hi, -hi))
     return hi, lo
 
 
 @triton.jit
 def to_fixed(hi, lo):
-    """hi + lo turns modulo 1 in units of 2^-32 and 2^-64, as int32 and uint32."""
+    """Convert hi + lo turns, modulo 1, to fixed point: an int32 in units of 2^-32 and a uint32 in units of 2^-64."""
     size = tl.abs(hi)
-    rest = size - tl.floor(size)  # exact; hi less the nearest integer is not where that is above
-    m = tl.where(hi < 0.0, -rest, rest) * TWO_31  # below 2^31: 24 bits, some of which can be below the point
+    rest = size - tl.floor(size)  # exact, unlike subtracting the nearest integer when that is larger
+    m = tl.where(hi < 0.0, -rest, rest) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
     n = m.to(tl.int32)
     m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), (m - n.to(tl.float32)) * 2.0)
     whole = tl.floor(m)
@@ -121,14 +122,14 @@ def to_fixed(hi, lo):
 
 @triton.jit
 def count_turns(w):
-    """A frequency in fixed point."""
+    """Convert a frequency from radians to turns in fixed point."""
     hi, lo = to_turns(w, UNIT=1.0)
     return to_fixed(hi, lo)
 
 
 @triton.jit
 def mark_not_finite(loaded):
-    """1 for each channel that has a frequency or a phase that is not finite, which integers can't say; otherwise 0."""
+    """Return 1 for each channel with a non-finite frequency or phase, else 0. Integers can't represent those."""
     zero = loaded[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(loaded)):
         zero += loaded[i].to(tl.float32) * 0.0
@@ -137,11 +138,11 @@ def mark_not_finite(loaded):
 
 @triton.jit
 def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
-    """(hi, lo) of ω_j in units for each axis, then of φ in radians where there is one.
+    """Load ω_j of each axis, in half turns, then φ in radians if there is one, each as (hi, lo).
 
-    float64 radians if V.wide; lo in radians if V.fast. If V.fixed fixed point of turns for both; the lowest bit of the
-    first says whether one of them is not finite. o_c: the channels, (block_c) of all tokens or (tokens, block_c) of
-    each; m_c: which there are, None: all.
+    V.wide: all in float64 radians. V.fast: ω in turns, its lo in radians. V.fixed: all in fixed-point turns, where the
+    lowest bit of the first lo marks channels with non-finite values. o_c: channels, (block_c) or (tokens, block_c).
+    m_c: their mask, or None if all exist.
     """
     K: tl.constexpr = V.num_axes
     loaded = ()
@@ -185,10 +186,10 @@ def _of_tokens(hi, lo):
 
 @triton.jit
 def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Θ (block_n, block_c) as a remainder in [-1/2, 1/2] and an int32 whose lowest bit says if a half turn is left out.
+    """Compute Θ (block_n, block_c): a remainder in [-1/2, 1/2], and an int32 whose lowest bit adds a half turn.
 
-    The unit is a half turn, which leaves small remainders to round. V.fast: radians, up to half a turn an axis is left,
-    and the lowest bit says nothing. V.wide: float64 radians, all in the remainder.
+    The unit is a half turn, because smaller remainders have smaller rounding errors. V.fast: the remainder is in
+    radians, may span a few turns, and the int32 is unused. V.wide: float64 radians, not reduced at all.
     """
     if V.wide:
         return form_wide_angles(omega, positions, o_g, m_g, V)
@@ -230,12 +231,12 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         s = find_index(o_g, grid, j, V)[:, None]
         w_hi, w_lo = omega[j]
         turn += s * w_hi + tl.umulhi(s.to(tl.uint32), w_lo).to(tl.int32)
-    if V.has_phase:  # one more axis: position 1 on the grid and 0 off it, frequency φ
+    if V.has_phase:  # like another axis with frequency φ and position 1 on the grid, 0 off it
         phase, _ = omega[K]
         turn += m_g.to(tl.int32)[:, None] * phase
     angles = (turn << 1).to(tl.float32) * HALF_TURN
     half = (turn + QUARTER) >> 31
-    # All ones are a NaN. A bit: what is not finite would take a register for each channel, or a branch.
+    # OR with all ones gives a NaN. Loading the non-finite value itself would cost a register per channel, or a branch.
     _, bits = omega[0]
     marked = (bits << 31).to(tl.int32, bitcast=True) >> 31
     angles = (angles.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
@@ -246,7 +247,7 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """Form Θ like :func:`form_fixed_angles`, in radians between one turn and two.
 
-    The bits of the count become a float32 without a conversion. Each index loses up to 2^-32 of a turn.
+    The bits of the count become a float32 without a conversion. The error is up to 2^-32 of a turn per grid index.
 
     """
     K: tl.constexpr = V.num_axes
@@ -271,8 +272,8 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     UNIT: tl.constexpr = 1.0 if V.fast else 2.0
-    LOW: tl.constexpr = TAU if V.fast else 1.0  # the unit of what the float32 hi leave out
-    ANY_SIZE: tl.constexpr = V.explicit or V.affine or V.has_origin  # the launcher sends large grids as affine
+    LOW: tl.constexpr = TAU if V.fast else 1.0  # converts low parts to their unit
+    ANY_SIZE: tl.constexpr = V.explicit or V.affine or V.has_origin  # the launcher passes large grids as affine
     half = zeros(V, dtype=tl.int32)
     for j in tl.static_range(K):
         s_hi, s_lo = find_coordinate(o_g, m_g, positions, j, V, WIDE=False)
@@ -281,15 +282,15 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
         a, odd = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
-            part = a  # Σ of s·hi less whole units, each exact to rounding
-            low = s * w_lo  # Σ of what the float32 hi leaves out
+            part = a  # sum of s·hi without whole units, each rounded once
+            low = s * w_lo  # sum of the low parts
         else:
             part += a
             low = tl.fma(s, w_lo, low)
         half += odd
         if ANY_SIZE:
             low += s_lo[:, None] * (w_hi * LOW)
-    if V.has_phase:  # one more axis: position φ on the grid and 0 off it, frequency 1
+    if V.has_phase:  # like another axis with frequency 1 and position φ on the grid, 0 off it
         f_hi, f_lo = omega[K]
         one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
         a, odd = drop_turns(f_hi, one, ANY_SIZE=True)
@@ -297,7 +298,7 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         part += tl.where(on_grid, a, 0.0)
         low += tl.where(on_grid, tl.fma(f_hi, tl.full(f_hi.shape, C_LO * UNIT, tl.float32), f_lo * one) * LOW, 0.0)
         half += tl.where(on_grid, odd, 0)
-    if V.fast:  # the hardware's functions bear a few turns more
+    if V.fast:  # the hardware functions accept a few extra turns
         angles = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
     else:
         angles = part + low
@@ -309,11 +310,11 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def take_cos_sin(angles, half, V: tl.constexpr):
-    """cos and sin of an angle from :func:`form_angles`.
+    """Compute cos and sin of an angle from :func:`form_angles`.
 
-    V.fast: the CUDA hardware's approximation, absolute error 2^-20.5 on [-2π, 2π] and somewhat more at the few turns of
-    a sum over axes (PTX ISA, sin.approx), under the rounding of a 16-bit result. Otherwise minimax polynomials on
-    [-π/2, π/2], float32-accurate (at most 1.3e-7), in half turns.
+    V.fast: CUDA's approximation, with absolute error 2^-20.5 on [-2π, 2π] (PTX ISA, sin.approx). A sum over axes may
+    span a few turns, with a slightly larger error, still below the rounding of 16-bit results. Otherwise: minimax
+    polynomials in half turns on [-π/2, π/2], with error at most 1.3e-7.
     """
     if V.wide:
         cos = tl.cos(angles)

@@ -1,13 +1,13 @@
 """Both maps, forward and backward, in one kernel.
 
-A program owns a block of tokens and block_r rows (heads of samples, of q and then of k) that share frequencies. It asks
-for its rows, forms the angles of the block while they are on their way, and maps row after row with cos Θ and sin Θ in
-registers. Where the frequencies need a gradient, programs are few and walk over many blocks and rows: in one loop, so
-that the rows of a next block can be on their way, too.
+A program owns a block of tokens and block_r rows (one head of one sample each, of q and then of k) that share
+frequencies. It starts loading its rows, computes the block's angles meanwhile, and then maps row after row with cos Θ
+and sin Θ in registers. If frequencies or weights need a gradient, there are few programs, and each walks over many
+blocks and rows. This is one loop, so the rows of the next block can be loaded ahead.
 
-A row's channels are a tuple of tiles (tokens, channels): what the map turns (cosine: x̄; rotate: both halves of the
-pairs), then what passes as x̄. The rows are unrolled: as a dimension of the tile they would be spread over threads,
-which then form the same angles.
+A row's channels are a tuple of tiles (tokens, channels): first what the map turns (cosine: x̄; rotate: both halves of
+the pairs), then the other channels, which pass through as x̄. Rows are unrolled. As a dimension of the tile they would
+be distributed over threads, which would then all compute the same angles.
 """
 
 import triton
@@ -75,7 +75,7 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def apply_map_backward(dy, cos, sin, V: tl.constexpr):
-    """dx̄ of what the map turns: dy_cos cos Θ + dy_sin sin Θ; the rotation by -Θ, or the transposed map of tables."""
+    """Apply the transposed map: return dx̄ = dy_cos cos Θ + dy_sin sin Θ, or dy rotated by -Θ."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return (dy_cos * cos + dy_sin * sin,)
@@ -90,7 +90,7 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
-    """dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ); a db̄ - b dā."""
+    """Return dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, a db̄ - b dā for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return x_bar[0] * (dy_sin * cos - dy_cos * sin)
@@ -114,7 +114,7 @@ def find_halves(V: tl.constexpr):
 
 @triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load what the map turns from a row of x, as two tiles, or the same tile twice."""
+    """Load the channels of a row of x that the map turns: two tiles, or the same tile twice."""
     if V.map == "cosine":
         x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
@@ -124,7 +124,7 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the gradient of what the map turned from a row of dy, as two tiles, or the same tile twice."""
+    """Load the gradient of the map's output from a row of dy: two tiles, or the same tile twice."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
         dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
@@ -136,7 +136,7 @@ def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def load_passing(row, o_n, m_n, V: tl.constexpr):
-    """The tiles of a row that pass as x̄."""
+    """Load the tiles of a row that the map leaves unchanged."""
     passing = ()
     TURNED: tl.constexpr = V.num_turned
     for i in tl.static_range(TURNED, len(V.begins)):
@@ -146,7 +146,7 @@ def load_passing(row, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
-    """The inverse of :func:`load_gradients`."""
+    """Store the map's output in the layout of :func:`load_gradients`."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
         store(row, turned[0], o_n, m_n, c0, cos_begin, V)
@@ -157,7 +157,7 @@ def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
-    """The inverse of :func:`load_inputs`."""
+    """Store the gradient of what :func:`load_inputs` loads."""
     if V.map == "cosine":
         store(row, turned[0], o_n, m_n, c0, V.rotary_start, V)
     else:
@@ -166,7 +166,7 @@ def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def activate_row(x, stat, V: tl.constexpr):
-    """x̄ of a row's tiles."""
+    """Compute x̄ from norm(x), tile by tile. stat: the statistics of softmax over the sequence."""
     if V.dim == -1:
         return softmax_features(x, V)
     else:
@@ -182,7 +182,7 @@ def activate_row(x, stat, V: tl.constexpr):
 
 @triton.jit
 def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
-    """dx of a row's tiles; with softmax over the sequence dx̄, of which another pass makes dx."""
+    """Compute dx from dx̄, tile by tile. With softmax over the sequence return dx̄; a later pass computes dx."""
     if V.dim == -1:
         return softmax_features_backward(x_bar, dx_bar, V=V)
     elif V.act == "none":
@@ -196,10 +196,10 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 @triton.jit
 def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
-    """One row from end to end; its dΘ where the frequencies need a gradient, and what it and a row before it add to the
-    gradients of the weights.
+    """Map one row, forward or backward, and store the result.
 
-    own: the weights, and what the row before adds, or nothing.
+    Returns dΘ if it is needed, and the row's share of dγ and dβ, added to ``before``. own: γ and β, and ``before``,
+    the shares of the previous row or ().
     """
     weights, before = own
     xa, xb, ga, gb, place, written = fetched
@@ -250,7 +250,7 @@ def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
 
 @triton.jit
 def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
-    """Sample, head and tensor (is it k?) of row r of group g, and whether it is the program's."""
+    """Return the sample and head of row r of group g, whether it is in k, and whether it is one of this program's."""
     per_sample, magic, shift, group0, group1 = heads
     i = divide(r, magic, shift)
     h = r - i * per_sample
@@ -265,10 +265,10 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 
 @triton.jit
 def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
-    """A row of the output where its sample begins there, and which of its tokens, counted as o_n, fit in.
+    """Move an output row to its sample's start. Return it and the range (low, high) of tokens o_n that fit.
 
-    start: pointer to the places of the samples, and the length of q's and of k's output, 0 where it begins at token 0;
-    then from one sample's place to the next.
+    start: pointer to the first output token of each sample, and packed numbers: the lengths of q's and of k's output,
+    0 for one that always begins at token 0, and the stride from sample to sample.
     """
     p_start, numbers = start
     length0, length1, step = unpack(numbers)
@@ -291,8 +291,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
     over the sequence, and more, as in :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
     Each location holds the pointers to x, dy and the output, the number of tokens, the pointer to the maximum over the
-    sequence, the offset from there to the sum and, with V.has_start, the mask of tokens that are written.
-
+    sequence, the offset from there to the sum and, with V.has_start, the range of tokens that are written.
     """
     x, dy, o, stat, more = tensors
     r_hi, sample, g, G, heads = rows
@@ -331,15 +330,15 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
 @triton.jit
 def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WIDE: tl.constexpr = False):
-    """cos Θ and sin Θ of tokens n0 + o_n; their index on the grid (0 off it) and whether they are on it.
+    """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices (0 off the grid), and whether they are on it.
 
-    positions: those of :func:`find_coordinate`. tables: which tokens are rotated, the amplitude, the tables of cos and
-    sin that :func:`point_to_tables` found, the index on the grid (or the row) of the first token and the tokens on it.
+    positions: see :func:`find_coordinate`. tables: pointers to the mask of rotated tokens and to the amplitudes, cos
+    and sin from :func:`point_to_tables`, the grid index (or table row) of token 0, and the number of grid tokens.
     WIDE: see :func:`load_flags`.
     """
     p_rotated, p_amplitude, given, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
-    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # what is negative is large
+    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative numbers become large
     if p_rotated is not None:
         m_g = m_g & load_flags(p_rotated + o_g, m_g, WIDE=WIDE)
     o_g = tl.where(m_g, o_g, 0)
@@ -358,9 +357,9 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WI
 
 @triton.jit
 def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
-    """Map fetched rows; the sums, dangles and gradients of the weights, with theirs added.
+    """Map the rows from :func:`fetch_rows`, and add their dΘ and gradients of the weights to ``sums``.
 
-    turned: cos Θ and sin Θ. norm: the weights of all these rows, and the tokens' groups.
+    turned: cos Θ and sin Θ. norm: the weights, which all these rows share, and the tokens' groups.
     """
     ROWS: tl.constexpr = V.block_r
     cos, sin = turned
@@ -371,8 +370,8 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
         row_dangles, both = map_row(fetched[i], cos, sin, o_n, c0, (weights, before), V)
         if V.need_dweight and (i % 2 == 1 or i == V.block_r - 1):
             dweights = add_weight_gradients(dweights, both, token_group, V=V)
-        if V.need_dangles:  # rows and tokens masked off have read dy = 0
-            if V.dim == -2:  # but their x̄ can be inf
+        if V.need_dangles:  # masked rows and tokens contribute 0, because their dy is 0
+            if V.dim == -2:  # except here, where their x̄ can be inf
                 _, _, _, _, place, _ = fetched[i]
                 _, _, _, num, _ = place
                 row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
@@ -384,7 +383,7 @@ def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
 
 @triton.jit
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
-    """Return the factors of dΘ of each token, float64 (block_n): s_j in dω_j, and 1 in dφ."""
+    """Return each token's factors of dΘ, float64 (block_n): s_j for dω_j, and 1 for dφ (0 off the grid)."""
     weights = ()
     K: tl.constexpr = V.num_axes
     for j in tl.static_range(K):
@@ -397,11 +396,11 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
 
 @triton.jit
 def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
-    """Program t's walk through all rows of a block of tokens, then those of the next: steps of block_r rows.
+    """Plan program t's walk: steps of block_r rows, through all rows of one block of tokens after another.
 
-    In as many rounds as are full it has every T-th block to itself, side by side with its neighbours; what is left is
-    shared evenly by the programs with the same channels (V.flat: every so-many-th). Returns the steps alone, all steps,
-    and the block and the row where its share begins.
+    First, the program walks over every T-th block alone, as long as every program has a block. The programs that have
+    the same channels (V.flat: every V.flat-th program) then share the remaining blocks evenly. Returns the number of
+    steps alone, the number of all steps, and the block and row where the program's share begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
@@ -420,7 +419,7 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 
 @triton.jit
 def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
-    """A program's sums over its tokens, (J, C)."""
+    """Store a program's sums over its tokens, (J, C)."""
     C: tl.constexpr = V.num_channels
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
@@ -443,7 +442,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
     p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, tables, p_partial, more,
-    # In the order of use: the fewer lines of the constant cache a program reads, the sooner it begins.
+    # Arguments are in the order of use. A program starts sooner if it reads fewer lines of the constant cache.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
     tokens_first: "i32", first: "i32", second: "i32", G: "i32", M: "i32", span: "i32", per: "i32",
@@ -455,20 +454,20 @@ def lrpe_kernel(
     phase_h: "i32", amplitude_h: "i32", positions_b: "i64", rotated_b: "i64", P: "i32", magic_p: "u32", shift_p: "i32",
     B: "i32", V: tl.constexpr,
 ):  # fmt: skip
-    """Both maps, forward and backward, for one tensor or for q and k.
+    """Apply either map, forward or backward, to one tensor or to q and k.
 
-    Programs, all on the x axis of the launch grid: T over the token blocks, G groups of heads that share frequencies,
-    and parts of a group's rows: M that share a sample, P times these, and all that for each sample where each has
-    coordinates of its own (V.by_sample). The order follows memory: tokens first, or groups and parts of a sample. A
-    group has group0 heads of q and group1 of k; its span rows are these, sample by sample, and a part has per of them.
+    All programs are on the x axis of the launch grid: T for the token blocks, times G groups of heads that share
+    frequencies, times the parts of a group's rows. There are M parts per sample and P runs of them; with V.by_sample,
+    that many for each sample. The order follows memory: tokens first, or groups and parts of a sample first. A group
+    has group0 heads of q and group1 of k. Its ``span`` rows are these heads, sample by sample; a part has ``per`` rows.
 
-    x (B, H, N, D) inputs, dy (B, H, N, D or 2D) gradients, o the outputs y or dx, stat (2, B, H, D) maximum and
-    sum over the sequence, omega (G or 1, C, K), phase (G or 1, C), coords (.., num_grid, K), origin of a grid
-    (.., 1, K), affine (K, 2), rotated (.., num_grid) bytes, amplitude (G or 1, C), tables None or what
-    :func:`point_to_tables` takes, partial (parts, T, G, J, C) float64 sums of s_j dΘ for dω and dφ. first_index: that
-    of token 0 on the grid, below 0 where tokens are in front of it. more: of a norm, None, or pointers to weight, bias,
-    those of k, and partial sums for their gradients; parts of q in a sample, and runs of parts; the rows of a part then
-    have weights in common. With V.has_start that and where outputs begin, see :func:`move_output`.
+    x (B, H, N, D): inputs. dy (B, H, N, D or 2D): gradients. o: the output, y or dx. stat (2, B, H, D): maximum and sum
+    over the sequence. omega (G or 1, C, K). phase (G or 1, C). coords (.., num_grid, K). origin (.., 1, K) of a grid.
+    affine (K, 2). rotated (.., num_grid) bytes. amplitude (G or 1, C). tables: None, or see :func:`point_to_tables`.
+    partial (parts, T, G, J, C): float64 sums of s_j dΘ for dω and dφ. first_index: grid index of token 0, negative if
+    there are prefix tokens. more: None, or for a norm: pointers to weight and bias of q and of k, and to partial sums
+    of their gradients; then the parts of q in a sample and the runs of parts. The rows of a part then share weights.
+    With V.has_start, more is a pair of this and ``start`` of :func:`move_output`.
 
     V: what is compiled in, :class:`lrpe_md.engine.core.call.Variant`.
     """
@@ -522,7 +521,7 @@ def lrpe_kernel(
         o_b = n0 + o_n
         n0 = 0
         o_n = o_b // V.flat
-        c0 = (o_b % V.flat * V.block_c)[:, None]  # also of every flat-th block from here on
+        c0 = (o_b % V.flat * V.block_c)[:, None]  # the same in every V.flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     given = 0
@@ -539,7 +538,7 @@ def lrpe_kernel(
         q_parts, num_runs = unpack(norm_numbers)
         own_k = own_part >= q_parts
         own_part = tl.where(own_k, own_part - q_parts, own_part)
-        own_unit = g * tl.where(own_k, M - q_parts, q_parts) + own_part  # a head, or heads that have weights in common
+        own_unit = g * tl.where(own_k, M - q_parts, q_parts) + own_part  # a head, or heads that share weights
         if V.need_dweight:
             own_row = (tl.where(own_k, G * q_parts, 0) + own_unit).to(tl.int64) * num_runs + run
             p_dweight += (own_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
@@ -548,7 +547,7 @@ def lrpe_kernel(
     if not (V.need_dangles or V.need_dweight):
         fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
-            tl.debug_barrier()  # which no load can be moved across
+            tl.debug_barrier()  # keeps the compiler from moving loads across
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
         own = (weights, 0)
@@ -569,7 +568,7 @@ def lrpe_kernel(
             for _ in tl.static_range(J):
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
-        # What a block's first step sets.
+        # Initial values. The first step of each block sets these.
         cos = zero_turn(V=V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
@@ -596,7 +595,7 @@ def lrpe_kernel(
             done = r0 >= r_hi
             if V.need_dangles:
                 if done | (i == steps - 1):
-                    if V.dim == -2:  # tokens off the grid weigh 0, but their x̄ can be inf
+                    if V.dim == -2:  # tokens off the grid have factor 0, but their x̄ can be inf
                         dangles = tl.where(m_g[:, None], dangles, 0.0)
                     shares = weigh_tokens(o_g, m_g, positions, V)
                     added = ()

@@ -2,10 +2,10 @@
 
 A row's features are a tuple of tiles: first the output of the map, with both halves channel by channel, then the
 channels that the map leaves out, as x̄ (kernels/encode.py). Widths that are not powers of two are split into several
-tiles, for the map and for v. Without a map, neighbouring channels are pairs that are not rotated, because sums over the
-channels of a row in a single tile may go through all warps.
+tiles, for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. With a single tile,
+sums over the channels of a row might go through all warps.
 
-A "side" of an attention (q or k) holds what encodes its tokens: frequencies, positions and tables, often the same for q
+A "side" of an attention (q or k) holds what encodes its tokens: frequencies, positions and tables, often shared by q
 and k; and the norm, which is None or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
 """
 
@@ -38,13 +38,13 @@ from .tiles import first_channel, load_at, load_flags, load_tile, move_row, spli
 
 @triton.jit
 def multiply(a, b, acc, V: tl.constexpr):
-    """Return a b + acc: 16-bit operands use the matrix units, others their own precision."""
+    """Return a b + acc. 16-bit operands use the matrix units; others are multiplied in full precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
         return tl.dot(a, b, acc)
     else:
-        # This rounds less than matrix units, which round down. A plain + would become the accumulator of the product.
+        # More accurate than matrix units, which round down. The compiler would fuse a plain + into the product.
         product = tl.dot(a, b, input_precision="ieee")
         return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
@@ -74,14 +74,14 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 def load_side(side, b, g, h, V: tl.constexpr):
     """Load the tables of a head of a sample; also return h. g: the head of k.
 
-    Pass the result on together with the side's pointers, which a function can't return if they may be None.
+    Callers pass the result on next to the side's pointers. A function can't return these, as they may be None.
     """
     return load_tables(side, b, g, V=V), h
 
 
 @triton.jit
 def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
-    """Do the same for a head of q. k_loaded: the tables of its key head."""
+    """Do the same for a head of q; with V.one_side, reuse k_loaded, the tables of its key head."""
     if V.one_side:
         tables, _ = k_loaded
         return tables, h
@@ -215,7 +215,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """Return norm(x) of tokens n0 + o_n, and what its backward needs: x̂, the factor of x, γ and β, and the groups."""
+    """Return norm(x) of tokens n0 + o_n, and what its backward needs: x̂, r, γ and β, and the tokens' groups."""
     if V.norm == "none":
         return x, ()
     else:
@@ -226,8 +226,7 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
-    """Load γ and β of tokens n0 + o_n, and their groups. They are loaded again for each block, because keeping them
-    would cause spills."""
+    """Load γ and β of tokens n0 + o_n, and the tokens' groups. Reloading them for each block avoids register spills."""
     pointers, own = side
     _, h = own
     _, norm = pointers
@@ -326,7 +325,7 @@ def join_halves(first, second, V: tl.constexpr):
     WIDTH: tl.constexpr = 2 * V.block_c
     if V.run == 1:
         return tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH])
-    else:  # Triton 3.6 takes a join for packed elements, and reads the operands after it in pieces of 8 bytes
+    else:  # after a join, Triton 3.6 assumes packed elements, and reads operands in pieces of 8 bytes
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
         of_second = tl.arange(0, 2)[None, None, :, None] == 1
@@ -437,8 +436,10 @@ def _empty_row(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_weight_sums(V: tl.constexpr):
-    """Return zeros for dγ and dβ of a program. Each group of tokens has tiles for γ, then for β: (tokens, channels), or
-    (1, channels) in float64."""
+    """Return zeros for a program's dγ and dβ: for each group of tokens, tiles for γ, then for β.
+
+    Tiles are (tokens, channels) in float32, or (1, channels) in float64.
+    """
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):

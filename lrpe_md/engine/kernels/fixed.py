@@ -14,7 +14,7 @@ __all__ = ["Copy", "Fixed", "Launcher", "fix"]
 
 @triton.jit
 def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
-    """Give the numbers the types that a launch gives them."""
+    """Convert the numbers to the types that they have in an ordinary launch."""
     found = ()
     for i in tl.static_range(len(NUMBERS)):
         if TYPES[i] == "i64":
@@ -32,7 +32,7 @@ def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
 
 @triton.jit
 def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of tokens of a head of x (B, H, N, D) to o, rows at 16 bytes. FROM and TO: strides (b, h, n)."""
+    """Copy a block of tokens of one head from x (B, H, N, D) to o. FROM, TO: strides (b, h, n) of 16-byte rows."""
     H: tl.constexpr = SIZES[0]
     N: tl.constexpr = SIZES[1]
     D: tl.constexpr = SIZES[2]
@@ -51,11 +51,11 @@ def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl
 
 
 class Copy(NamedTuple):
-    """Rows (B, H, N, D) that go where others go that a launch writes: further programs of it copy them."""
+    """A copy of rows (B, H, N, D), done by extra programs of a launch that writes into the same joined tensor."""
 
     source: Any
-    place: Any  # of the same dtype
-    first: int  # programs of the launch
+    place: Any  # the destination, with the same dtype
+    first: int  # number of the first extra program
     num_warps: int
 
     @property
@@ -64,7 +64,7 @@ class Copy(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Tokens a program: four times 16 bytes of bfloat16 a thread."""
+        """Tokens per program, so that each thread copies four times 16 bytes of bfloat16."""
         return max(1, 1024 * self.num_warps // self.width)
 
     @property
@@ -73,7 +73,7 @@ class Copy(NamedTuple):
         return batch * heads * triton.cdiv(num_tokens, self.block)
 
     def write(self, source: str, place: str) -> str:
-        """The call of :func:`copy_rows`."""
+        """Write the source code of a call of :func:`copy_rows`."""
         _, heads, num_tokens, head_dim = self.source.shape
         sizes = heads, num_tokens, head_dim, self.width
         x, o = self.source.stride()[:3], self.place.stride()[:3]
@@ -82,22 +82,22 @@ class Copy(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A kernel of tensors alone, ``NUMBERS``, their ``TYPES`` and ``V``, and what of a launch's arguments these are."""
+    """A kernel that takes only tensors, ``NUMBERS``, their ``TYPES`` and ``V``, and its arguments for one launch."""
 
     kernel: Any
-    written: tuple[str, ...]  # the arguments of the kernel that it is made of
+    written: tuple[str, ...]  # source code of the original kernel's arguments
     tensors: list[Any]
     numbers: tuple[int | float, ...]
     types: tuple[str, ...]
-    branch: tuple[int, str] | None = None  # programs of that kernel, and what those behind them do
-    programs: int = 0  # of these
+    branch: tuple[int, str] | None = None  # number of the first extra program, and the code that extra programs run
+    programs: int = 0  # number of extra programs
 
 
 def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
-    """The same kernel for a launch with these arguments, and for programs that copy.
+    """Return the kernel with the numbers of these arguments compiled in, plus programs that copy.
 
-    A compiler that calls a kernel by itself gives each number the type of its value, and compiles in each 1: what a
-    kernel is written for is neither. And what is compiled in costs no time at a launch.
+    Inductor would derive each number's type from its value, and compile in every 1. Our kernels declare their types, so
+    these are written down here. Compiled-in numbers also cost no time at launch.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []
@@ -142,7 +142,7 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
         "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n" + body
     )
     file = f"<{__name__}.{name} {hash(source):x}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where Triton reads it
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads the source here
     found: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
     if branch is not None:
         found["copy_rows"] = copy_rows
@@ -151,10 +151,10 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
 
 
 class Launcher:
-    """Launches a fixed kernel from code that a compiler has written, with options that it does not hand on.
+    """Launches a fixed kernel from compiler-generated code, with launch options that the compiler does not support.
 
-    Its arguments are what can be written into code: the name of the kernel that it is made of, how many tensors it has,
-    the arguments of that kernel, what programs behind its own do, and what is compiled in.
+    Its arguments can be written into source code: the original kernel's name, its number of tensors, the source of its
+    arguments, the code of extra programs, the constants, the number of programs and the launch options.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Launcher:
         self.compiled: Any = None
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch on the current device, which never changes."""
+        """Launch on the current device, which must be the same in every call."""
         if self.compiled is None:
             self.compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
         else:

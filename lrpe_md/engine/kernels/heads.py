@@ -1,8 +1,8 @@
-"""Both maps behind a norm over all heads: a program has all heads of a token.
+"""Both maps after a norm over all heads. A program processes all heads of a token together.
 
-A tile is (heads, channels) of one token, where those of encode.py are (tokens, channels) of one head: V.block_n counts
-heads here, and V.block_r the tiles that are all heads together. x, and dy, are read once: they wait in registers until
-the sums over all channels are known. Frequencies are those of all heads.
+A tile is (heads, channels) of one token, while tiles in encode.py are (tokens, channels) of one head. Here, V.block_n
+counts the heads of a tile, and V.block_r the tiles that hold all heads. x and dy are read once, and stay in registers
+until the sums over all channels are known. All heads share frequencies.
 """
 
 import triton
@@ -44,7 +44,7 @@ from .tiles import find_channels, first_channel, point_at, point_to_row, split_p
 
 @triton.jit
 def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
-    """Tile i of a token: a row of the tile is a head. tensor: pointer and strides (b, n, h, d) of q and of k."""
+    """Point to tile i of a token; a row of the tile is a head. tensor: pointer and strides (b, n, h, d) of q and k."""
     p_q, q_strides, p_k, k_strides = tensor
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
@@ -53,7 +53,7 @@ def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr):
-    """A token's rows on their way into the L2 cache, in lines of 128 bytes; takes no registers as loads ahead would."""
+    """Prefetch a token's rows into the L2 cache, in lines of 128 bytes. Unlike early loads, this needs no registers."""
     if V.functions > 0:
         row = point_to_heads(tensor, token, i=0, V=V)
         LINE: tl.constexpr = 1024 // row[0].dtype.element_ty.primitive_bitwidth
@@ -67,7 +67,7 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
-    """The rows of x and dy that this program reads next, if there are any. counts: tokens of a sample, and of all."""
+    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample, and in all."""
     N, num_items = counts
     b = item // N
     token = (is_k, b, item - b * N)
@@ -88,7 +88,7 @@ def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
 
 @triton.jit
 def to_gradient_tiles(loaded, V: tl.constexpr):
-    """dy of what :func:`load_gradient_row` has loaded: both tiles of what is turned, then what passes."""
+    """Return dy from :func:`load_gradient_row`: the two tiles of the map's output, then the other channels."""
     if V.map == "none":
         return loaded
     else:
@@ -103,7 +103,7 @@ def to_gradient_tiles(loaded, V: tl.constexpr):
 
 @triton.jit
 def turn_back(dy, cos, sin, V: tl.constexpr):
-    """dx̄ of dy."""
+    """Compute dx̄ from dy, tile by tile."""
     if V.map == "none":
         return dy
     else:
@@ -115,7 +115,7 @@ def turn_back(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def centre(loaded, mean, m_h, V: tl.constexpr):
-    """x of a tile's heads, for "layer" less the mean, and 0 for heads and channels that are not there."""
+    """Return x of a tile's heads. For "layer", subtract the mean, and set missing heads and channels to 0."""
     x = to_tiles(loaded, V=V)
     if V.norm == "layer":
         centred = ()
@@ -129,7 +129,7 @@ def centre(loaded, mean, m_h, V: tl.constexpr):
 
 @triton.jit
 def measure(fetched, H, share, V: tl.constexpr):
-    """The mean, of "layer", and r, of all channels of a token."""
+    """Compute the mean (0 unless "layer") and r over all channels of a token. share: 1 / number of channels."""
     o_h = tl.arange(0, V.block_n)
     mean = share * 0.0
     if V.norm == "layer":
@@ -137,7 +137,7 @@ def measure(fetched, H, share, V: tl.constexpr):
         for i in tl.static_range(1, len(fetched)):
             total = add_rows(total, to_tiles(fetched[i], V=V))
         mean = sum_row(total, V=V, AXIS=None) * share
-        # What rounding took from the mean: else equal channels would not become 0.
+        # Correct the mean's rounding error. Otherwise, equal channels would not become exactly 0.
         rest = centre(fetched[0], mean, o_h < H, V=V)
         for i in tl.static_range(1, len(fetched)):
             rest = add_rows(rest, centre(fetched[i], mean, i * V.block_n + o_h < H, V=V))
@@ -168,7 +168,7 @@ def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
 
 @triton.jit
 def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
-    """The sums of tile i with what a token adds to them."""
+    """Return the sums of tile i plus a token's products."""
     added = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
     for j in tl.static_range(COUNT):
@@ -181,7 +181,7 @@ def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def widen_rows(sums, few):
-    """The sums in float64 with those of a few tokens."""
+    """Return the float64 sums plus the sums over a few tokens."""
     added = ()
     for j in tl.static_range(len(sums)):
         added += (sums[j] + few[j].to(tl.float64),)
@@ -190,7 +190,7 @@ def widen_rows(sums, few):
 
 @triton.jit
 def store_tile_gradients(p, sums, H, V: tl.constexpr):
-    """A program's sums: of γ (H, P, D), then of β."""
+    """Store a program's sums: dγ (H, P, D), then dβ (H, P, D)."""
     TILES: tl.constexpr = len(V.begins)
     KINDS: tl.constexpr = V.has_weight + V.has_bias
     COUNT: tl.constexpr = TILES * KINDS * V.token_groups
@@ -206,7 +206,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
-    """y of x̄, or dx."""
+    """Store y, computed from ``out`` = x̄, or in the backward pass ``out`` = dx."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = turned
@@ -221,7 +221,7 @@ def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
 
 @triton.jit
 def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
-    """cos Θ and sin Θ of a token, a row for each head of a tile; what dΘ counts for dω and dφ."""
+    """Compute cos Θ and sin Θ of a token, one row per head of a tile, and its factors of dΘ for dω and dφ."""
     p_coords, p_origin, p_affine, p_rotated, p_amplitude, given = tables
     _, b, n = token
     first_index, num_grid, positions_b, rotated_b = counts
@@ -235,7 +235,7 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     positions = (p_coords, p_origin, p_affine, grid)
     o_n = tl.arange(0, V.block_n) * 0
     if V.tables != "none":
-        o_n = tl.zeros([1], dtype=tl.int32)  # a row that all heads share, in registers once
+        o_n = tl.zeros([1], dtype=tl.int32)  # one row in registers, shared by all heads
         given = point_to_tables(given, b, 0, first_channel(V=V), V=V)
     places = (p_rotated, p_amplitude, given, first_index, num_grid)
     o_c = tl.arange(0, V.block_c)
@@ -249,14 +249,14 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
 
 @triton.jit
 def load_own(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constexpr):
-    """γ and β of tile i's heads."""
+    """Load γ and β of the heads of tile i."""
     h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
     return load_weights(norm, is_k, h, token_group, h < H, V=V)
 
 
 @triton.jit
 def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
-    """y of a token. own: γ and β by tile."""
+    """Compute and store y of a token. own: γ and β by tile."""
     mean, scale = stats
     o_h = tl.arange(0, V.block_n)
     for i in tl.static_range(len(fetched)):
@@ -268,7 +268,7 @@ def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
 
 @triton.jit
 def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
-    """mean(g x̂), and of "layer" mean(g), of all channels of a token."""
+    """Compute mean(g x̂) and, for "layer", mean(g) over all channels of a token, where g = γ dy."""
     fetched, gradients = loaded
     for i in tl.static_range(len(fetched)):
         m_h = i * V.block_n + tl.arange(0, V.block_n) < H
@@ -286,9 +286,9 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
 
 @triton.jit
 def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.constexpr):
-    """dx of a token; its dΘ by head, and the sums for the weights with its part.
+    """Compute and store dx of a token. Return dΘ, summed over the tiles, and the updated sums for the weights.
 
-    out: where dx goes, those sums, and to which group of them the token belongs.
+    out: where dx goes, the sums for the weights, and the group of the token.
     """
     fetched, gradients = loaded
     o, dweights, group = out
@@ -308,7 +308,8 @@ def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.cons
     return dangles, added
 
 
-TOKENS = tl.constexpr(16)  # of which gradients of the weights add up in float32: float64 takes twice the registers
+# Gradients of the weights are summed in float32 over this many tokens. In float64 they take twice the registers.
+TOKENS = tl.constexpr(16)
 
 
 @kernel
@@ -316,12 +317,11 @@ def heads_kernel(
     x: "tensors", dy: "tensors", o: "tensors", tables: "tables", norm: "norm", sums: "sums", numbers: "numbers",
     V: tl.constexpr,
 ):  # fmt: skip
-    """Both maps behind a norm over all heads, forward and backward, for one tensor or for q and k.
+    """Apply a norm over all heads and then either map, forward or backward, to one tensor or to q and k.
 
-    The first programs go through the tokens of q, the others through those of k. x, dy, o: pointer and strides (b, n,
-    h, d) of q and of k. tables: pointers, and tables of cos and sin, as of :func:`lrpe_kernel`. norm: to weight, bias
-    and those of k. sums: to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for the gradients of the
-    weights.
+    The first programs process the tokens of q, the others those of k. x, dy, o: pointer and strides (b, n, h, d) of q
+    and of k. tables: pointers, and tables of cos and sin, as in :func:`lrpe_kernel`. norm: pointers to weight and bias
+    of q and of k. sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for dγ and dβ.
     """
     counts, axes = numbers
     N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack(counts)
@@ -332,7 +332,7 @@ def heads_kernel(
     is_k = pid >= num_q
     H = tl.where(is_k, heads_k, heads_q)
     step = tl.where(is_k, tl.num_programs(0) - num_q, num_q)
-    # Rounded alike whether H is compiled in or not.
+    # div_rn rounds the same whether H is compiled in or not.
     share = 1.0 / (H * V.head_dim).to(tl.float64) if V.wide else tl.div_rn(1.0, (H * V.head_dim).to(tl.float32))
     o_h = tl.arange(0, V.block_n)
     TILES: tl.constexpr = V.block_r

@@ -1,14 +1,14 @@
-"""Linear attention where tokens of a slot see the same state: S = Σ β k̂ vᵀ, then o = q̂ S / z. Forward and backward.
+"""Linear attention where all tokens of a slot see the same state: S = Σ β k̂ vᵀ, o = q̂ S / z. Forward and backward.
 
-A slot is the whole, a sequence or a block. linear_causal.py takes the states before its pieces from here, too.
+A slot is a whole sample, a sequence or a block. linear_causal.py also gets the states before its pieces from here.
 
-S is held transposed, Sᵀ (D_v, Ê), a tile of it for each tile of features and each of v, so that v goes to the matrix
-units as it was loaded. In one pass a program forms the state of a key head of a sample and goes on to the tokens of
-its query heads; in two, programs sum the states of pieces of the tokens, which another kernel adds up, and others take
-the sums. Both are made of the same loops: over keys and values for S, over queries for o, over queries and do for dq
-and dS, over keys and values for dk and dv.
+S is stored transposed, Sᵀ (D_v, Ê), with a tile for each pair of a feature tile and a tile of v. So v goes to the
+matrix units as it was loaded. With one pass, a program computes the state of a key head of a sample, and then the
+outputs of its query heads. With two passes, programs compute the states of pieces of the tokens, another kernel sums
+them, and further programs use the sums. Both share the same loops: over keys and values for S, over queries for o, over
+queries and do for dq and dS, over keys and values for dk and dv.
 
-Names: S, dS transposed states, Z, dZ the sums Σ β k̄ (Σ β k̂ where V.normalizer is "encoded") and their gradients.
+Names: S, dS are transposed states. Z, dZ are the sums Σ β k̄ (Σ β k̂ for V.normalizer "encoded") and their gradients.
 """
 
 import triton
@@ -45,13 +45,13 @@ from .tiles import move_tokens
 
 @triton.jit
 def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr):
-    """Zeros to add to."""
+    """Return zeros in the accumulator's dtype."""
     return tl.zeros([ROWS, COLUMNS], dtype=tl.float64 if V.wide else tl.float32)
 
 
 @triton.jit
 def empty_state(V: tl.constexpr):
-    """Zeros for S: for each tile of features a tile (D_v, features) for each tile of v."""
+    """Return zeros for S: tiles (D_v, features), ordered by tile of features, then by tile of v."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks)):
         for j in tl.static_range(len(V.v_blocks)):
@@ -61,7 +61,7 @@ def empty_state(V: tl.constexpr):
 
 @triton.jit
 def empty_sums(V: tl.constexpr):
-    """Zeros to be summed up over tokens: a tile (tokens, channels) for each that Z has."""
+    """Return zeros for Z before the sum over tokens: a tile (tokens, channels) for each tile of Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
         Z += (empty(ROWS=V.block_n, COLUMNS=V.sum_blocks[i], V=V),)
@@ -70,7 +70,7 @@ def empty_sums(V: tl.constexpr):
 
 @triton.jit
 def add_scaled(total, x, weight):
-    """total + weight x of each token, tile by tile."""
+    """Return total + weight x with one weight per token, tile by tile."""
     result = ()
     for i in tl.static_range(len(x)):
         result += (total[i] + x[i] * weight[:, None],)
@@ -79,7 +79,7 @@ def add_scaled(total, x, weight):
 
 @triton.jit
 def sum_tokens(Z):
-    """(tokens, channels) to (channels), tile by tile."""
+    """Sum (tokens, channels) over tokens, tile by tile."""
     result = ()
     for i in tl.static_range(len(Z)):
         result += (tl.sum(Z[i], axis=0),)
@@ -88,7 +88,7 @@ def sum_tokens(Z):
 
 @triton.jit
 def to_rows(Z):
-    """(channels) to (1, channels), tile by tile."""
+    """Reshape (channels) to (1, channels), tile by tile."""
     result = ()
     for i in tl.static_range(len(Z)):
         result += (Z[i][None, :],)
@@ -97,7 +97,7 @@ def to_rows(Z):
 
 @triton.jit
 def row_dot(x, y):
-    """x · y of each token."""
+    """Return x · y for each token."""
     total = tl.sum(x[0] * y[0], axis=1)
     for i in tl.static_range(1, len(x)):
         total += tl.sum(x[i] * y[i], axis=1)
@@ -120,13 +120,13 @@ def transpose_tiles(x):
     return result
 
 
-# What several products have in common is their second factor, which is in shared memory: matrix units that take the
-# first one from registers, of which two products read the same, gave wrong results (Triton 3.6, sm_90).
+# Products that share a factor share the second one, which is in shared memory. The first factor may be in registers,
+# and two products that read it from the same registers gave wrong results (Triton 3.6, sm_90).
 
 
 @triton.jit
 def multiply_tiles(values, S, V: tl.constexpr):
-    """values (tokens, D_v) times S, summed over the tiles of v, tile of features by tile."""
+    """Multiply values (tokens, D_v) by S, summed over the tiles of v. Returns a tile for each tile of features."""
     VALUES: tl.constexpr = len(V.v_blocks)
     products = ()
     for i in tl.static_range(len(V.feature_blocks)):
@@ -142,7 +142,7 @@ def multiply_tiles(values, S, V: tl.constexpr):
 
 @triton.jit
 def sum_columns(x, S, V: tl.constexpr):
-    """S times xᵀ (features, tokens), summed over the tiles of features: tiles (D_v, tokens)."""
+    """Multiply S by xᵀ (features, tokens), summed over the tiles of features. Returns tiles (D_v, tokens)."""
     VALUES: tl.constexpr = len(V.v_blocks)
     sums = ()
     for j in tl.static_range(VALUES):
@@ -155,7 +155,7 @@ def sum_columns(x, S, V: tl.constexpr):
 
 @triton.jit
 def apply_state(x, S, V: tl.constexpr):
-    """x (tokens, features) times Sᵀ, summed over the tiles of features: tiles (tokens, D_v)."""
+    """Multiply x (tokens, features) by Sᵀ, summed over the tiles of features. Returns tiles (tokens, D_v)."""
     if V.tokens_as_n or len(V.v_blocks) > 1:
         return transpose_tiles(sum_columns(x, S, V=V))
     else:
@@ -179,7 +179,7 @@ def normalizer_features(x_bar, x_hat, V: tl.constexpr):
 
 @triton.jit
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
-    """Form norm(k) and k̄ without β, v, β, and cos and sin, of tokens n0 + o_n.
+    """Compute norm(k), k̄ (without β), v, β, and cos and sin of tokens n0 + o_n.
 
     place: sample, head, first token, offsets, and the mask of tokens that exist.
 
@@ -199,16 +199,16 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
 
 @triton.jit
 def activate_tokens(x, V: tl.constexpr):
-    """x̄ of what :func:`normalise_tokens` gives."""
+    """Compute x̄ from the result of :func:`normalise_tokens`."""
     normed, _ = x
     return activate_row(normed, (0, 0), V=V)
 
 
 @triton.jit
 def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
-    """S and the tiles of Z of tokens begin .. end of a head.
+    """Compute S and Z from tokens begin .. end of a head.
 
-    k, v: their tensors. walk: sample, head, first token and the one behind the last.
+    k, v: (pointer, strides). walk: sample, head, and the range of tokens (end excluded).
     """
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
@@ -232,8 +232,8 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
 
 @triton.jit
 def invert_denominator(z, eps, V: tl.constexpr):
-    """1/z of each token, and whether z is not clamped."""
-    eps = tl.full(z.shape, eps, z.dtype)  # a maximum takes a number for a float32
+    """Return 1/z of each token, and whether z is above the clamp."""
+    eps = tl.full(z.shape, eps, z.dtype)  # tl.maximum would treat a number as float32
     if V.normalizer == "encoded":
         free = tl.abs(z) >= eps
         return tl.where(free, invert(tl.where(free, z, 1.0), V=V), 0.0), free
@@ -243,7 +243,7 @@ def invert_denominator(z, eps, V: tl.constexpr):
 
 @triton.jit
 def invert(z, V: tl.constexpr):
-    """1/z, rounded once where operands are not."""
+    """Return 1/z, correctly rounded if operands keep their precision."""
     if V.operand == "same" and not V.wide:
         return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), z)
     else:
@@ -252,7 +252,7 @@ def invert(z, V: tl.constexpr):
 
 @triton.jit
 def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
-    """o of tokens begin .. end of a head, from operands S and sums Z."""
+    """Compute and store o of tokens begin .. end of a head, from operands S and sums Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -263,7 +263,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         turned = turn_block(side, n0, o_n, V=V)
-        # Where tokens are columns of the product, 1/z has q's layout, not that of o: it goes into q̂. The map is linear.
+        # If tokens are columns of the product, 1/z has q's layout, not o's. Scale q̂ then, or q̄: the map is linear.
         if V.normalizer == "unrotated":
             scale, _free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
@@ -284,7 +284,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
 
 @triton.jit
 def find_counted(i: tl.constexpr, V: tl.constexpr):
-    """Channels (1, channels) of tile i of what the normaliser counts, and which of them there are."""
+    """Return the channels (1, channels) of tile i of the normaliser's features, and their mask."""
     if V.normalizer == "encoded":
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
@@ -294,7 +294,7 @@ def find_counted(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def point_to_state(p, i: tl.constexpr, V: tl.constexpr):
-    """Tile i of S (D_v, Ê) in memory, and which of it there is."""
+    """Return pointers to tile i of S (D_v, Ê), and their mask."""
     E: tl.constexpr = i // len(V.v_blocks)
     J: tl.constexpr = i % len(V.v_blocks)
     o_e = tl.arange(0, V.feature_blocks[E])[None, :]
@@ -315,7 +315,7 @@ def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
 
 @triton.jit
 def load_state(p_state, V: tl.constexpr):
-    """S as operands."""
+    """Load S as operands."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks) * len(V.v_blocks)):
         p, mask = point_to_state(p_state, i=i, V=V)
@@ -325,7 +325,7 @@ def load_state(p_state, V: tl.constexpr):
 
 @triton.jit
 def load_sums(p_sums, V: tl.constexpr):
-    """Z."""
+    """Load Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
         o_e, m_e = find_counted(i=i, V=V)
@@ -338,7 +338,7 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Zeros for the sums of s_j dΘ of each tile and axis: (tokens / V.share, channels), or in float64 (channels)."""
+    """Return zeros for Σ s_j dΘ of each tile and axis: (tokens / V.share, channels), or (channels) in float64."""
     total = ()
     if V.need_dangles:
         TILES: tl.constexpr = V.num_map_tiles
@@ -364,7 +364,7 @@ def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_shared(x, V: tl.constexpr):
-    """(tokens, channels) to (tokens / V.share, channels): sums of tokens that one thread has, without an exchange."""
+    """Sum each V.share tokens, which are in one thread: (tokens, channels) to (tokens / V.share, channels)."""
     if V.share == 1:
         return x
     else:
@@ -376,7 +376,7 @@ def sum_shared(x, V: tl.constexpr):
 
 @triton.jit
 def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
-    """Σ s_j dΘ and, where there is a phase, Σ dΘ of a block of tokens."""
+    """Add Σ s_j dΘ and, if there is a phase, Σ dΘ of a block of tokens to ``total``."""
     if V.need_dangles:
         pointers, own = side
         tables, _ = pointers
@@ -403,7 +403,7 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
 
 @triton.jit
 def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
-    """Tile i of what :func:`add_angle_gradients` returns."""
+    """Do the work of :func:`add_angle_gradients` for tile i."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     added = ()
     for j in tl.static_range(len(weights)):
@@ -418,7 +418,7 @@ def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
-    """A program's sums, (J, C)."""
+    """Store a program's sums, (J, C)."""
     TILES: tl.constexpr = V.num_map_tiles
     for i in tl.static_range(TILES):
         _store_tile_total(p_partial, total, i=i, V=V)
@@ -436,9 +436,9 @@ def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """dq of tokens begin .. end of a head; dZ and the sums for dω, dγ and dβ with theirs added.
+    """Compute and store dq of tokens begin .. end of a head. Add to dZ and to the sums for dω, dγ and dβ.
 
-    tensors: q, do, dq. state: operands S, sums Z. grads: the tiles of dZ, the sums.
+    tensors: q, do, dq. state: operands S, sums Z. grads: the tiles of dZ, and both sums.
     """
     q, do, dq = tensors
     S, Z = state
@@ -455,7 +455,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         turned = turn_block(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        dx_hat = multiply_tiles(do_block, S, V=V)  # of o z
+        dx_hat = multiply_tiles(do_block, S, V=V)  # not yet divided by z
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer != "none":
             counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
@@ -476,9 +476,9 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
 
 @triton.jit
 def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
-    """dS with that of tokens begin .. end of a head added, Σ q̂ doᵀ / z, and with a causal mask the tiles of dZ.
+    """Add Σ q̂ doᵀ / z over tokens begin .. end of a head to dS and, with a causal mask, Σ dz q̂ (or q̄) to dZ.
 
-    tensors: q, do and, with a causal mask, a pointer to 1/z of the head's tokens and from there to their dz.
+    tensors: q, do and, with a causal mask, a pointer to the head's 1/z and the offset from there to its dz.
     """
     q, do, scales = tensors
     dS, dZ = grads
@@ -509,7 +509,7 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
 
 @triton.jit
 def add_outer_products(S, values, features, V: tl.constexpr):
-    """S + valuesᵀ features, tile by tile."""
+    """Return S + valuesᵀ features, tile by tile."""
     values = to_operands(values, V=V)
     added = ()
     for i in tl.static_range(len(features)):
@@ -520,7 +520,7 @@ def add_outer_products(S, values, features, V: tl.constexpr):
 
 @triton.jit
 def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
-    """Add to tile j, i of S. No two products of at least 64 rows have their first factor in common: see above."""
+    """Add to tile (j, i) of S. Products of at least 64 rows must not share their first factor: see multiply_tiles."""
     LAST: tl.constexpr = V.num_map_tiles - 1
     FEW_VALUES: tl.constexpr = j > 0 and V.v_blocks[j] < 64
     FEW_FEATURES: tl.constexpr = i == LAST and i > 0 and V.feature_blocks[i] < 64
@@ -532,9 +532,10 @@ def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V:
 
 @triton.jit
 def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
-    """dk, dv and dβ of tokens begin .. end of a head; the sums for dω, and those for dγ and dβ of the norm.
+    """Compute and store dk, dv and dβ of tokens begin .. end of a head.
 
-    tensors: k, v, dk, dv. gates: β and dβ. state: operands dS, sums dZ.
+    Returns the sums for dω, and those for the norm's weights. tensors: k, v, dk, dv. gates: β and dβ. state: operands
+    dS, sums dZ.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     k, v, dk, dv = tensors
@@ -552,7 +553,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
-        weight = m_n.to(ACC)  # of tokens that are not there 0
+        weight = m_n.to(ACC)  # 0 for tokens beyond the end
         if V.gated:
             weight *= beta
         dx_hat = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
@@ -578,7 +579,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
 
 @triton.jit
 def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
-    """dβ (B, H, N) of a block of tokens: 0 where β is."""
+    """Store dβ (B, H, N) of a block of tokens. It is 0 where β is 0."""
     p, strides = dgate
     stride_b, stride_h, stride_n = unpack(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
@@ -591,9 +592,9 @@ def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
 
 @kernel
 def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """o (B, H, N, D_v) of q (B, H, N, D), k and v (B, G, M, ..): a program for a key head of a sample.
+    """Compute o (B, H, N, D_v) from q (B, H, N, D), k and v (B, G, M, ..). One program per key head of a sample.
 
-    A tensor comes with its strides (b, h, n, d), the gate (B, G, M) with three. sizes: G, H / G, N, M, eps.
+    A tensor is (pointer, strides (b, h, n, d)); the gate (B, G, M) has three strides. sizes: G, H / G, N, M.
     """
     G, R, N, M = unpack(sizes)
     pid = tl.program_id(0)
@@ -612,9 +613,9 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
 
 @kernel
 def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """dq, dk, dv, dβ and, in partial (2, B, G, J, C), sums for dω of each program's queries, then of its keys.
+    """Compute dq, dk, dv, dβ and sums for dω: partial (2, B, G, J, C), of a program's queries and of its keys.
 
-    tensors: q, k, v, do, dq, dk, dv. Sums for the norm's weights: a row for each head of q, or of k, of a sample.
+    tensors: q, k, v, do, dq, dk, dv. Sums for the norm's weights have a row for each head (of q or of k) of a sample.
     """
     q, k, v, do, dq, dk, dv = tensors
     G, R, N, M = unpack(sizes)
@@ -661,16 +662,15 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 
 @triton.jit
 def locate_piece(pieces, p, heads):
-    """Find the chunk, sample, head, first token, end and state slot of program p.
+    """Return the piece, sample, head, first token, end and slot of program p.
 
-    pieces: a table (P, 4) of begin, end, slot and sequence, or None for chunks of equal length; tokens in a chunk, and
-    tokens in all. heads: of a sample.
-
+    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the tokens of a
+    piece, and of all. heads: heads of a sample, and P.
     """
     p_table, sizes = pieces
     length, N = unpack(sizes)
     H, P = heads
-    # Pieces of a head side by side.
+    # The pieces of a head are neighbouring programs.
     row = p // P
     piece = p - row * P
     b = row // H
@@ -688,13 +688,13 @@ def locate_piece(pieces, p, heads):
 
 @triton.jit
 def find_state(p_state, index, row, rows, V: tl.constexpr):
-    """State of a row (a head of a sample) in piece or slot number ``index``."""
+    """Point to the state of a row (one head of one sample) in piece or slot ``index``."""
     return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
 
 
 @kernel
 def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """The state of each piece of the tokens: states (P, B G, D_v Ê + sums) float32."""
+    """Compute the state of each piece of the tokens: states (P, B G, D_v Ê + sums) in float32."""
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -704,7 +704,7 @@ def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "siz
 
 @kernel
 def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """o from the summed states of :func:`linear_scan_kernel`."""
+    """Compute o from the summed states of :func:`linear_scan_kernel`."""
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -722,7 +722,7 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 def linear_query_gradient_kernel(
     q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """dq, dZ behind dS by piece and query head (P, B H, D_v Ê + sums), and sums for dω."""
+    """Compute dq, sums for dω, and dZ by piece and query head. dstates (P, B H, D_v Ê + sums) holds dS, then dZ."""
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack(sizes)
     pid = tl.program_id(0)
@@ -743,7 +743,7 @@ def linear_query_gradient_kernel(
 
 @triton.jit
 def point_to_scales(p_scales, b, h, heads, N):
-    """1/z of the tokens of a head, and from there on their dz: scales (2, B, H, N)."""
+    """Return a pointer to 1/z of a head's tokens, and the offset from there to their dz. scales: (2, B, H, N)."""
     batch, num_heads = heads
     return p_scales + (tl.cast(b, tl.int64) * num_heads + h) * N, tl.cast(batch, tl.int64) * num_heads * N
 
@@ -752,8 +752,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """dS by piece and query head, in front of dZ, which it forms with a causal mask. scales (2, B, H, N): 1/z and dz,
-    with that mask alone."""
+    """Compute dS by piece and query head. With a causal mask, also compute dZ, from ``scales`` of point_to_scales."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -778,7 +777,7 @@ def linear_query_state_kernel(
 def linear_key_gradient_kernel(
     k, v, dk, dv, gates, side, slots, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dk, dv, dβ from the summed gradients of the state, and sums for dω."""
+    """Compute dk, dv, dβ and sums for dω from the summed gradients of the state."""
     p_slots, p_slot_sums = slots
     G, P, B = unpack(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
@@ -794,7 +793,7 @@ def linear_key_gradient_kernel(
 
 @triton.jit
 def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
-    """Sum elements o of the states of all pieces and heads of a row, with V.stages loads on their way.
+    """Sum elements o of the states over all pieces and heads of a row, with V.stages loads in flight.
 
     counts: heads and pieces.
     """
@@ -820,7 +819,7 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
 
 @triton.jit
 def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
-    """The sums of :func:`linear_scan_kernel` where a table says which tokens are a slot. place: row, elements."""
+    """Compute the sums of :func:`linear_scan_kernel` if there is a table of pieces. place: row, elements."""
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
     G, R, P, num_states, B, backward = sizes
@@ -842,14 +841,14 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
         sequence = tl.load(p_table + p * 4 + 3)
         next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
         next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
-        at = tl.cast(b + sequence, tl.int64) * G + g  # several sequences are in one sample
+        at = tl.cast(b + sequence, tl.int64) * G + g  # a sample may hold several sequences
         if before != sequence:
             total = tl.zeros([BLOCK], dtype=tl.float64)
             if p_first is not None:
                 total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         before = sequence
         if V.causal:
-            if (before_slot != slot) & (sequence >= 0):  # below 0: there is no such piece
+            if (before_slot != slot) & (sequence >= 0):  # negative in unused entries of the table
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         before_slot = tl.where(sequence >= 0, slot, -2)
         state = p - skipped
@@ -867,13 +866,13 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
 
 @kernel
 def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
-    """Sums of the states of pieces, in their order or backward: what the tokens of a slot see.
+    """Compute the state that the tokens of each slot see, by summing the states of pieces in order or backward.
 
-    states (P or fewer, B G R, size), of the first pieces or backward of the last, of which R heads are summed; slots
-    (slots, B G, D_v Ê) in the operands' dtype and their sums (slots, B G, sums) float32. Inclusive: of all pieces up to
-    the slot's last; V.causal: of those before it, which are there at its first. ends: the states to begin with and to
-    end with (B or sequences, G, size) float32, either None. table: that of :func:`locate_piece`. Sums are rounded where
-    they are stored. table None: all tokens are one slot and one sequence.
+    The sum includes all pieces of the sequence up to the slot's last one; with V.causal, only those before its first.
+    states (P or fewer, B G R, size): states of the first pieces (backward: of the last), of which R heads are summed.
+    slots: the results (slots, B G, D_v Ê) in the operands' dtype, and their sums (slots, B G, sums) in float32. ends:
+    initial and final states (B or sequences, G, size) in float32, or None. p_table: see :func:`locate_piece`; None if
+    all tokens are one slot of one sequence. Sums are float64 until they are stored.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends

@@ -1,9 +1,9 @@
-"""Linear attention where a token sees itself and those before it: forward and backward.
+"""Linear attention with a causal mask: forward and backward.
 
-A program walks along the tokens of its piece with the state of all before in registers; within a block of tokens it
-multiplies those that see each other, as softmax attention does. The state before a piece comes from the kernels of
-linear.py. Names as there; P are products of tokens (rows see columns, or are seen by them), tri their mask. With
-V.memory "add" states decay from token to token (decay.py), and masks carry the decay between two tokens.
+A program walks along the tokens of its piece, and keeps the state of all earlier tokens in registers. Within a block,
+it multiplies queries and keys directly, as softmax attention does. The kernels in linear.py compute the state before
+each piece. Names are those of linear.py; P are products (tokens, tokens), tri is their mask. With V.memory "add" states
+decay from token to token (decay.py), and masks include the decay between two tokens.
 """
 
 import triton
@@ -61,7 +61,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def multiply_tokens(x, y, V: tl.constexpr):
-    """x yᵀ (tokens, tokens), summed over the tiles."""
+    """Return x yᵀ (tokens, tokens), summed over the tiles."""
     products = empty(ROWS=V.block_n, COLUMNS=V.block_n, V=V)
     for i in tl.static_range(len(x)):
         products = multiply(to_operand(x[i], V=V), tl.trans(to_operand(y[i], V=V)), products, V=V)
@@ -70,7 +70,7 @@ def multiply_tokens(x, y, V: tl.constexpr):
 
 @triton.jit
 def mix_tokens(P, y, total, V: tl.constexpr):
-    """total + P y (tokens, channels), tile by tile."""
+    """Return total + P y (tokens, channels), tile by tile."""
     P = to_operand(P, V=V)
     mixed = ()
     for i in tl.static_range(len(y)):
@@ -84,21 +84,21 @@ def mix_tokens(P, y, total, V: tl.constexpr):
 
 @triton.jit
 def causal_mask(V: tl.constexpr):
-    """Mask of the tokens (columns) of a block that each token (row) sees."""
+    """Return the mask of a block's tokens (columns) that each token (row) sees."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] >= o_n[None, :]
 
 
 @triton.jit
 def causal_mask_transposed(V: tl.constexpr):
-    """Mask of the tokens (columns) of a block that see each token (row)."""
+    """Return the mask of a block's tokens (columns) that see each token (row)."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] <= o_n[None, :]
 
 
 @triton.jit
 def form_fading(decay, place, V: tl.constexpr):
-    """Return the sums of log g that the states of a block of tokens fade by; without a decay nothing."""
+    """Return the result of :func:`load_decay` for a block of tokens, or () without a decay."""
     if V.memory == "add":
         return load_decay(decay, place, V=V)
     else:
@@ -107,7 +107,7 @@ def form_fading(decay, place, V: tl.constexpr):
 
 @triton.jit
 def mask_pairs(products, fading, V: tl.constexpr):
-    """Products of queries (rows) and keys of a block that see each other, with the decay between them."""
+    """Apply the causal mask, or the decay, to products of queries (rows) and keys (columns) of a block."""
     if V.memory == "add":
         L, _behind, _total = fading
         return products * fade_pairs(L, V=V)
@@ -117,7 +117,7 @@ def mask_pairs(products, fading, V: tl.constexpr):
 
 @triton.jit
 def mask_pairs_transposed(products, fading, V: tl.constexpr):
-    """The same of keys (rows) and queries."""
+    """Do the same for products of keys (rows) and queries (columns)."""
     if V.memory == "add":
         L, _behind, _total = fading
         return products * fade_pairs_transposed(L, V=V)
@@ -127,7 +127,7 @@ def mask_pairs_transposed(products, fading, V: tl.constexpr):
 
 @triton.jit
 def fade_from_start(x, fading, V: tl.constexpr):
-    """x (tokens, channels), tile by tile, times the decay from the beginning of the block to each token."""
+    """Multiply x (tokens, channels) by the decay from the start of the block to each token, tile by tile."""
     if V.memory == "add":
         L, _behind, _total = fading
         return scale_row(x, fade(L, V=V)[:, None])
@@ -137,7 +137,7 @@ def fade_from_start(x, fading, V: tl.constexpr):
 
 @triton.jit
 def fade_to_end(x, fading, V: tl.constexpr):
-    """x times the decay behind each token, up to the end of the block."""
+    """Multiply x by the decay from each token to the end of the block, tile by tile."""
     if V.memory == "add":
         _L, behind, _total = fading
         return scale_row(x, fade(behind, V=V)[:, None])
@@ -147,7 +147,7 @@ def fade_to_end(x, fading, V: tl.constexpr):
 
 @triton.jit
 def fade_state(S, fading, V: tl.constexpr):
-    """S times the decay of the whole block."""
+    """Multiply S by the decay of the whole block."""
     if V.memory == "add":
         _L, _behind, total = fading
         return scale_row(S, fade(total, V=V))
@@ -168,7 +168,7 @@ def sum_counts_seen(counts, Z, fading, V: tl.constexpr):
 
 @triton.jit
 def mix_exactly(pairs, counts, V: tl.constexpr):
-    """pairs (tokens, tokens) times counts, whose rounding to operands is made up for."""
+    """Return pairs (tokens, tokens) times counts, and correct for the rounding of both to operands."""
     mixed = ()
     for i in tl.static_range(len(counts)):
         mixed += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
@@ -185,7 +185,7 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
 def sum_seen(counts, Z, tri, V: tl.constexpr):
     """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
 
-    Encoded features cancel in z, which would magnify the rounding of operands, so their remainders are summed, too.
+    Encoded features cancel in z, which would magnify the rounding of operands. So their rounding errors are added, too.
     """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     tri = tri.to(ACC)
@@ -206,7 +206,7 @@ def sum_seen(counts, Z, tri, V: tl.constexpr):
 
 @triton.jit
 def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
-    """Form norm(q), q̄, q̂, cos and sin of tokens n0 + o_n. If q and k share positions, k's cos and sin serve both."""
+    """Compute norm(q), q̄, q̂, cos and sin of tokens n0 + o_n. With V.one_side, use k's cos and sin for q, too."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
     x = normalise_tokens(x, side, n0, o_n, V=V)
     x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
@@ -218,7 +218,7 @@ def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
-    """S and Z to be added to: of the tokens before a piece."""
+    """Load S and Z of the tokens before a piece; zeros if there are none."""
     if V.has_state:
         S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
         return add_rows(empty_state(V=V), S), Z
@@ -228,7 +228,7 @@ def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
 
 @triton.jit
 def gate_keys(k_bar, beta, V: tl.constexpr):
-    """β k̄."""
+    """Return β k̄."""
     if V.gated:
         return scale_row(k_bar, beta[:, None])
     else:
@@ -237,10 +237,10 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 @triton.jit
 def attend(q_hat, k_hat, v_block, S, fading, V: tl.constexpr):
-    """o z of a block of tokens, which see S and those of their own, tile by tile of v."""
+    """Return o z of a block, tile by tile of v. Tokens see S, and themselves and earlier tokens of the block."""
     S = to_operands(S, V=V)
     reading = fade_from_start(q_hat, fading, V=V)
-    if V.output_transposed:  # tokens are columns from end to end: nothing that is summed up changes its layout
+    if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout
         products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), fading, V=V)
         values = tl.trans(v_block[0])
         return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(reading, S, V=V)[0], V=V)),)
@@ -261,7 +261,7 @@ def attend(q_hat, k_hat, v_block, S, fading, V: tl.constexpr):
 def linear_causal_forward_kernel(
     q, k, v, o, gates, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):
-    """o of each piece of the tokens of a query head. gates: β and log g."""
+    """Compute o. One program per piece of the tokens of a query head. gates: β and log g."""
     gate, decay = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
@@ -302,10 +302,10 @@ def linear_causal_forward_kernel(
 def linear_causal_query_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """dq, and what the gradients of the state and of keys need of each query: 1/z and dz.
+    """Compute dq, and 1/z and dz of each query, which the gradients of the state and of keys need.
 
-    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N), for V.need_ddecay (4, B, H, N) with what each
-    query reads of the state in front of its block, times its gradient, and :func:`sum_crossing`.
+    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N): 1/z and dz. With V.need_ddecay (4, B, H, N): also
+    the part of q̂ · dq̂ that comes from the state before the block, and :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -340,7 +340,7 @@ def linear_causal_query_kernel(
         x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         products = mask_pairs(multiply_tokens(do_block, v_block, V=V), fading, V=V)
-        dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), fading, V=V)  # of o z
+        dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), fading, V=V)  # without 1/z
         if V.need_ddecay:
             from_state = row_dot(q_hat, dx_hat)
             crossing = products * multiply_tokens(q_hat, k_hat, V=V)
@@ -382,7 +382,7 @@ def linear_causal_query_kernel(
 
 @triton.jit
 def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
-    """Queries n0 + o_n of a head: q̂ / z, what the normaliser counts of them by dz, and do.
+    """Load queries n0 + o_n of a head: q̂ / z, the normaliser's features times dz, and do.
 
     scales: see :func:`point_to_scales`.
     """
@@ -405,7 +405,7 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
 
 @triton.jit
 def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
-    """Store what each key leaves in the state behind its block, times its gradient: (B, G, N). keys: β k̂, β k̄."""
+    """Store each key's product with its gradient from later blocks: (B, G, N). keys: β k̂, β k̄."""
     if V.need_ddecay:
         k_hat, k_bar = keys
         dx_hat, dcounts = grads
@@ -419,7 +419,7 @@ def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
 
 @triton.jit
 def begin_values(k_hat, dS, V: tl.constexpr):
-    """dv of a block of keys by the queries of later blocks: tiles (tokens, D_v), if V.single_layout (D_v, tokens)."""
+    """Return dv of a block from queries of later blocks: tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
     if V.single_layout:
         return sum_columns(k_hat, dS, V=V)
     else:
@@ -428,7 +428,7 @@ def begin_values(k_hat, dS, V: tl.constexpr):
 
 @triton.jit
 def add_to_values(dv_block, k_hat, queries, fading, V: tl.constexpr):
-    """Add what queries of the keys' own block leave to dv."""
+    """Add the share of queries of the same block to dv."""
     q_hat, _, do_block = queries
     if V.single_layout:
         weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), fading, V=V)
@@ -453,7 +453,7 @@ def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def add_to_keys(grads, v_block, queries, fading, V: tl.constexpr):
-    """Add what queries of the keys' own block leave to dk̂ and to the normaliser's gradient."""
+    """Add the share of queries of the same block to dk̂ and to the gradient through the normaliser."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
     products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), fading, V=V)
@@ -468,7 +468,7 @@ def add_to_keys(grads, v_block, queries, fading, V: tl.constexpr):
 
 @triton.jit
 def add_to_state(grads, queries, fading, V: tl.constexpr):
-    """Add a block of queries to dS and dZ, which keys of earlier blocks need."""
+    """Add the share of a block of queries to dS and dZ, for the keys of earlier blocks."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
@@ -480,10 +480,9 @@ def add_to_state(grads, queries, fading, V: tl.constexpr):
 def linear_causal_key_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv.
+    """Compute dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv.
 
-    gates: β and dβ, log g and, for V.need_ddecay, what each key leaves in the state behind its block, times the
-    gradient of that (B, G, N).
+    gates: β, dβ, log g and, with V.need_ddecay, the output of :func:`store_key_products` (B, G, N).
     """
     q, k, v, do, dk, dv = tensors
     gate, dgate, decay, products_of_keys = gates
@@ -522,7 +521,7 @@ def linear_causal_key_kernel(
         dv_row = move_tokens(dv_head, n0, V=V)
         dcounts = fade_to_end(spread_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), fading, V=V)
         dS, dZ = fade_state(dS, fading, V=V), fade_state(dZ, fading, V=V)
-        if V.has_no_gqa:  # dv is done with before dk is begun
+        if V.has_no_gqa:  # finish dv before dk begins
             queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
             dv_block = add_to_values(begin_values(keeping, operands, V=V), k_hat, queries, fading, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
@@ -547,7 +546,7 @@ def linear_causal_key_kernel(
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_rows(dx_bar, dcounts)
-        if V.need_dweight and V.has_bias:  # later queries count tokens that are not there, too
+        if V.need_dweight and V.has_bias:  # dcounts is not 0 for tokens beyond the end
             dx_bar = scale_row(dx_bar, m_n.to(dx_bar[0].dtype)[:, None])
         if V.gated:
             if V.need_dgate:
@@ -566,7 +565,7 @@ def linear_causal_key_kernel(
 
 @triton.jit
 def spread_sums(like, Z, V: tl.constexpr):
-    """Z for each token, tile by tile."""
+    """Broadcast Z to all tokens, tile by tile."""
     result = ()
     for i in tl.static_range(len(Z)):
         result += (tl.broadcast_to(Z[i][None, :], [like[i].shape[0], like[i].shape[1]]).to(like[i].dtype),)

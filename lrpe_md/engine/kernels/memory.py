@@ -211,7 +211,7 @@ def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constex
 
 @triton.jit
 def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
-    """Return Sᵀ (I − A), which leaves out what the keys of a block read. With V.memory "add" that is Sᵀ itself."""
+    """Return Sᵀ (I − A), which removes what the keys of a block read. With V.memory "add", return Sᵀ itself."""
     if V.memory == "add":
         return S
     else:
@@ -238,12 +238,12 @@ def sum_products(x, y):
 def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes", V: tl.constexpr):
     """Compute the state before each block and after the last, in scan order: series (F + 1, B G, size).
 
-    The state before block f is at index f, or f + 1 in a backward scan; the final state is at the other end.
+    The state before block f is at index f, or f + 1 in a backward scan. The final state is at the other end.
 
-    parts: B (P, B G R, size), summed over R heads, A (P, B G, ..), and the first state (B G, size) or None.
+    parts: B (P, B G R, size), summed over R heads, A (P, B G, ..), and the initial state (B G, size) or None.
     V.adds_first: for the gradient of a scan, parts are added before the state is stored.
-    series: the output; with V.need_ddecay, also the series that this is the gradient of, read at the other end of each
-    block, and partial sums for dg (row blocks, F, B G).
+    series: the output. With V.need_ddecay, also the series of the scan that is differentiated, read at the other end of
+    each block, and partial sums for dg (row blocks, F, B G).
     p_decay: (F, B G). p_offsets: the first piece of each block, (F + 1).
     numbers: the counts, and the offsets of these rows in a state and of A in the transitions.
     """

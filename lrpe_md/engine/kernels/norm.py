@@ -1,7 +1,7 @@
-"""The norm of a row, whose channels are several tiles, with γ and β; over a head, or with sums over all heads.
+"""RMS norm and layer norm of a row whose channels are several tiles, with weights γ and β.
 
-x̂ is x over its root mean square or standard deviation, r what x (less its mean) was multiplied by. γ and β lie in
-memory as (H or 1, P, D), for P groups of tokens, and in registers as one tuple of tiles: those of γ, then those of β.
+x̂ = r x, or r (x - mean) for "layer", where r is the reciprocal of the root mean square or standard deviation. In
+memory, γ and β are (H or 1, P, D) for P groups of tokens. In registers they are one tuple: the tiles of γ, then of β.
 """
 
 import triton
@@ -19,7 +19,7 @@ from .tiles import find_channels
 
 @triton.jit
 def subtract_mean(x, mean, V: tl.constexpr):
-    """x less its mean, and 0 for the channels that are not there."""
+    """Return x - mean, with channels beyond the row's width set to 0."""
     centred = ()
     for i in tl.static_range(len(x)):
         centred += (mask_rest(x[i] - mean, i=i, value=0.0, V=V),)
@@ -28,22 +28,22 @@ def subtract_mean(x, mean, V: tl.constexpr):
 
 @triton.jit
 def take_root(mean_square, V: tl.constexpr):
-    """1/√(mean + eps), to the last place or so: what the hardware finds, and a step of Newton's."""
+    """Return 1 / √(mean_square + eps): the hardware's approximation, improved by one Newton step."""
     v = mean_square + V.norm_eps
     if V.wide:
         return 1.0 / tl.sqrt(v)
     else:
         r = tl.rsqrt(v)
-        return tl.where(r > 0.0, r * (1.5 - 0.5 * v * r * r), r)  # of an infinite mean 0
+        return tl.where(r > 0.0, r * (1.5 - 0.5 * v * r * r), r)  # r is 0 if the mean is infinite
 
 
 @triton.jit
 def normalise_row(x, V: tl.constexpr):
-    """x̂ of a row's tiles, and r (tokens, 1)."""
+    """Return x̂, tile by tile, and r (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
         mean = sum_row(x, V=V) * SHARE
-        # What rounding took from the mean: else equal channels would not become 0.
+        # Correct the mean's rounding error. Otherwise, equal channels would not become exactly 0.
         mean += sum_row(subtract_mean(x, mean[:, None], V=V), V=V) * SHARE
         centred = subtract_mean(x, mean[:, None], V=V)
     else:
@@ -54,7 +54,7 @@ def normalise_row(x, V: tl.constexpr):
 
 @triton.jit
 def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
-    """dx = r (g - x̂ mean(g x̂)), for "layer" less mean(g), g = γ dy."""
+    """Return dx = r (g - x̂ mean(g x̂)) with g = γ dy; for "layer", mean(g) is also subtracted from g."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     g = apply_weight(dy, weights, V=V)
     dot = (sum_row_products(g, x_hat, V=V) * SHARE)[:, None]
@@ -66,7 +66,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
 
 @triton.jit
 def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
-    """r (g - mean - x̂ dot)."""
+    """Return r (g - mean - x̂ dot), where only "layer" has a mean."""
     dx = ()
     for i in tl.static_range(len(g)):
         if V.norm == "layer":
@@ -104,9 +104,10 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
 
 @triton.jit
 def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
-    """γ and β of head h, or heads h (rows), of q or k, for tokens of these groups (a column, or 0).
+    """Load γ and β of head h, or of heads h (rows, 1), of q or k.
 
-    norm: pointers to those of q and of k. m_row: which of the rows there are, None: all.
+    norm: pointers to weight and bias, for q and for k. token_group: 0, or the group of each token as a column.
+    m_row: mask of the rows, or None if all exist.
     """
     p_weight, p_bias, p_weight_k, p_bias_k = norm
     weights = ()
@@ -132,7 +133,7 @@ def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
 
 @triton.jit
 def apply_weight(x, weights, V: tl.constexpr):
-    """γ x."""
+    """Return γ x."""
     weighed = ()
     for i in tl.static_range(len(x)):
         if V.has_weight:
@@ -144,7 +145,7 @@ def apply_weight(x, weights, V: tl.constexpr):
 
 @triton.jit
 def apply_weights(x_hat, weights, V: tl.constexpr):
-    """γ x̂ + β."""
+    """Return γ x̂ + β."""
     if V.has_bias:
         COUNT: tl.constexpr = len(V.begins)
         shifted = ()
@@ -158,7 +159,7 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
 
 @triton.jit
 def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
-    """Return what a row adds to dγ (dy x̂) and dβ (dy), plus the sums before it, as tiles like the weights'."""
+    """Add a row's share of dγ (dy x̂) and of dβ (dy) to ``before``. Return tiles in the order of the weights."""
     products = ()
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)
@@ -179,7 +180,7 @@ def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
-    """Return zeros for a program's sums: tiles like the weights' for each token group."""
+    """Return zeros for a program's sums: for each token group, tiles in the order of the weights."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
@@ -190,7 +191,7 @@ def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
-    """A row's, to the sums of its tokens' groups."""
+    """Add the products of a row to the sums of its tokens' groups."""
     added = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
@@ -202,7 +203,7 @@ def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
 
 @triton.jit
 def store_weight_gradients(p, sums, V: tl.constexpr):
-    """A program's sums over its tokens: of γ (P, D), then of β."""
+    """Store a program's sums over its tokens: dγ (P, D), then dβ (P, D)."""
     COUNT: tl.constexpr = len(V.begins)
     KINDS: tl.constexpr = len(sums) // (COUNT * V.token_groups)
     for j in tl.static_range(len(sums)):

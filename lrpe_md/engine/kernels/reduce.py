@@ -1,28 +1,28 @@
-"""The second pass of dω, dφ and the gradients of weights: partial sums to gradients."""
+"""Second pass for dω, dφ and the gradients of weights: sum the partial sums of all programs."""
 
 import triton
 import triton.language as tl
 
 from .signature import kernel, unpack
 
-# Of CUDA's programmatic dependent launch. Triton has both, in a module that other backends may lack.
+# CUDA's programmatic dependent launch. Triton has both functions, but in a module that other backends may lack.
 
 
 @triton.jit
 def launch_second_pass():
-    """Once all programs have said so, the next kernel on the stream may be launched."""
+    """Allow the next kernel on the stream to be launched, once all programs have called this."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
 def wait_for_first_pass():
-    """Until the kernel before has ended and what it wrote can be read."""
+    """Wait until the previous kernel has ended and its results can be read."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
 def choose_job(is_later, later, before):
-    """Numbers of a job, or of one before it."""
+    """Return the numbers of the later job if ``is_later``, else those of the job before it."""
     chosen = ()
     for i in tl.static_range(len(before)):
         chosen += (tl.where(is_later, later[i], before[i]),)
@@ -31,12 +31,11 @@ def choose_job(is_later, later, before):
 
 @kernel
 def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
-    """Sum partial sums to gradients, in a fixed order.
+    """Sum partial sums to gradients, in a fixed order. A program sums block_c columns of one slot of one head.
 
-    A job is a matrix of float64 partial sums, a gradient (heads, ..), and numbers: the first program; the slots of a
-    head (axes of ω) and the columns of a slot; where the first one's sums begin, the step from those of a row to those
-    of the next, and of a head, and how many rows are summed; the steps between columns and slots in the gradient. A
-    program sums block_c columns of a slot of a head. V.early: launched before the first pass has ended.
+    A job is a matrix of float64 partial sums, a gradient (heads, ..), and packed numbers: the job's first program,
+    slots per head (axes of ω), columns per slot, offset of the first partial sum, row stride, head stride, number of
+    rows, and the gradient's column and slot strides. V.early: launched before the first pass has ended.
     """
     pid = tl.program_id(0)
     p_source, _, packed = jobs[0]
@@ -71,6 +70,6 @@ def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
         _, p_out, _ = jobs[i]
         found = sums
         if p_out.dtype.element_ty != tl.float64:
-            found = sums.to(tl.float32)  # of which the interpreter, too, makes 16 bits
+            found = sums.to(tl.float32)  # the interpreter can't convert float64 to 16 bits
         own_width = tl.where(job == i, width, 0) if len(jobs) > 1 else width
         tl.store(p_out + o_out, found.to(p_out.dtype.element_ty), mask=o_c < own_width)

@@ -1,4 +1,4 @@
-"""Operations on rows, whose channels are divided into tiles."""
+"""Operations on rows. The channels of a row are a tuple of tiles (tokens, channels)."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
-    """Tile i of a row, with this value where it is wider than the row's channels."""
+    """Set the channels of tile i beyond the row's width to ``value``."""
     if V.widths[i] < V.blocks[i]:
         x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, value)
     return x
@@ -14,8 +14,10 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 @triton.jit
 def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Σ over all channels of a row, with AXIS None of all rows of the tiles; the halves of the first pairs, of one
-    shape, add up before they go across threads."""
+    """Sum all channels of each row, or of all rows together with AXIS=None.
+
+    Both halves of the first pairs have one shape. They are added before the reduction across threads.
+    """
     FIRST: tl.constexpr = V.halves
     first = tiles[0]
     if FIRST == 2:
@@ -28,7 +30,7 @@ def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
 
 @triton.jit
 def sum_row_products(x, y, V: tl.constexpr):
-    """Σ x y over all channels of a row, in the order of :func:`sum_row`."""
+    """Sum x y over all channels of each row, in the order of :func:`sum_row`."""
     FIRST: tl.constexpr = V.halves
     first = x[0] * y[0]
     if FIRST == 2:
@@ -57,7 +59,7 @@ def add_rows(x, y):
 
 @triton.jit
 def add_row_products(total, x, y):
-    """total + x y, tile by tile; total: a row, or () before the first products."""
+    """Return total + x y, tile by tile. total: a row, or () before the first products."""
     sums = ()
     for i in tl.static_range(len(x)):
         sums += (x[i] * y[i] if len(total) == 0 else tl.fma(x[i], y[i], total[i]),)

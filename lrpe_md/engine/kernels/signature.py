@@ -11,17 +11,17 @@ import triton.language as tl
 
 
 def pack(*numbers: int) -> tuple[int, ...]:
-    """Numbers of a tuple, which a kernel takes apart with :func:`unpack`.
+    """Encode numbers as a tuple argument, which a kernel decodes with :func:`unpack`.
 
-    Triton compiles each 1 and each multiple of 16 inside a tuple into the kernel, whatever do_not_specialize says:
-    here there are none.
+    Triton specialises on each 1 and each multiple of 16 inside a tuple, despite do_not_specialize. No encoded number is
+    either of these.
     """
     return tuple(4 * n + 2 for n in numbers)
 
 
 @triton.jit
 def unpack(packed):
-    """The inverse of :func:`pack`."""
+    """Decode numbers from :func:`pack`."""
     numbers = ()
     for i in tl.static_range(len(packed)):
         numbers += (packed[i] >> 2,)
@@ -29,7 +29,7 @@ def unpack(packed):
 
 
 def kernel(fn: Callable[..., Any]) -> Any:
-    """``triton.jit``, but numbers, whose type is written down, and what pointers are divisible by choose no variant."""
+    """Apply ``triton.jit`` without specialising on numbers (arguments with a type string) or on pointer alignment."""
     params = inspect.signature(fn).parameters
     numbers = [name for name in params if isinstance(fn.__annotations__.get(name), str)]
     pointers = [name for name in params if name not in fn.__annotations__]

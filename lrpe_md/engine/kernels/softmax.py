@@ -1,4 +1,4 @@
-"""Softmax over the features of a row, whose channels are several tiles, and over the sequence, which takes a pass."""
+"""Softmax over the features of a row, whose channels are several tiles, and over the sequence, in a separate pass."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from .tiles import first_channel, load, point_to_row, store
 
 @triton.jit
 def softmax_features(x, V: tl.constexpr):
-    """x̄ of a row's tiles."""
+    """Compute x̄, the softmax over all channels of a row, tile by tile."""
     top = tl.max(mask_rest(x[0], 0, float("-inf"), V), axis=1)
     for i in tl.static_range(1, len(x)):
         top = tl.maximum(top, tl.max(mask_rest(x[i], i, float("-inf"), V), axis=1))
@@ -23,7 +23,7 @@ def softmax_features(x, V: tl.constexpr):
 
 @triton.jit
 def softmax_features_backward(x_bar, dx_bar, V: tl.constexpr):
-    """dx = x̄ (dx̄ - Σ x̄ dx̄) of a row's tiles."""
+    """Compute dx = x̄ (dx̄ - Σ x̄ dx̄), tile by tile."""
     dot = sum_row_products(x_bar, dx_bar, V=V)[:, None]
     dx = ()
     for i in tl.static_range(len(x_bar)):
@@ -33,7 +33,7 @@ def softmax_features_backward(x_bar, dx_bar, V: tl.constexpr):
 
 @triton.jit
 def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
-    """x̄ from the maximum and the sum over the sequence, for channels o_d (1, channels)."""
+    """Compute x̄ of channels o_d (1, channels) from the stored maximum and sum over the sequence."""
     p_stat, num_stats = stat
     top = tl.load(p_stat + o_d, mask=m_d, other=0.0)
     total = tl.load(p_stat + num_stats + o_d, mask=m_d, other=1.0)
@@ -59,9 +59,9 @@ def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_strides: "strides", g_strides: "strides", dx_strides: "strides",
     B: "i32", H: "i32", N: "i32", V: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the sequence: the maximum and the sum (2, B, H, D), or dx = x̄ (dx̄ - Σ_n x̄ dx̄) from dx̄ = g.
+    """Compute the maximum and sum over the sequence (2, B, H, D). V.backward: dx = x̄ (dx̄ - Σ_n x̄ dx̄), with g = dx̄.
 
-    A program owns block_c channels of one head and walks along the tokens. Strides (b, h, n, d).
+    A program owns block_c channels of one head and walks along the tokens. Strides are (b, h, n, d).
     """
     D: tl.constexpr = V.num_channels
     BLOCK_D: tl.constexpr = V.block_c
@@ -83,7 +83,7 @@ def softmax_sequence_kernel(
         for n0 in range(0, N, V.block_n):
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
-            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # exp(0 - top) could be inf, and inf · 0 is NaN
+            x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # with 0, exp(0 - top) can be inf, and inf · 0 NaN
             x_bar = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V)
             dot += tl.sum(x_bar * g, axis=0)
         for n0 in range(0, N, V.block_n):
@@ -99,7 +99,7 @@ def softmax_sequence_kernel(
             x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all is -inf
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all x are -inf
             total = total * exp(top - base, V) + tl.sum(exp(x - base[None, :], V), axis=0)
             top = higher
         tl.store(p_stat + o_d, top, mask=m_d)

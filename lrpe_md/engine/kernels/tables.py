@@ -1,8 +1,8 @@
-"""Cos and sin of a block of tokens, read from tables where encode.py otherwise forms angles.
+"""Load cos and sin of a block of tokens from the caller's tables, instead of computing them from angles.
 
-A row of a table has an entry for each angle (V.tables "pairs": for each channel of the cosine map, for each pair of a
-rotation), or for both channels of each pair ("full"). Tables have any strides and any float dtype. With V.joined cos
-and sin lie side by side, as the two parts of a complex number.
+With V.tables "pairs", a row has an entry for each channel of the cosine map or each pair of a rotation. With "full", it
+has an entry for both channels of each pair. Tables have any strides and any float dtype. With V.joined, cos and sin are
+next to each other, like the two parts of a complex number.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .tiles import find_pairs, mask_channels, upcast
 
 @triton.jit
 def _multiply(o, stride):
-    """Return o · stride in 64 bits, neither of them negative; of 32-bit factors that is one instruction."""
+    """Return o · stride in 64 bits; neither may be negative. For 32-bit factors this is one instruction."""
     if stride.dtype == tl.int64:
         return tl.cast(o, tl.int64) * stride
     else:
@@ -37,8 +37,8 @@ def _point_to_table(p, strides, sample, g, V: tl.constexpr):
 def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
     """Find the rows for a sample and a group of heads.
 
-    tables: pointers to cos and sin, and the packed strides (b, h, n, d) of both, in units of V.table_unit entries. With
-    V.joined there is no pointer to sin. c0: the first channel or pair of the tile.
+    tables: pointers to cos and sin, and the packed strides (b, h, n, d) of both, in units of V.table_unit entries. The
+    pointer to sin is unused with V.joined. c0: the first channel or pair of the tile.
     """
     p_cos, p_sin, numbers = tables
     cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack(numbers)
@@ -65,15 +65,15 @@ def _load_at(table, o_r, o_e, mask, missing, V: tl.constexpr):
 
 @triton.jit
 def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
-    """Load cos and sin of entries o_e, wherever these are in a row."""
+    """Load cos and sin of entries o_e of rows o_r."""
     cos_table, sin_table, _ = tables
-    o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # where strides have no say
+    o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # _load_at ignores the entry stride if table_unit > 1
     return _load_at(cos_table, o_r, o_d, mask, 1.0, V=V), _load_at(sin_table, o_r, o_d, mask, 0.0, V=V)
 
 
 @triton.jit
 def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Load cos and sin of TIMES · V.block_c entries side by side, from first + c0 on."""
+    """Load cos and sin of TIMES · V.block_c adjacent entries, from first + c0 on."""
     WIDTH: tl.constexpr = TIMES * V.num_channels
     COUNT: tl.constexpr = TIMES * V.block_c
     if V.joined and V.table_unit > 1:
@@ -89,7 +89,7 @@ def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES
 
 @triton.jit
 def split_last(x):
-    """Return every other entry of each row, from the first and from the second on."""
+    """Split each row into its even and odd entries."""
     ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.reshape(x, [ROWS, HALF, 2]))
@@ -97,7 +97,7 @@ def split_last(x):
 
 @triton.jit
 def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
-    """Load cos and sin of rows o_r, 1 and 0 where m_r is False; with V.tables "full" both channels of each pair."""
+    """Load cos and sin of rows o_r; 1 and 0 where m_r is False. V.tables "full": tuples, for both channels of pairs."""
     _, _, c0 = tables
     if V.tables == "pairs":
         cos, sin = _load_span(tables, o_r, m_r, c0, first=0, V=V)
@@ -120,7 +120,7 @@ def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
 
 @triton.jit
 def _give_sign(sin, V: tl.constexpr):
-    """Negate sin where tables are turned back; a minus sign would be a subtraction from 0."""
+    """Negate sin if V.inverse. A minus sign would compile to a subtraction from 0."""
     if V.inverse:
         return sin * -1.0
     else:
@@ -129,7 +129,7 @@ def _give_sign(sin, V: tl.constexpr):
 
 @triton.jit
 def split_turn(t, V: tl.constexpr):
-    """Return the cos, or sin, of both channels of a pair."""
+    """Return the cos (or sin) of both channels of a pair."""
     if V.tables == "full":
         return t[0], t[1]
     else:
@@ -138,7 +138,7 @@ def split_turn(t, V: tl.constexpr):
 
 @triton.jit
 def zero_turn(V: tl.constexpr):
-    """Return zeros in the form that :func:`load_cos_sin` and angles give cos and sin."""
+    """Return zeros with the structure of cos and sin from :func:`load_cos_sin` or from angles."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)

@@ -1,7 +1,7 @@
 """Loads and stores of a tile (tokens, channels) of tensors with any strides.
 
-Strides come in units of 8 elements where everything is aligned to that, so that loads are 16 bytes wide for any
-head_dim that is a multiple of 8.
+If everything is aligned to 8 elements, strides come in units of 8. Loads are then 16 bytes wide for any head_dim that
+is a multiple of 8.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def zeros(V: tl.constexpr, dtype: tl.constexpr):
-    """A tile (tokens, channels) of zeros."""
+    """Return a tile (tokens, channels) of zeros."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     return tl.zeros([BLOCK_N, BLOCK_C], dtype=dtype)
@@ -18,7 +18,7 @@ def zeros(V: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _step(o, stride, V: tl.constexpr):
-    """o · stride in 64 bits, neither of them negative; of unsigned 32-bit factors that is one instruction."""
+    """Return o · stride in 64 bits; neither may be negative. For unsigned 32-bit factors this is one instruction."""
     if V.long:
         return tl.cast(o, tl.int64) * stride
     else:
@@ -30,8 +30,8 @@ def _step(o, stride, V: tl.constexpr):
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """Return a pointer to token n0 of head h of sample b, of q or k, and the strides of a token and a channel.
 
-    tensors: pointer and strides (b, h, n, d) of q and of k; those of k are ignored unless V.has_k. V.long: strides need
-    64 bits, also in units of 8.
+    tensors: pointer and strides (b, h, n, d) of q and of k; k's are ignored unless V.has_k. V.long: strides need 64
+    bits, even in units of 8.
 
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
@@ -47,13 +47,13 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_d = tl.where(is_k, k_stride_d, stride_d)
     p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
     if V.aligned:
-        p = tl.multiple_of(p, 16)  # on the sum: on an argument of the kernel the compiler ignores it
+        p = tl.multiple_of(p, 16)  # on the sum, because the compiler ignores it on a kernel's argument
     return p, stride_n, stride_d
 
 
 @triton.jit
 def move_row(row, count, stride, V: tl.constexpr):
-    """A row's place so many strides on."""
+    """Advance a row by ``count`` strides."""
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p, stride_n, stride_d = row
     p += _step(count, stride, V) * UNIT
@@ -64,7 +64,7 @@ def move_row(row, count, stride, V: tl.constexpr):
 
 @triton.jit
 def move_tokens(row, n0, V: tl.constexpr):
-    """A row's place n0 tokens on."""
+    """Advance a row by n0 tokens."""
     _, stride_n, _ = row
     return move_row(row, n0, stride_n, V)
 
@@ -81,13 +81,13 @@ def point_at(row, o_n, o_d, V: tl.constexpr):
 
 @triton.jit
 def first_channel(V: tl.constexpr):
-    """Return c0 of a variant's tile: 0, or the first channel of one of several tiles that the map is applied to."""
+    """Return c0, the first channel or pair of a variant's tile. It is 0 unless the map has several tiles."""
     return tl.full([1, 1], V.first, dtype=tl.int32)
 
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Mask the channels c0 .. c0 + BLOCK of tokens m_n that exist, i.e. are below ``width``.
+    """Return the mask of channels c0 .. c0 + BLOCK of tokens m_n. Channels exist below ``width``.
 
     A tile either begins at channel FIRST, or is one of several that divide the width evenly.
 
@@ -100,7 +100,7 @@ def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def load_at(row, o_n, o_d, mask, V: tl.constexpr):
-    """Channels o_d (1 or tokens, channels) of a block of tokens."""
+    """Load channels o_d (1 or tokens, channels) of a block of tokens."""
     return tl.load(point_at(row, o_n, o_d, V), mask=mask, other=0.0)
 
 
@@ -112,7 +112,7 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 
 @triton.jit
 def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Load a block of tokens and channels. Channels begin at lo, and the block at the c0-th; TIMES as many of both."""
+    """Load a block of tokens from channel lo + c0 on. TIMES multiplies V.block_c and V.num_channels."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
     mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
     return load_at(row, o_n, lo + o_d, mask, V)
@@ -120,7 +120,7 @@ def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
 
 @triton.jit
 def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """The inverse of :func:`load`."""
+    """Store what :func:`load` loads."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
     mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
     store_at(row, value, o_n, lo + o_d, mask, V)
@@ -128,23 +128,23 @@ def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1
 
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Load tile i of a row, whole, for a block of tokens."""
+    """Load all of tile i of a row, for a block of tokens."""
     o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
     return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
 def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """The inverse of :func:`load_tile`."""
+    """Store what :func:`load_tile` loads."""
     o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
     store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
 
 @triton.jit
 def upcast(x, V: tl.constexpr):
-    """Convert to the dtype of the arithmetic.
+    """Convert to the compute dtype.
 
-    A bfloat16 is the upper half of a float32. The compiler would take three instructions for two packed ones.
+    A bfloat16 is the upper half of a float32. Converting a packed pair takes two instructions; the compiler uses three.
 
     """
     if V.functions > 0 and x.dtype == tl.bfloat16:
@@ -157,11 +157,10 @@ def upcast(x, V: tl.constexpr):
 
 @triton.jit
 def load_flags(p, m_n, WIDE: tl.constexpr):
-    """Booleans of tokens; False where m_n is.
+    """Load one boolean per token; False where m_n is False.
 
-    WIDE: for operands of products. Triton 3.6 gives an operand that comes from single bytes a layout for 32 rows, so
-    that in a product over 16 tokens each counts twice (triton-lang/triton#11691). It doesn't look behind a sum: here of
-    two copies.
+    WIDE: for operands of matrix products. Triton 3.6 gives an operand loaded from single bytes a layout for 32 rows, so
+    each token of a product over 16 counts twice (triton-lang/triton#11691). A sum over two copies avoids that layout.
     """
     flags = tl.load(p, mask=m_n, other=0)
     if WIDE:
@@ -172,7 +171,7 @@ def load_flags(p, m_n, WIDE: tl.constexpr):
 
 @triton.jit
 def find_pairs(c0, V: tl.constexpr):
-    """Both channels of pairs c0 .. c0 + block_c: side by side, half the width apart, or half of a section apart."""
+    """Return both channels of pairs c0 .. c0 + block_c: adjacent, half the width apart, or half a section apart."""
     o_c = c0 + tl.arange(0, V.block_c)[None, :]
     if V.pairs == "interleaved":
         a = V.rotary_start + 2 * o_c
@@ -195,7 +194,7 @@ def find_pairs(c0, V: tl.constexpr):
 
 @triton.jit
 def find_channels(i: tl.constexpr, V: tl.constexpr):
-    """Channels (1, channels) of tile i of a row and which of them there are."""
+    """Return the channels (1, channels) of tile i of a row, and their mask."""
     if V.halves == 2 and i < V.num_turned:
         T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
         o_a, o_b = find_pairs(first_channel(V=T), T)
@@ -209,7 +208,7 @@ def find_channels(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Both channels of each pair; interleaved ones still side by side, twice: see :func:`split_pairs`."""
+    """Load both channels of each pair. Interleaved pairs come as one tile, twice; :func:`split_pairs` splits it."""
     if V.pairs == "interleaved":
         a = load(row, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
         b = a
@@ -226,7 +225,7 @@ def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def split_pairs(a, b, V: tl.constexpr):
-    """The channels of the pairs that :func:`load_pairs` left together."""
+    """Split interleaved pairs from :func:`load_pairs` into their first and second channels."""
     if V.pairs == "interleaved":
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
@@ -237,7 +236,7 @@ def split_pairs(a, b, V: tl.constexpr):
 
 @triton.jit
 def store_pairs(row, a, b, o_n, m_n, c0, V: tl.constexpr):
-    """The inverse of :func:`load_pairs` and :func:`split_pairs`."""
+    """Store both channels of each pair, undoing :func:`load_pairs` and :func:`split_pairs`."""
     if V.pairs == "interleaved":
         BLOCK_N: tl.constexpr = V.block_n
         WIDTH: tl.constexpr = 2 * V.block_c
