@@ -1,1 +1,1 @@
-"""Private names of torch: of its compiler and its dispatcher."""
+"""Code that depends on private names of torch: of its compiler and its dispatcher."""

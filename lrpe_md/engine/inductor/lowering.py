@@ -1,17 +1,16 @@
-"""Our operators in the code of ``torch.compile``: kernels that it launches itself, where every size is known.
+"""Lower our operators in ``torch.compile``, so that Inductor launches their kernels itself.
 
-An operator in Python costs a compiled program more of the host's time than the launches in it. So Inductor is told how
-to lower ours: their launchers run on tensors without memory, while what they allocate and launch is written down, and
-each launch becomes a node of Inductor's own kind. So whatever a launcher does beside allocating, viewing and launching
-leaves a call to the operator: tables that have to be made or changed before a kernel reads them, states, pieces of
-packed sequences and of causal masks. Likewise sizes that are symbols, tensors that are not on a GPU, and sums of rows
-that are not at 16 bytes. Where Inductor hands on no limit of registers (before torch 2.15) a kernel that needs one is
-launched by Triton from Inductor's code, and in C++ left to the operator. Export, ONNX and other backends of
-``torch.compile`` see the operator alone.
+In a compiled program, calling a Python operator takes more host time than the launches in it. So we register lowerings
+with Inductor. A lowering runs the operator's launcher on meta tensors, records what it allocates and launches, and adds
+each launch to Inductor's graph. The lowering keeps the call to the operator if the launcher does anything else: if it
+creates or changes tables before a kernel reads them, or needs states, or pieces of packed sequences or causal masks. It
+also does so for symbolic sizes, tensors that are not on a GPU, and sums over rows that are not 16-byte aligned. Before
+torch 2.15, Inductor could not limit registers. Kernels that need a limit are then launched by Triton from Inductor's
+Python code, and stay operators in C++ code. Export, ONNX and other ``torch.compile`` backends see only the operator.
 
-Gradients that an operator makes for one projection (core/joined.py) are written where they are joined: the buffer that
-they are joined in is allocated with them. What others have made, v's gradient, is copied into it by further programs of
-the same launch where it is in memory by then, and by the lowering of the join where it is not.
+If gradients belong to one projection (core/joined.py), the operator writes them straight into the joined buffer, which
+is allocated with them. v's gradient comes from elsewhere. Extra programs of the same launch copy it if it is in memory
+by then; otherwise, the lowering of the join copies it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["SOURCE", "register", "register_join"]
 
 
 def _hash_source() -> str:
-    """Hash the source that decides how an operator is launched, because compilers cache code by its arguments alone."""
+    """Hash the source code of the engine. Compilers cache code by an operator's arguments, which must include this."""
     folder, found = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(path.read_bytes())
@@ -50,13 +49,13 @@ SOURCE = _hash_source()
 
 
 def register(operator: Any) -> None:
-    """Tell Inductor, once it is there, how to lower an :class:`Operator`. It is not loaded for this."""
+    """Register the lowering of an :class:`Operator`, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
 
 
 def register_join() -> None:
-    """Register the operator that joins gradients with Inductor."""
+    """Register the lowering of the operator that joins gradients, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register_join()
 
@@ -101,7 +100,7 @@ class FallBackToOperator(Exception):
 
 
 def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | None) -> list[Any]:
-    """The outputs of an operator, as its launcher would leave them; the first of them where they are joined."""
+    """Add an operator's launches to Inductor's graph and return its outputs. Joined outputs are views of one buffer."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from ..core.launching import INTERPRETING
@@ -134,7 +133,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 
 def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
-    """Plan the copy of v's gradient if its rows and their places are at multiples of 16 bytes."""
+    """Plan the copy of v's gradient if its rows and their destinations are 16-byte aligned; else return None."""
     from ..core.launching import in_eights
     from ..kernels.fixed import Copy
 
@@ -145,17 +144,17 @@ def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -
     return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4))
 
 
-_LARGEST_SHARED = 227 * 1024  # bytes a program, of the GPUs that the tiles of linear attention are for
+_LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs that the tiles of linear attention are chosen for
 
 
 def _check(start: Start, device: torch.device | None) -> None:
-    """Check that Inductor, which tries no other tile, may compile the kernel and gets the same bits."""
+    """Check that Inductor can compile the kernel and gets bitwise the same results. It can't try other tiles."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(start):
         raise FallBackToOperator
     if _sums_rows(start.variant) and not start.variant.aligned:
-        raise FallBackToOperator  # the strides, known here, would change how threads share a row, and so its sums
+        raise FallBackToOperator  # constant strides would change how a row is distributed over threads, and so its sums
     if start.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
@@ -163,24 +162,27 @@ def _check(start: Start, device: torch.device | None) -> None:
 
 
 def _sums_rows(variant: Variant) -> bool:
-    """Return whether a kernel sums over the channels or the tokens of rows that it reads."""
+    """Return whether a kernel sums over channels or tokens."""
     sums = variant.norm != "none" or variant.dim != 0 or variant.num_features > 0 or variant.need_dangles
     return sums and variant.head_dim > 0
 
 
 def _needs_launcher(start: Start) -> bool:
-    """Inductor would let it take more registers than it may: fewer programs would run at once than were planned."""
+    """Return whether a kernel needs a register limit that Inductor can't set.
+
+    Without the limit, fewer programs would run at once than planned.
+    """
     variant = start.variant
     fits = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
     return "maxnreg" in start.options and not fits and not _takes_options()
 
 
 class _Inputs:
-    """Arguments of an operator, with tensors that have no memory in the place of the compiler's."""
+    """Arguments of an operator, with meta tensors in place of the compiler's tensors."""
 
     def __init__(self) -> None:
-        self.boxes: dict[int, tuple[Any, int]] = {}  # by storage: the compiler's, and where the other begins
-        self.tensors: dict[int, Tensor] = {}  # by the compiler's
+        self.boxes: dict[int, tuple[Any, int]] = {}  # storage of a meta tensor -> compiler's tensor, storage offset
+        self.tensors: dict[int, Tensor] = {}  # id of a compiler's tensor -> meta tensor
         self.device: torch.device | None = None
 
     def read(self, value: Any) -> Any:
@@ -195,7 +197,7 @@ class _Inputs:
         return self.tensors[id(value)]
 
     def _make(self, box: Any) -> Tensor:
-        """Make an input of this size, stride, dtype and alignment to 16 bytes."""
+        """Create a meta tensor with the same size, stride, dtype and 16-byte alignment."""
         if box.get_device().type != "cuda" or self.device not in (None, box.get_device()):
             raise FallBackToOperator
         self.device = box.get_device()
@@ -212,8 +214,8 @@ class _Inputs:
 
 
 def _read_number(value: Any) -> Any:
-    """A plain integer for what may be a symbol; what is no number as it is."""
-    if not hasattr(value, "free_symbols"):  # sympy's
+    """Convert a sympy integer to an int, and return other values unchanged. Symbolic sizes are not supported."""
+    if not hasattr(value, "free_symbols"):  # not from sympy
         return value
     if not value.is_Integer:
         raise FallBackToOperator
@@ -221,12 +223,12 @@ def _read_number(value: Any) -> Any:
 
 
 class _Boxes:
-    """The compiler's tensors for a launcher's."""
+    """The compiler's tensors that correspond to a launcher's meta tensors."""
 
     def __init__(
         self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int
     ) -> None:  # fmt: skip
-        """num_joined: so many of the first outputs are views of one tensor."""
+        """Allocate the outputs. The first ``num_joined`` of them are views of one tensor."""
         self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
         self.after = _find_predecessors(inputs)
         self.written: dict[int, Any] = {}
@@ -245,7 +247,7 @@ class _Boxes:
         return self.written[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
-        """Return where t begins, whatever its size; for a tensor that is written, return the whole."""
+        """Return a compiler's tensor that begins where t does and, if we allocated it, the whole tensor."""
         key = storage_of(t)
         if key in self.given:
             box, begin = self.given[key]
@@ -253,7 +255,7 @@ class _Boxes:
                 raise FallBackToOperator
             return box, None
         if key not in self.allocated:
-            raise FallBackToOperator  # made before: by another call
+            raise FallBackToOperator  # a tensor from an earlier call
         whole = self._write(self.allocated[key])
         if not t.storage_offset():
             return whole, whole
@@ -262,25 +264,25 @@ class _Boxes:
 
 # --- gradients of a projection ---------------------------------------------------------------------------------------
 
-_JOINED = "lrpe_md joined"  # of a join's node: the buffer that gradients are in already, and how many
+_JOINED = "lrpe_md joined"  # metadata of a join's node: the joined buffer, and how many gradients are already in it
 
 
 class _Join(NamedTuple):
-    """A node that joins the first gradients of another, as they are, with what is left of q's, k's and v's."""
+    """A node that joins dq, dk and dv. The node being lowered computes the first ``num_joined`` of them."""
 
     node: Any
     num_joined: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    passing: Any  # v's gradient, where it is left, and in memory
+    passing: Any  # v's gradient, if another node computes it and it is in memory
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Return the places of dq, dk and dv in the joined tensor."""
+        """Return views for dq, dk and dv of the joined tensor."""
         return split_projection(whole, self.node.args[1])
 
 
 def _find_join(count: int) -> _Join | None:
-    """Find the join that the node being lowered belongs to. count: gradients that the node forms for it."""
+    """Find the join that uses the first ``count`` outputs of the node being lowered, or return None."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -324,7 +326,7 @@ def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
 
 
 def _realize(box: Any) -> Any:
-    """Put a buffer into memory, with strides that will not change."""
+    """Make Inductor store a tensor in memory, and fix its strides."""
     from torch._inductor import ir
 
     box = ir.ExternKernel.realize_input(box)
@@ -333,7 +335,7 @@ def _realize(box: Any) -> Any:
 
 
 def _is_aligned(box: Any) -> bool:
-    """Its address is a multiple of 16 bytes: of inputs that are not, Inductor's programs make copies that are."""
+    """Return whether a tensor is 16-byte aligned. Inductor copies inputs that turn out to be unaligned."""
     from torch._inductor.virtualized import V
 
     name = box.get_name()
@@ -343,8 +345,10 @@ def _is_aligned(box: Any) -> bool:
 
 
 def _find_predecessors(inputs: _Inputs) -> set[str]:
-    """Buffers that what is written is allocated after: the inputs, and where a program is given all of these, what the
-    outputs are first used with: of an encoding that is formed again for attention's backward, the gradient.
+    """Return the names of buffers that must exist before the outputs are allocated.
+
+    These are the inputs. If all inputs are the program's own, they include the tensors that the outputs are first used
+    with, such as the incoming gradient if an encoding is recomputed for attention's backward.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -357,11 +361,11 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     while waiting:
         user = waiting.pop()
         others = [node for node in user.all_input_nodes if node not in derived]
-        if not others and user not in derived:  # a view, or a function of it alone
+        if not others and user not in derived:  # depends only on our outputs, for example a view
             derived.add(user)
             waiting += user.users
         for node in others:
-            while node not in V.graph.env and len(node.all_input_nodes) == 1:  # a view that is formed later
+            while node not in V.graph.env and len(node.all_input_nodes) == 1:  # e.g. a view, not lowered yet
                 (node,) = node.all_input_nodes
             box = V.graph.env.get(node)
             if isinstance(box, ir.TensorBox):
@@ -370,11 +374,11 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
 
 
 def _allocate(like: Tensor, device: torch.device | None, after: set[str]) -> Any:
-    """Once the buffers ``after`` are there.
+    """Allocate an output once the buffers ``after`` exist.
 
-    Inductor looks for the order that takes the least memory. What depends on nothing, or on what was kept alone, it can
-    put before all layers: this takes more than other orders, or all that forming an encoding again saves, since inputs
-    that share their memory are counted as if it were freed with each.
+    Inductor searches for the order with the least memory, and may move an allocation that depends on nothing, or only
+    on saved tensors, before all layers. That can cost all the memory that recomputing an encoding saves, because for
+    inputs that share a storage, Inductor assumes that it is freed with each of them.
     """
     from torch._inductor.virtualized import V
 
@@ -405,8 +409,8 @@ def _node_type() -> Any:
     class Launch(ir.UserDefinedTritonKernel):
         """A launch of one of our kernels.
 
-        Says itself what is written: Inductor reads it off the kernel, and takes x for written, too, since places in x
-        and in the outputs travel in one tuple.
+        We declare which tensors are written. Inductor's own analysis would also include x, because kernels pass
+        pointers to x and to the outputs in one tuple.
         """
 
         def __init__(self, fixed: Any, start: Start, arguments: dict[str, Any], written: Sequence[Any]) -> None:
@@ -422,7 +426,7 @@ def _node_type() -> Any:
             self.kernel_idx = kernel_side_table.add_kernel(chosen)
             self.grid = [(start.programs + fixed.programs, 1, 1)]
             self.device = device
-            self.launch_kwargs = tuple(options)  # from torch 2.15 on; before, the compiler takes no other options
+            self.launch_kwargs = tuple(options)  # used from torch 2.15 on; earlier compilers take no other options
             self.kwargs |= options if _takes_options() else {}
             self.ordered_kwargs_for_cpp_kernel = list(arguments)
             self.mutable_args = list(written)
@@ -455,11 +459,11 @@ def _node_type() -> Any:
 
 @contextmanager
 def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
-    """Define kernels with COMPILER_OPTIONS, which Inductor hands on from torch 2.14 on.
+    """Define kernels with COMPILER_OPTIONS, which Inductor ignores if it has no ``launch_kwargs``.
 
-    by_torch: let Inductor's C++ launcher start them, like its own kernels. Inductor starts user kernels with Triton's
-    launcher, because they may be tuned. That launcher takes twice as long, and gets our constants anew at each launch.
-    Our kernels have one configuration.
+    by_torch: launch them with Inductor's C++ launcher, like its own kernels. For user kernels, which may be autotuned,
+    Inductor uses Triton's launcher. It takes twice as long, and passes our constants at each launch. Our kernels have
+    just one configuration.
     """
     define = wrapper.define_kernel
 

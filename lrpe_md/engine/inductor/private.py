@@ -1,8 +1,9 @@
-"""Names that torch does not promise to keep. Those of its compiler are used in lowering.py.
+"""Private names of torch, which may change without notice. Those of its compiler are used in lowering.py.
 
-``READ_FROM`` says which torch version each name was read from, those of lowering.py and core/recording.py included. A
-test resolves all of them, so that it tells which one is gone when torch moves on. Attributes of objects, ``_cdata`` and
-``_backward_cls``, are not among them. Names bound at module level fail at import if they go, the others when called.
+``READ_FROM`` maps each name to the torch version in which we looked it up, including the names in lowering.py and
+core/recording.py. A test resolves all of them, and reports those that a new torch has removed. The attributes
+``_cdata`` and ``_backward_cls`` are not listed. If torch removes a name, the import fails if it is bound at module
+level; otherwise, calls fail.
 """
 
 from __future__ import annotations
@@ -66,31 +67,31 @@ def transforming() -> bool:
 
 
 def exporting() -> bool:
-    """Return whether torch.export traces. torch.compiler.is_exporting() is true of every compiled function in 2.11."""
+    """Return whether torch.export is tracing. In torch 2.11, is_exporting() is also true in compiled functions."""
     return torch.compiler._is_exporting_flag
 
 
 def has_static_value(size: Any) -> bool:
-    """Return whether compiled code knows the value of a size."""
-    # Not above: it brings sympy, which takes longer to import than all of this library.
+    """Return whether a size has a value known at compile time."""
+    # Imported here, because it imports sympy, which takes longer than this whole library.
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes.has_static_value(size)
 
 
 def storage_of(t: Tensor) -> int:
-    """Return the same number for all views of a tensor, as long as it lives."""
+    """Return an id of a tensor's storage: the same for all its views, and unique while it lives."""
     return t.untyped_storage()._cdata
 
 
 def find_backward(function: Any) -> Any:
-    """Return the class of the nodes that an autograd.Function leaves in a graph."""
+    """Return the class of the nodes that an autograd.Function creates in the autograd graph."""
     return function._backward_cls
 
 
 @contextmanager
 def record_again() -> Iterator[None]:
-    """Record gradients inside a kernel of an operator, which autograd, or a mode that watches, has called."""
+    """Enable autograd inside an operator's kernel, where the dispatcher has disabled it."""
     exclude: Any = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
