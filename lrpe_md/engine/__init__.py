@@ -16,5 +16,4 @@ This folder uses each of these words for one thing:
 - theta: frequencies from which ω is built; angles: Θ.
 
 docs/architecture.md follows a call from top to bottom. docs/tuning.md explains how the tiles were found.
-
 """

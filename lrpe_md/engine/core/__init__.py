@@ -1,1 +1,1 @@
-"""Parts that the encoding and linear attention share, from a call to its launches."""
+"""Code that the encoding and linear attention share, from a call to its launches."""

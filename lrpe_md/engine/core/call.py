@@ -1,5 +1,7 @@
-"""A call as one value: what the user asks for (:class:`Options`), checked and made into what everything below takes
-(:class:`Call`); and what of it a kernel is compiled for (:class:`Variant`).
+"""Values that describe a call.
+
+:class:`Options` are the user's choices. :class:`Call` is the validated result that all lower layers take.
+:class:`Variant` is what a kernel is compiled for.
 """
 
 from __future__ import annotations
@@ -67,14 +69,14 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tensors beside x. The kernels give a gradient to omega and phase alone."""
+    """Tensors beside x. The kernels compute gradients only for omega and phase."""
 
-    omega: Any  # (H or 1, C, K); None where cos and sin are given
+    omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
     coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
     origin: Tensor | None = None  # of a grid: (1, K) or (B, 1, K)
     affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
-    rotated: Tensor | None = None  # (N,) or (B, N) as coords: whether a row is rotated
+    rotated: Tensor | None = None  # (N,) or (B, N) like coords: whether a token is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
 
 
@@ -82,13 +84,13 @@ NO_TABLES = Tables(None)
 
 
 class CosSin(NamedTuple):
-    """Given cos and sin, which stand in place of angles: (N, W), (B or 1, N, W) or (B or 1, H or 1, N, W).
+    """Cos and sin that the caller passes instead of positions: (N, W), (B or 1, N, W) or (B or 1, H or 1, N, W).
 
-    W is the number of channels of the cosine map; of a rotation it is the number of pairs, or twice that, an entry for
-    each channel.
+    For the cosine map, W is the number of channels. For a rotation, it is the number of pairs, or twice that, with an
+    entry for each channel.
     """
 
-    cos: Tensor | None = None  # without sin (.., W, 2): cos and sin side by side
+    cos: Tensor | None = None  # if sin is None, (.., W, 2): cos and sin in the last dimension
     sin: Tensor | None = None
     inverse: bool = False  # sin is negated
 
@@ -100,11 +102,11 @@ class CosSin(NamedTuple):
 
     @property
     def given(self) -> tuple[Tensor, ...]:
-        """The tensors that there are."""
+        """The tensors that are not None."""
         return tuple(t for t in self[:2] if t is not None)
 
     def strides(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the strides (b, h, n, d) of cos and of sin, 0 where samples or heads share their rows."""
+        """Return the strides (b, h, n, d) of cos and of sin; 0 if samples or heads share their rows."""
         found = []
         for t in self.given:
             *outer, rows, entries = t.stride()[: len(self.shape)]
@@ -115,7 +117,7 @@ class CosSin(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Heads that have rows of their own; 1 where all share them."""
+        """Number of heads with separate rows; 1 if all heads share them."""
         return self.shape[1] if any(heads for _, heads, _, _ in self.strides()) else 1
 
     @property
@@ -124,7 +126,7 @@ class CosSin(NamedTuple):
         return any(batch for batch, _, _, _ in self.strides())
 
     def split(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as the formula has them, as views where nothing is negated."""
+        """Return cos and sin separately, with the sign of the formula. They are views unless sin is negated."""
         assert self.cos is not None
         cos, sin = self.cos.unbind(-1) if self.sin is None else (self.cos, self.sin)
         return cos, -sin if self.inverse else sin
@@ -134,7 +136,7 @@ NO_COS_SIN = CosSin()
 
 
 class Weights(NamedTuple):
-    """γ and β of the norm of q, or of one tensor, and of k: (D,), (H, D) or (P, 1 or H, D) each."""
+    """γ and β of the norm, for q (or the only tensor) and for k: (D,), (H, D) or (P, 1 or H, D) each."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -143,7 +145,7 @@ class Weights(NamedTuple):
 
     @property
     def token_groups(self) -> int:
-        """P: groups of tokens, of the prefix, the grid and the suffix, that differ."""
+        """P, the number of token groups (prefix, grid, suffix) with separate weights."""
         return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
 
 
@@ -155,12 +157,12 @@ class Layout(NamedTuple):
 
     num_tokens: int
     prefix: int
-    num_grid_tokens: int  # Π sizes, or the rows of explicit coords
+    num_grid_tokens: int  # product of sizes, or the number of explicit coords
     start: int
     sizes: tuple[int, ...]  # empty for explicit coords
 
     def is_same(self, other: Layout) -> bool:
-        """Field by field: dynamo of torch 2.11 takes the sizes in a tuple that is compared for constants."""
+        """Compare field by field. If tuples were compared, Dynamo of torch 2.11 would treat the sizes as constants."""
         counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start
@@ -170,14 +172,14 @@ class Layout(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Count the prefix and suffix tokens."""
+        """Number of prefix tokens and of suffix tokens."""
         num_tokens, prefix, num_grid, start, _ = self
         before = max(0, min(prefix - start, num_tokens))
         after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
         return before, after
 
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
-        """Positions (.., N, K) and the mask of rotated tokens (None where all are), for the reference."""
+        """Return positions (.., N, K) and the mask of rotated tokens (None if all are), for the reference."""
         if self.sizes:
             return grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,
@@ -195,7 +197,7 @@ class Layout(NamedTuple):
         return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
     def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
-        """γ and β of q and of k for the reference."""
+        """Return γ and β of q and of k for the reference."""
         groups = None
         if weights.weight is not None and weights.token_groups > 1:
             index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
@@ -205,32 +207,32 @@ class Layout(NamedTuple):
 
 
 class GivenTables(NamedTuple):
-    """Tables as they were given. They stand where a call otherwise has its positions."""
+    """Tables of cos and sin from the caller, in place of positions."""
 
     cos_sin: CosSin
     prefix: int
 
     def lay_out(self, num_tokens: int) -> Layout:
-        """Return where the tables' rows are among so many tokens."""
+        """Return the layout of the tables' rows among ``num_tokens`` tokens."""
         return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
 
 
 class Needs(NamedTuple):
-    """Gradients that a backward forms in addition to dx."""
+    """Gradients that a backward computes in addition to dx."""
 
     omega: bool = False
     phase: bool = False
-    norm: bool = False  # all of γ and β that there are
-    tables: bool = False  # given cos and sin, by the reference: the kernels form no such gradient
+    norm: bool = False  # γ and β, all that exist
+    tables: bool = False  # the caller's cos and sin; only the reference computes this gradient
 
 
 class Call(NamedTuple):
-    """A checked call, all of it but x."""
+    """A validated call without x."""
 
     spec: Spec
     layout: Layout
     tables: Tables
-    # What was prepared for calls of the same sizes, dtypes and devices: by the strides and the pass, a launch.
+    # Launches prepared for calls with the same sizes, dtypes and devices. The key has the strides and the pass.
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS
     cos_sin: CosSin = NO_COS_SIN
@@ -239,8 +241,7 @@ class Call(NamedTuple):
 class Variant(NamedTuple):
     """Everything that a kernel is compiled for, as one value that every helper takes.
 
-    Its repr can be evaluated anywhere, because code that a compiler generates contains it.
-
+    Its repr can be evaluated anywhere, because compiler-generated code contains it.
     """
 
     # What is computed: the fields of Spec.
@@ -263,23 +264,23 @@ class Variant(NamedTuple):
     need_dangles: bool = False
     load_x: bool = True
     has_k: bool = False
-    has_start: bool = False  # an output begins at a place of its tensor that is read on the device
+    has_start: bool = False  # outputs begin at a token index that is read on the device
     # Positions.
     explicit: bool = False  # from a table of coordinates
-    by_sample: bool = False  # each sample has coordinates, an origin or tables of its own
+    by_sample: bool = False  # each sample has its own coordinates, origin or tables
     affine: bool = False
     has_origin: bool = False
     has_phase: bool = False
     # Given cos and sin: see kernels/tables.py.
     tables: str = "none"  # | "pairs" | "full"
-    joined: bool = False  # cos and sin are side by side
+    joined: bool = False  # cos and sin alternate in memory
     inverse: bool = False  # sin is negated
-    table_unit: int = 1  # what strides are multiples of, where entries are side by side and rows aligned as their loads
+    table_unit: int = 1  # if above 1: entries are adjacent, and strides multiples of this, so loads are aligned
     # The norm.
     has_weight: bool = False
     has_bias: bool = False
-    weight_by_head: bool = False  # γ and β of a head of their own
-    token_groups: int = 1  # of which each has γ and β of its own
+    weight_by_head: bool = False  # each head has its own γ and β
+    token_groups: int = 1  # each has its own γ and β
     need_dweight: bool = False
     # Arithmetic.
     wide: bool = False  # float64
@@ -289,58 +290,58 @@ class Variant(NamedTuple):
     # Memory.
     aligned: bool = False  # strides in units of 8, rows at multiples of 16 bytes
     long: bool = False  # strides beyond 32 bits
-    # A row's tiles: first what the map turns, then what passes as x̄.
+    # A row's tiles: first the channels that the map turns, then those that pass through as x̄.
     num_turned: int = 1
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
-    halves: int = 1  # tiles of a row that the map makes one tile of: two of pairs
-    num_map_tiles: int = 1  # that it makes
-    map_tiles: tuple[Variant, ...] = ()  # of several, each as a variant that has its channels alone
-    first: int = 0  # channel or pair at which such a tile begins
-    # How the work is cut.
+    halves: int = 1  # tiles of a row per tile of the map: 2 for pairs
+    num_map_tiles: int = 1
+    map_tiles: tuple[Variant, ...] = ()  # if there are several: for each one a variant with only its channels
+    first: int = 0  # first channel or pair of such a tile
+    # Division of the work.
     block_r: int = 1  # rows (heads of samples)
     block_n: int = 1  # tokens
     block_c: int = 1  # channels (cosine) or pairs (rotate)
-    flat: int = 0  # not 0: blocks of channels, and tiles have block_n of all the tokens' blocks
+    flat: int = 0  # if not 0: blocks of channels per token; a tile then has block_n of these blocks
     stages: int = 1
-    early: bool = False  # the second pass of dω may be launched as soon as all programs of this one run
-    rows_first: bool = False  # frequencies are read after the rows
+    early: bool = False  # the second pass of dω may be launched once all programs of this one have started
+    rows_first: bool = False  # frequencies are loaded after the rows
     # Linear attention.
-    tokens_as_n: bool = False  # products have tokens as columns: fewer than 64 can't be rows on Hopper
+    tokens_as_n: bool = False  # tokens are the columns of products: fewer than 64 can't be rows on Hopper
     single_layout: bool = False  # causal, bfloat16, one tile of at least 64 features: all sums share a layout
-    output_transposed: bool = False  # with single_layout: o of a block is formed with tokens as columns
+    output_transposed: bool = False  # with single_layout: o of a block is computed with tokens as columns
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False
     need_dgate: bool = False
-    operand: str = "same"  # what matrix units multiply | "bfloat16" | "rounded" to that, for an interpreter that can't
+    operand: str = "same"  # dtype of operands | "bfloat16" | "rounded": float32 with bfloat16 values, for interpreters
     v_dim: int = 0
     v_begins: tuple[int, ...] = ()  # of the tiles of v
     v_widths: tuple[int, ...] = ()
     v_blocks: tuple[int, ...] = ()
     num_features: int = 0  # of q̂ and k̂
-    accumulate_outside_mma: bool = False  # products are summed up outside of the matrix units
-    raw: bool = False  # features are rows as they lie in memory
-    share: int = 1  # tokens of a block that have a row of sums for dω in common
-    run: int = 1  # channels of a half side by side in a tile of features
-    feature_begins: tuple[int, ...] = ()  # of their tiles, in the order of the tiles
+    accumulate_outside_mma: bool = False  # products are summed outside of the matrix units
+    raw: bool = False  # features are the rows as they are in memory
+    share: int = 1  # tokens of a block that share a row of sums for dω
+    run: int = 1  # adjacent channels from one half in a tile of features
+    feature_begins: tuple[int, ...] = ()  # of the tiles of features, in their order
     feature_widths: tuple[int, ...] = ()
     feature_blocks: tuple[int, ...] = ()
-    sum_blocks: tuple[int, ...] = ()  # of the tiles of what the normaliser sums up over tokens
+    sum_blocks: tuple[int, ...] = ()  # tiles of the normaliser's features
     num_sums: int = 0
-    state_size: int = 0  # of S and these, of a head
+    state_size: int = 0  # elements of S and Z of a head
     causal: bool = False
-    one_side: bool = False  # of q and k, which have positions and phase in common
-    has_no_gqa: bool = False  # a head of q for each head of k
-    has_state: bool = False  # of tokens before these
+    one_side: bool = False  # q and k share positions and phase
+    has_no_gqa: bool = False  # as many heads of q as of k
+    has_state: bool = False  # there are earlier tokens, whose state is loaded
     # Not Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by I − A, "add" does not.
     memory: str = "sum"
-    width: int = 0  # of a row of a state, in tiles of block_c
-    num_scans: int = 1  # 2 in both directions
+    width: int = 0  # elements of a row of a state, in tiles of block_c
+    num_scans: int = 1  # 2 for both directions
     adds_first: bool = False  # a scan of gradients
     need_ddecay: bool = False
-    queries: Variant | None = None  # of q's side, in a kernel that takes both sides; None: the same as of k's
+    queries: Variant | None = None  # variant of q's side in a kernel with both sides; None: the same as k's
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

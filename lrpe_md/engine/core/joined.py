@@ -1,4 +1,4 @@
-"""q, k and v of one projection, whose gradients are written where the projection's is."""
+"""Split a projection into q, k and v so that their gradients are written straight into the projection's gradient."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Joined:
 
 
 class Split(torch.autograd.Function):
-    """A projection (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D) → q, k, v (B, H, N, D), views."""
+    """Split (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D), into views q, k and v (B, H, N, D)."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -55,7 +55,7 @@ class Split(torch.autograd.Function):
 
 
 class TracedSplit(torch.autograd.Function):
-    """The same while a compiler traces, which sees one operator: Inductor's code for it is in inductor/lowering.py."""
+    """Variant of :class:`Split` for compiled code. Its backward is one operator, lowered in inductor/lowering.py."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -68,7 +68,7 @@ class TracedSplit(torch.autograd.Function):
 
 
 def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    """dq, dk and dv (B, H, N, D) as the gradient of their projection."""
+    """Join dq, dk and dv (B, H, N, D) to the gradient of their projection."""
     put_together = torch.stack if num_key_heads is None else torch.cat
     return put_together([g.transpose(1, 2) for g in grads], dim=2)
 
@@ -85,7 +85,7 @@ torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_li
 
 
 def find_split(xs: Sequence[Tensor]) -> Joined | None:
-    """Find the joint tensor of q and k, or q, k and v, if :func:`split_qkv` gave exactly these."""
+    """Return the :class:`Joined` of q and k, or q, k and v, if they are exactly the outputs of one split."""
     node: Any = xs[0].grad_fn
     if len(xs) == 1 or type(node) is not find_backward(Split):
         return None

@@ -1,4 +1,4 @@
-"""Parts that all launchers share: tables as the kernels read them, numbers of grids, and features of a GPU."""
+"""Code that all launchers share: tables in the form that kernels read, numbers of grids, and GPU features."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ __all__ = [
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
 
-MAX_AXES = 4  # of a grid inside the kernel; more axes go in as coordinates
-FAR = 2**16  # tokens of an axis
-MAX_INDEX = 2**31 - 1  # of a token there; a shard of a larger grid goes in as coordinates
+MAX_AXES = 4  # of a grid inside the kernel; grids with more axes are passed as coordinates
+FAR = 2**16  # tokens along an axis; larger grids may need place_far
+MAX_INDEX = 2**31 - 1  # of a token inside the kernel; shards of larger grids are passed as coordinates
 
 
 def make_readable(call: Call) -> Call:
-    """Tables as the kernels read them: dense, and coordinates for a grid of more axes than they count along."""
+    """Return the call with tables as the kernels read them.
+
+    Tables are contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
+    """
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
     cos, sin, _ = cos_sin
@@ -67,14 +70,14 @@ def make_readable(call: Call) -> Call:
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Return the sides of linear attention with tables as the kernels read them. narrow: inputs of 16 bits."""
-    if narrow:  # whose angles the hardware's functions form
+    """Return the sides of linear attention with tables as the kernels read them. narrow: 16-bit inputs."""
+    if narrow:  # kernels use the hardware's sine and cosine
         q_side, k_side = place_far(q_side), k_side if one_side else place_far(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as the kernels read it: dense, (H or 1, P, D)."""
+    """Return γ or β as the kernels read it: contiguous, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -82,19 +85,20 @@ def lay_weight(t: Tensor) -> Tensor:
 
 
 def materialise_each(*tensors: Tensor | None) -> list[Any]:
-    """Return tensors whose memory has their values."""
+    """Apply lazy negations of several tensors, some of which may be None."""
     return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
 
 
 def materialise(t: Tensor) -> Tensor:
-    """A kernel reads memory, which a lazily negated view has not changed."""
+    """Apply a lazy negation, because kernels read the memory of a tensor."""
     return t.resolve_neg() if t.is_neg() else t
 
 
 def place_far(call: Call) -> Call:
-    """Return a call whose positions of a large grid are an affine map of indices.
+    """Return the call with the positions of a large grid as an affine map of indices.
 
-    Angles for the hardware's functions count up to 2^22 turns an axis: of 400 radians a position at these sizes.
+    Kernels with the hardware's sine and cosine count up to 2^22 turns per axis. With FAR tokens, that allows 400
+    radians per position.
     """
     layout, tables = call.layout, call.tables
     if max(layout.sizes, default=0) <= FAR or tables.affine is not None or tables.origin is not None:
@@ -105,21 +109,21 @@ def place_far(call: Call) -> Call:
 
 
 def num_groups(call: Call) -> int:
-    """Groups of heads that share frequencies, or rows of tables."""
+    """Return the number of groups of heads that share frequencies or rows of tables."""
     tables = call.tables
     heads = [t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None]
     return max(*heads, 1 if call.cos_sin.cos is None else call.cos_sin.num_heads, 0)
 
 
 class Tiles(NamedTuple):
-    """Tiles of a row, first those that the map turns, then those that pass; and of linear attention those of q̂."""
+    """Tiles of a row: first those that the map turns, then those that pass through. Linear attention joins some."""
 
     block_c: int
     num_turned: int
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
-    halves: int = 1  # tiles that the map makes one tile of
+    halves: int = 1  # tiles of a row per tile of the map
     num_map_tiles: int = 1
 
     @property
@@ -162,7 +166,7 @@ def cut_channels(
     choose: Callable[[int], tuple[int, ...]] = pad_channels,
     pad: Callable[[int], tuple[int, ...]] = pad_channels,
 ) -> Tiles:
-    """Cut a row into tiles. choose: see :func:`cut_width`; pad: the same for channels that pass."""
+    """Cut a row into tiles. choose: see :func:`cut_width`. pad: the same for channels that pass through."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
@@ -181,7 +185,7 @@ def cut_channels(
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
-    """Return the fields of a variant that say which tables and weights there are."""
+    """Return the fields of a variant that describe which tables and weights exist."""
     positions = tables.coords if tables.coords is not None else tables.origin
     scales = [t for t in weights if t is not None]
     return {
@@ -196,7 +200,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def count_tables(call: Call, variant: Variant) -> dict[str, int]:
-    """Steps from one sample's, or one head's, part of a table to the next."""
+    """Return the strides of tables along samples and heads; 0 if these share their rows."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels
@@ -219,20 +223,20 @@ def count_grid(layout: Layout) -> dict[str, int]:
 
 
 def divide_by(name: str, divisor: int) -> dict[str, int]:
-    """Return the numbers by which a kernel divides, under their names with a suffix."""
+    """Return magic and shift for dividing by ``divisor`` in a kernel, with ``name`` as suffix of their names."""
     magic, shift = _find_magic(divisor)
     return {f"magic{name}": magic, f"shift{name}": shift}
 
 
 @lru_cache(maxsize=4096)
 def _find_magic(n: int) -> tuple[int, int]:
-    """32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
+    """Find 32-bit (m, s) with o // n = (2o · m >> 32) >> s for 0 <= o < 2^31 (Granlund and Montgomery, PLDI 1994)."""
     bits = max(n - 1, 0).bit_length()
     return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
 
 
 def limit_registers(most: int | None) -> dict[str, int]:
-    """An option of Triton's CUDA compiler alone."""
+    """Return the compiler option for a register limit, which exists only in Triton's CUDA backend."""
     return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
 
 
@@ -241,16 +245,16 @@ def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
 
 
 def strides_in_eights(stride: tuple[int, ...]) -> bool:
-    """Tell whether (B, H, N, D) has its channels side by side and all other strides divisible by 8."""
+    """Return whether channels of (B, H, N, D) are adjacent and all other strides divisible by 8."""
     b, h, n, d = stride
     return d == 1 and (b | h | n) % 8 == 0
 
 
 @cache
 def _can_launch_early() -> bool:
-    """A kernel can be launched while the one before it runs, and wait for it.
+    """Return whether a kernel can be launched while the previous one runs, and wait for it.
 
-    CUDA's programmatic dependent launch: from compute capability 9 on; graphs capture it since CUDA 12.3.
+    This is CUDA's programmatic dependent launch. It needs compute capability 9, and CUDA 12.3 to work in CUDA graphs.
     """
     if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
         return False
@@ -264,16 +268,16 @@ def _can_launch_early() -> bool:
 
 
 def launches_early(needs: Needs) -> bool:
-    """Tell whether the reduction of partial sums starts while they are formed."""
+    """Return whether the reduction of partial sums may be launched while they are computed."""
     return any(needs) and not is_recording() and _can_launch_early()
 
 
 def has_ptx(dtype: torch.dtype) -> bool:
-    """CUDA's approximations of 2^x and 1/x can be used."""
+    """Return whether CUDA's approximations of 2^x and 1/x can be used."""
     return dtype != torch.float64 and torch.version.hip is None and not INTERPRETING
 
 
 def current_device(x: Tensor):
-    """Triton launches on the current device: make it x's."""
+    """Return a context in which x's device is the current one, because Triton launches there."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if elsewhere else nullcontext()

@@ -1,4 +1,4 @@
-"""The norm of a call: checked, and taken apart into options and tensors."""
+"""Validate the norm of a call, and split it into options and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Any)  # of the encoding, or of linear a
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
-    """The options with those of the norm, and its tensors. What this checks the memo of calls does not see."""
+    """Return the options with the norm's options set, and its tensors. Cached calls repeat these checks."""
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
     kind, weight, bias, eps, over, offset = norm
@@ -54,7 +54,7 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
 
 
 def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
-    """Return γ or β of q, or of the only tensor, and of k."""
+    """Return γ (or β) of q, or of the only tensor, and of k."""
     found = split_pair(f"norm.{name}", value, num_tensors)
     if type(value) is tuple and any(t is None for t in value):
         raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
@@ -62,12 +62,12 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:
-    """The weights of a call on q (0) or k (1) alone."""
+    """Return the weights of q (0) or k (1), for a call on that tensor only."""
     return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
 
 
 def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
-    """Shapes, dtypes and devices, against tensors that have been checked."""
+    """Check shapes, dtypes and devices of the weights against validated inputs."""
     assert options.norm is not None
     over = options.norm.over
     if options.dim == -2:
@@ -117,7 +117,7 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
 def apply_norm(
     options: Any, weights: Weights, xs: tuple[Tensor, ...], positions: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """norm(x) of each, in the dtype of the arithmetic, in plain torch operators."""
+    """Compute norm(x) of each tensor with PyTorch operators, in the accumulator's dtype."""
     assert options.norm is not None
     kind, over, eps, offset = options.norm
     spec = Spec("none", norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
@@ -133,7 +133,7 @@ def apply_norm(
 
 
 def _ends(positions: Any, num_tokens: int) -> Layout:
-    """Find prefix and suffix of positions that are yet to be checked."""
+    """Return a layout with the prefix and suffix of positions that are not validated yet."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):

@@ -1,7 +1,7 @@
-"""One operator, built twice: :mod:`lrpe_md.engine.encode.operator` and :mod:`lrpe_md.engine.linear.operator`.
+"""Base class of the operators in :mod:`lrpe_md.engine.encode.operator` and :mod:`lrpe_md.engine.linear.operator`.
 
-First-order reverse mode runs the kernels; a function transform, a dual number or a double backward runs the
-reference. Plain eager tensors call the launcher directly. Compilers, tensor subclasses and dispatch modes see the
+The kernels support first-order reverse mode. Function transforms, dual numbers and double backwards run the reference.
+With plain eager tensors, we call the launcher directly. Compilers, tensor subclasses and dispatch modes see the
 registered operators ``lrpe_md::forward`` and ``lrpe_md::backward``, or ``linear_forward`` and ``linear_backward``.
 """
 
@@ -42,7 +42,7 @@ IMPLS = get_args(Impl)
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether these are eager tensors of torch's own classes, with no mode that wants to see operators."""
+    """Return whether all tensors are of torch's own classes, and no dispatch mode is active."""
     if num_dispatch_modes():
         return False
     for t in tensors:
@@ -70,7 +70,7 @@ AnyCall = TypeVar("AnyCall")
 
 
 def remember(key: Hashable, call: AnyCall) -> AnyCall:
-    """Cache a validated call, without its tensors, for the next one with the same key."""
+    """Cache a validated call (without its tensors) for later calls with the same key."""
     if len(remembered) >= _MOST_CALLS:
         remembered.clear()
     remembered[key] = call
@@ -78,9 +78,9 @@ def remember(key: Hashable, call: AnyCall) -> AnyCall:
 
 
 def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Make a cache key of positions, a Grid or other constants, and of shapes, dtypes and devices.
+    """Make a cache key from positions (a Grid or other constants) and from the tensors' shapes, dtypes and devices.
 
-    None if a value is no dense tensor, or if a call with this grid holds tensors that nobody passed.
+    Returns None if a value isn't a dense tensor, or if the grid's scale or shift would add tensors to the call.
     """
     found: list[Any] = [positions]
     if type(positions) is Grid:
@@ -109,9 +109,9 @@ def check_impl(impl: Any) -> None:
 
 
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
-    """Return whether ``impl`` and the inputs ask for the kernels.
+    """Return whether to run the kernels, according to ``impl`` and the inputs.
 
-    constants: tensors of the call that the kernels give no gradient to. transformed: :func:`transforming`.
+    constants: tensors for which the kernels compute no gradient. transformed: the result of :func:`transforming`.
     """
     if impl not in IMPLS:
         check_impl(impl)
@@ -153,7 +153,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
 
 @cache
 def warn_of_interpreter() -> None:
-    """Warn once that an old interpreter is less exact than a GPU."""
+    """Warn once that the interpreter of an old Triton is less accurate than a GPU."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
@@ -164,7 +164,7 @@ def warn_of_interpreter() -> None:
 
 
 def _warn(message: str) -> None:
-    """Warn at the first frame outside of this package."""
+    """Warn, pointing at the first stack frame outside of this package."""
     level, package = 2, __name__.partition(".")[0]
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -181,20 +181,20 @@ _TYPES: dict[Any, str] = {
 
 
 class Part(NamedTuple):
-    """A NamedTuple that crosses a registered operator field by field."""
+    """A NamedTuple whose fields are separate arguments of a registered operator."""
 
     kind: Any
     prefix: str = ""  # of the arguments' names
     integer: str = "int"  # or "SymInt", for sizes that a compiler may not know
 
     def declare(self) -> str:
-        """Return the arguments of a schema."""
+        """Return the argument declarations for a schema."""
         hints = get_type_hints(self.kind)
         types = [(name, "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]]) for name in hints]
         return ", ".join(f"{kind.replace('int', self.integer)} {self.prefix}{name}" for name, kind in types)
 
     def take(self, values: Iterator[Any]) -> Any:
-        """Return a value of the next arguments."""
+        """Build the NamedTuple from the next arguments."""
         found = (next(values) for _ in self.kind._fields)
         return self.kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
 
@@ -208,23 +208,22 @@ _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 class Operator(ABC):
     """A pair of registered operators with their kernels, reference, fakes and derivatives.
 
-    A call is a NamedTuple of all arguments but the inputs: the tensors that are encoded or attended to. The gradients
-    of a backward are those of the rows (x, or q and k, or q, k and v), then those that are needed of the learned
-    tensors, in the order of :meth:`learned`.
+    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple of all other arguments. A backward
+    returns the gradients of the rows, then those of the learned tensors that need one, in the order of :meth:`learned`.
     """
 
-    num_rows = 0  # so many of the inputs; 0: all
-    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # of a call
+    num_rows = 0  # the first num_rows inputs are rows; 0: all
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # selects a call's launcher
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
 
         Args:
-            prefix: of their names.
-            inputs: declarations of the inputs, then of what a forward keeps for a backward.
-            parts: of a call.
-            options: NamedTuple of what a forward returns beside its outputs, or None.
-            needs: NamedTuple of flags: which gradients of learned tensors a backward forms.
+            prefix: prefix of the operators' names.
+            inputs: declarations of the inputs, then of the tensors that a forward saves for the backward.
+            parts: the parts of a call.
+            options: NamedTuple class of the forward's options (what to return beside the outputs), or None.
+            needs: NamedTuple class of flags: which gradients of learned tensors a backward computes.
         """
         *given, kept = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
@@ -244,23 +243,23 @@ class Operator(ABC):
             torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
         self.forward_op, self.backward_op = getattr(ops, f"{prefix}forward"), getattr(ops, f"{prefix}backward")
 
-    # --- what an operator says of itself
+    # --- defined by each operator
 
     @abstractmethod
     def import_launcher(self, call: Any) -> Any:
-        """Import the module of the kernels, where triton is, and needed."""
+        """Import the launcher module on first use, because it imports triton."""
 
     @abstractmethod
     def split(self, call: Any) -> tuple[Any, ...]:
-        """Return the values of the parts."""
+        """Split a call into its parts."""
 
     @abstractmethod
     def join(self, values: Sequence[Any]) -> Any:
-        """Return the call of these parts."""
+        """Build a call from its parts."""
 
     @abstractmethod
     def read_inputs(self, values: Sequence[Any]) -> Any:
-        """Return the inputs of an operator's first arguments."""
+        """Build the inputs from an operator's first arguments."""
 
     @abstractmethod
     def write_inputs(self, inputs: Any) -> tuple[Any, ...]:
@@ -272,7 +271,7 @@ class Operator(ABC):
 
     @abstractmethod
     def constants(self, call: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors of a call that the kernels give no gradient to."""
+        """Return the tensors of a call for which the kernels compute no gradient."""
 
     @abstractmethod
     def replace(
@@ -282,15 +281,15 @@ class Operator(ABC):
 
     @abstractmethod
     def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
-        """Return the inputs of a call from its rows and its learned tensors."""
+        """Build the inputs of a call from its rows and its learned tensors."""
 
     @abstractmethod
     def read_needs(self, wanted: Sequence[bool]) -> Any:
-        """Return the needs where these of the learned tensors want a gradient."""
+        """Build the needs from flags: whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
-        """Return whether each of the learned tensors is needed."""
+        """Return for each learned tensor whether its gradient is needed."""
 
     @abstractmethod
     def refer(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
@@ -298,38 +297,38 @@ class Operator(ABC):
 
     @abstractmethod
     def refer_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
-        """Return what the forward operator does, by the reference."""
+        """Compute the results of the forward operator with the reference."""
 
     @abstractmethod
     def fake_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
-        """Return tensors of the sizes, strides and dtypes that forward returns."""
+        """Return empty tensors with the sizes, strides and dtypes of the forward's results."""
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return a tensor of the memory order, and the width, of the gradient of each of the rows."""
+        """Return, for the gradient of each row tensor, a tensor with its memory order, and its width."""
 
     @abstractmethod
     def take_apart(self, call: Any, inputs: Any, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return tensors to keep for a backward that is to form the wanted gradients, and the rest of the call."""
+        """Return the tensors to save for a backward with the wanted gradients, and the rest of the call."""
 
     @abstractmethod
     def put_together(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
-        """Return the call and the inputs of :meth:`take_apart`, and the tensors behind them."""
+        """Undo :meth:`take_apart`: return the call, the inputs, and any further saved tensors."""
 
     @abstractmethod
     def run_shards(self, run: Callable[..., Any], call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
-        """Run a call on DTensors: ``run`` on the local shards."""
+        """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options of a forward that a backward follows, and how many of its results a user gets."""
+        """Return the options for a forward that is followed by a backward, and the number of results for the user."""
         raise NotImplementedError("an operator with options defines it")
 
     # --- a call, from the choice of the path to a launch
 
     def run(self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
-        """Run a validated call: shards, kernels or the reference.
+        """Run a validated call on shards, with the kernels or with the reference.
 
-        direct: :func:`is_direct` of the rows and the learned tensors.
+        direct: the result of :func:`is_direct` for the rows and the learned tensors.
         """
         learned, constants = self.learned(call, inputs), self.constants(call)
         return self.run_parts(call, inputs, learned, constants, impl, direct, transforming(), options)
@@ -345,7 +344,7 @@ class Operator(ABC):
         transformed: bool,
         options: Any = (),
     ) -> tuple[Tensor, ...]:
-        """Do the work of :meth:`run`; constants and transformed as for :func:`use_triton`."""
+        """Do the work of :meth:`run`. constants, transformed: see :func:`use_triton`."""
         rows = inputs[: self.num_rows or None]
         if not direct and is_sharded(*rows, *learned, *constants):
 
@@ -361,7 +360,7 @@ class Operator(ABC):
     def run_kernels(
         self, call: Any, inputs: Any, learned: tuple[Tensor | None, ...], direct: bool, options: Any = ()
     ) -> tuple[Tensor, ...]:
-        """Run the kernels, differentiable once in reverse mode, and more by the reference."""
+        """Run the kernels, with their backward. Higher derivatives come from the reference."""
         rows = inputs[: self.num_rows or None]
         if torch.is_grad_enabled():
             tensors = (*rows, *learned)
@@ -371,10 +370,10 @@ class Operator(ABC):
                         tensors = separate(tensors)
                     return _Run.apply(_How(self, call, len(rows), options, direct), *tensors)
         out = self.forward(call, inputs, options, direct)
-        return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # less the statistics of a softmax
+        return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # without softmax statistics
 
     def launcher(self, call: Any) -> Any:
-        """Return the module of the kernels."""
+        """Return the launcher module of a call."""
         key = self.launcher_key(call)
         found = self.launchers.get(key)
         if found is None:
@@ -382,7 +381,7 @@ class Operator(ABC):
         return found
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
-        """Return the outputs, and what the backward needs beside them."""
+        """Return the outputs, and the tensors that the backward needs beside them."""
         if direct:
             return self.launcher(call).forward(call, inputs, *options)
         return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
@@ -409,7 +408,7 @@ class Operator(ABC):
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Return the gradients. outs: where to write those of the rows, for the launcher."""
+        """Return the gradients. outs: where the launcher writes those of the rows, if direct."""
         if direct:
             return self.launch_backward(call, grads, inputs, kept, needs, outs)
         given, call = self.write_inputs(inputs), self.flatten(call)
@@ -418,10 +417,10 @@ class Operator(ABC):
     def differentiate(
         self, call: Any, inputs: Any, grads: Sequence[Tensor], needs: Any, create_graph: bool = False
     ) -> list[Tensor]:
-        """Return the gradients by the reference.
+        """Compute the gradients with the reference.
 
-        Views stand in for the saved tensors. If those were differentiated, paths through the user's own graph, such as
-        k made from q, would be counted as well.
+        We differentiate views of the saved tensors. Differentiating the tensors themselves would also follow the user's
+        own graph, for example if k was computed from q.
         """
         leaves: list[Tensor] = []
 
@@ -430,7 +429,7 @@ class Operator(ABC):
             return leaves[-1]
 
         with torch.enable_grad():
-            # A map that is linear in x keeps no x: any will do.
+            # No x was saved if the map is linear in x. Any values will do then.
             rows = inputs[: self.num_rows or None] or [
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]
@@ -446,16 +445,16 @@ class Operator(ABC):
                 )
             )  # fmt: skip
 
-    # --- across the registered operators
+    # --- arguments of the registered operators
 
     def flatten(self, call: Any) -> tuple[Any, ...]:
-        """Return a call as arguments of the operators."""
+        """Convert a call to arguments of the operators."""
         return tuple(
             list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part
         )  # fmt: skip
 
     def unflatten(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Invert :meth:`flatten`; also return the arguments behind."""
+        """Undo :meth:`flatten`; also return the remaining arguments."""
         values = iter(args)
         return self.join([part.take(values) for part in self.parts]), tuple(values)
 
@@ -505,7 +504,7 @@ class Operator(ABC):
 
 
 def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return a view of each tensor that was there before, since Dynamo takes a tensor once."""
+    """Replace repeated tensors by views, because Dynamo accepts each tensor only once."""
     found: list[Tensor | None] = []
     for i, t in enumerate(tensors):
         for other in tensors[:i]:
@@ -516,7 +515,7 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class _How(NamedTuple):
-    """Arguments of the function below that have no gradient."""
+    """Arguments of :class:`_Run` that have no gradient."""
 
     operator: Operator
     call: Any
@@ -526,7 +525,7 @@ class _How(NamedTuple):
 
 
 class _Run(torch.autograd.Function):
-    """Autograd function of the rows and the learned tensors. The latter are in the call as well."""
+    """Autograd function of the rows and the learned tensors, which are also in the call or the inputs."""
 
     @staticmethod
     def forward(ctx, how, *tensors):
@@ -551,7 +550,7 @@ class _Run(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
             found = operator.differentiate(call, inputs, grads, needs, create_graph=True)
         elif not compiling and (transforming() or any(is_legacy_batched(g) for g in grads)):
-            # A transform that began after the forward: dual gradients, or batched ones (is_grads_batched).
+            # A transform started after the forward: the gradients are dual, or batched (is_grads_batched).
             found = operator.differentiate(call, inputs, grads, needs)
         else:
             direct = direct and is_plain(grads)

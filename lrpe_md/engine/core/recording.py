@@ -1,4 +1,4 @@
-"""Launches: done, or written down for a compiler."""
+"""Launch kernels, or record the launches for a compiler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .call import Variant
 
 __all__ = ["COMPILER_OPTIONS", "Record", "Start", "UnrecordableError", "is_recording", "record", "start"]
 
-# Compilers fuse a product into a sum that it is added to, and choose which one by the code around it. Without fusion,
-# kernels show the formula, and each rounds it alike.
+# Compilers may fuse a product and a sum into an fma, depending on the code around them. Without this, all kernels
+# compute the formula with the same rounding.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -25,27 +25,27 @@ class Start(NamedTuple):
 
     kernel: Any
     programs: int
-    args: tuple[Any, ...]  # before V: tensors, numbers, and tuples of them, any of them None
+    args: tuple[Any, ...]  # before V: tensors, numbers, None, and tuples of these
     variant: Variant
     options: dict[str, Any]  # of Triton's compiler
 
 
 class Record(NamedTuple):
-    """Launches and allocations of a launcher that gets tensors without memory."""
+    """Launches and allocations of a launcher that runs on meta tensors."""
 
     starts: list[Start]  # in their order
     allocated: dict[int, Tensor]  # by storage
 
 
 class UnrecordableError(Exception):
-    """A launcher did with tensors what is neither of these, nor a view."""
+    """Raised if a launcher runs a tensor operation other than an allocation or a view."""
 
 
 _current: ContextVar[Record | None] = ContextVar("current", default=None)
 
 
 def start(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
-    """Launch a kernel; while :func:`record` is active, write down that it would be."""
+    """Launch a kernel, or only record the launch while :func:`record` is active."""
     current = _current.get()
     if current is None:
         return kernel[(programs,)](*args, V=variant, **COMPILER_OPTIONS, **options)
@@ -59,7 +59,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """Record what is launched and allocated on the device "meta" inside this context."""
+    """Record launches, and allocations on the meta device, inside this context."""
     found = Record([], {})
     token = _current.set(found)
     try:
@@ -73,7 +73,7 @@ _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty
 
 
 class _Watch(TorchDispatchMode):
-    """Lets tensors without memory be allocated and viewed; what is on the host is none of its business."""
+    """Dispatch mode that records allocations of meta tensors, and allows only views of them otherwise."""
 
     def __init__(self, allocated: dict[int, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The second pass of gradients that are sums over tokens: partial sums of a launch's programs, and their reduction."""
+"""Second pass of gradients that are sums over tokens: reduce the partial sums of a launch's programs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ reduce_partial_kernel: Any = kernels.reduce_partial_kernel
 
 
 class Sums(NamedTuple):
-    """The partial sums of a launch."""
+    """Shapes of the partial sums of a launch."""
 
-    angles: tuple[int, ...] | None = None  # the shape of those of dω and dφ: (rows, G, J, C)
-    weights: tuple[int, int] | None = None  # of those of the weights: rows, and all of a program's sums
-    counts: tuple[int, int] = (0, 0)  # of the rows, those that are q's, and the rows of a head; 0: they are all heads'
+    angles: tuple[int, ...] | None = None  # for dω and dφ: (rows, G, J, C)
+    weights: tuple[int, int] | None = None  # for the weights: rows, and the sums of a program
+    counts: tuple[int, int] = (0, 0)  # number of rows from q; rows per head, or 0 if rows are for all heads
     all_heads: bool = False  # a row has the sums of all heads of q, or of k
 
 
 class Partials(NamedTuple):
-    """Partial sums that the programs of a launch leave."""
+    """Partial sums from the programs of a launch."""
 
-    angles: Tensor | None  # of dω and dφ: (rows, G, J, C)
-    weights: Tensor | None  # of the gradients of weights
+    angles: Tensor | None  # for dω and dφ: (rows, G, J, C)
+    weights: Tensor | None  # for the gradients of the weights
     sums: Sums
 
 
@@ -43,12 +43,12 @@ def allocate_partials(sums: Sums, device: torch.device) -> Partials:
 
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
-    """dω and dφ, those that are needed, from partial sums (rows, G, J, C)."""
+    """Compute dω and dφ, if needed, from partial sums (rows, G, J, C)."""
     return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
-    """dω and dφ, those that are needed, and the gradients of the weights, in the shapes that these have."""
+    """Compute dω, dφ and the gradients of the weights, if needed, in the shapes of ω, φ and the weights."""
     outs: list[Tensor] = []
     jobs: list[Job] = []
     if partials.angles is not None:
@@ -58,12 +58,12 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
         outs, jobs = outs + found, jobs + more
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
-    _reduce(jobs, rows > 0 and launches_early(needs), partials.sums.all_heads)  # behind a first pass
+    _reduce(jobs, rows > 0 and launches_early(needs), partials.sums.all_heads)  # early only after a first pass
     return [out.contiguous() for out in outs]
 
 
 def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Tensor]:
-    """The gradients of the weights where sums of q and of k are apart, as those of one tensor are."""
+    """Compute the gradients of the weights from separate partial sums of q and of k."""
     outs: list[Tensor] = []
     jobs: list[Job] = []
     for partials, own in ((of_q, weights[:2]), (of_k, weights[2:])):
@@ -76,8 +76,8 @@ def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Ten
 
 def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
-    # Few channels a program: shared frequencies have few sums, each over all programs of the first pass. The weights of
-    # all heads have many, over the fewer programs that there are at once.
+    # Shared frequencies have few sums, each over all programs of the first pass, so a program reduces few channels.
+    # With a norm over all heads there are many sums, over fewer programs.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []
@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
-    """The gradients of ω and φ, and what a reduction does for them."""
+    """Allocate the needed gradients of ω and φ. Return them and their reduction jobs."""
     omega, phase = call.tables.omega, call.tables.phase
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]
@@ -115,14 +115,14 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
     size = slots * channels
     for t, own_slots, first, out_steps in wanted:
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
-        steps = (size, 0, rows * groups) if t.shape[0] < groups else (groups * size, size, rows)  # shared, or by head
+        steps = (size, 0, rows * groups) if t.shape[0] < groups else (groups * size, size, rows)  # shared or per head
         outs.append(out)
         jobs.append(Job(partial, out, t.shape[0], own_slots, channels, first, *steps, *out_steps))
     return outs, jobs
 
 
 def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
-    """Likewise of the weights, (H or 1, P, D) each."""
+    """Allocate the gradients of the weights, (H or 1, P, D) each. Return them and their reduction jobs."""
     partial, (of_q, rows_of_head) = partials.weights, partials.sums.counts
     assert partial is not None
     rows, row_width = partial.shape

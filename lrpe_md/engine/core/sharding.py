@@ -1,8 +1,8 @@
 """DTensors: a call on sharded tensors is the same call on each rank's shard.
 
-The rules stand here, in front of the operators, and not behind them as strategies of DTensor's dispatcher: those can't
-change a position, can't take plain tensors (frequencies, coordinates) beside sharded ones, and have no stable interface
-for operators that take and return lists.
+We shard before the operators run, instead of registering sharding strategies with DTensor's dispatcher. Strategies
+can't change positions, can't mix plain tensors (frequencies, coordinates) with sharded ones, and have no stable
+interface for operators that take and return lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
-_CUT = (  # what a message says of each, and what to do where it is cut otherwise
+_CUT = (  # for error messages: the name of each dimension, and what to pass if it is sharded differently
     ("samples", "the positions of its samples"),
     ("heads", "the frequencies, phase and amplitude of its heads"),
     ("tokens", "Grid(start=, length=) or Coordinates.shard"),
@@ -85,14 +85,14 @@ def check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
 
 
 def count_ranks(x: Any, dim: int) -> int:
-    """Number of shards of a dimension."""
+    """Return the number of shards of a dimension."""
     return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
 
 
 def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
-    """The part of t that belongs to x's shard; ``dims`` are the dimensions of x that t has, with their numbers in t.
+    """Return the part of t that belongs to x's shard. dims: maps dimensions of x to the same dimensions of t.
 
-    A dimension that only x has leaves each rank a part of t's gradient, which the backward sums.
+    If x is sharded along a dimension that t lacks, each rank has a part of t's gradient, and the backward sums them.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -103,13 +103,16 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
         back.append(Partial() if p.is_shard() and cut.is_replicate() else cut)
     if not is_sharded(t):
         t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(there), run_check=False)
-    # Also where nothing moves: its backward gives the sum the placements of t.
+    # Needed even if no data moves, because its backward gives the summed gradient the placements of t.
     return t.redistribute(x.device_mesh, there).to_local(grad_placements=back)
 
 
 def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
-    """γ and β of the norm of one tensor. Groups of tokens go by the prefix and suffix of a layout, which rows of
-    coordinates don't keep."""
+    """Return this rank's γ and β of the norm of one tensor.
+
+    Groups of tokens depend on the prefix and suffix of a layout, which are lost if the tokens of coordinates are
+    sharded (in_rows).
+    """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
             "norm.weight: expected one for all tokens if the tokens of Coordinates are sharded, got one per group; "
@@ -165,7 +168,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Other tensors are cut as torch.chunk does: x must be, where they have its samples, heads or tokens."""
+    """Check that x is sharded like torch.chunk along the dimensions that other tensors have. They are cut that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)
@@ -175,7 +178,7 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """First sample, head or token of this rank's shard, and their number: those of torch.chunk."""
+    """Return the first sample, head or token of this rank's shard, and their number, as in torch.chunk."""
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):
