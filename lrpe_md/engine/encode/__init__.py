@@ -1,1 +1,1 @@
-"""The encoding: both maps, and a norm in front of them."""
+"""The encoding: an optional norm, then the cosine or rotate map."""

@@ -80,7 +80,7 @@ def run(
 
 
 def _are_packed(xs: tuple[Any, ...]) -> bool:
-    """Tell whether tokens are packed, (N, H, D). All of xs must be, which is checked later."""
+    """Return whether the first tensor has packed tokens, (N, H, D). encode_packed checks the others."""
     return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
@@ -90,10 +90,10 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
 ) -> tuple[bool, Hashable | None]:  # fmt: skip
-    """Return whether tensors are plain, see :func:`is_direct`, and the cache key: all that :func:`validate` looks at.
+    """Return the result of :func:`is_direct`, and the cache key: everything that :func:`validate` looks at.
 
-    The key is None for calls that are validated each time: tensors that are not plain, positions other than a Grid
-    or given tables, and calls whose result holds tensors that nobody passed.
+    The key is None for calls that are validated each time: if tensors are not plain, if positions are neither a Grid
+    nor tables, and if validation creates tensors.
     """
     is_given = type(positions) is GivenTables
     direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if is_given else (*xs, omega, phase, *weights))
@@ -113,14 +113,17 @@ def _call_key(
 
 
 def is_laid_out(amplitude: Any) -> bool:
-    """Return whether a call takes an amplitude as it is."""
+    """Return whether an amplitude already has the form that a call stores."""
     return isinstance(amplitude, Tensor) and amplitude.ndim == 2
 
 
 def run_checked(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """A checked call on the path that ``impl`` and the inputs ask for; one a group of phases, side by side."""
+    """Run a validated call with the kernels or the reference, depending on ``impl`` and the inputs.
+
+    Groups of phases run in separate calls, and their outputs are concatenated along the channels.
+    """
     if phase is not None:
         if phase.ndim == 3:
             each = [run_checked(call, xs, group, impl, direct) for group in phase.unbind()]
@@ -135,7 +138,7 @@ def run_checked(
 def _run_into(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """:func:`run_checked`, its outputs where they are to be: by the launch, or copied."""
+    """Run a validated call like :func:`run_checked`. The launch writes the outputs to the target, or a copy does."""
     direct = direct and is_plain(target.tensors)
     _check_into(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
@@ -167,11 +170,11 @@ def _check_target(
 
 
 def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
-    """Turn the target of packed tokens (N, H, D) into one of their views (1, H, N, D)."""
+    """Convert a target of packed tokens (N, H, D) to a target of their views (1, H, N, D)."""
     return None if target is None else target._replace(outs=order_outs(target.outs, xs))
 
 
-# --- q and k apart, and groups of phases -------------------------------------------------------------------------
+# --- separate launches for q and k, and groups of phases ----------------------------------------------------------
 
 
 def _run_apart(
@@ -184,7 +187,7 @@ def _run_apart(
     weights: Weights,
     target: Target | None = None,
 ) -> tuple[Tensor, ...]:
-    """Positions or a phase for each of q and k: a launch each."""
+    """Encode q and k in separate launches, because they have separate positions or phases."""
     each = list(zip(split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs)), xs, strict=True))
     if len(xs) == 2:
         q, k = xs
@@ -207,7 +210,7 @@ def _run_apart(
     ]
     for call, own, phi, _, direct, into, _ in jobs:  # before any launch
         _check_into(call, own, phi, direct and is_plain(into.tensors), into, groups)
-        if options.impl != "triton":  # whose kernels leave out what does not fit in
+        if options.impl != "triton":  # its kernels skip tokens that don't fit
             check_places(into, [own[0].shape[2]])
     for job in jobs:
         ys += _run_into(*job)
@@ -228,7 +231,7 @@ def _encode_views(
 
 
 def _count_groups(phase: Any) -> int:
-    """Groups of phases that q and k have in common."""
+    """Return the number of groups of phases, which must be the same for q and k."""
     several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(several) > 1:
         raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
@@ -245,7 +248,7 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """The cosine map of the channels that ``rotary_dim`` says; the others pass as x̄, side by side with it."""
+    """Apply the cosine map to the channels of ``rotary_dim``. The output keeps the other channels as x̄ around it."""
     if type(positions) is Packed or (type(positions) is GivenTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], where: Any, into: Target | None) -> Any:
@@ -260,7 +263,7 @@ def run_part(
     act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
-    # A norm, and softmax over the features, are over all of them: they come first, in the dtype of the arithmetic.
+    # A norm or softmax over features needs all channels, so it comes first, in the accumulator's dtype.
     first, wide = dim == -1 or norm is not None, xs
     if norm is not None:
         with_norm, weights = take_norm(options, norm, len(xs))
@@ -288,11 +291,11 @@ def run_part(
 
 
 def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
-    """(B, H, N, D) of each group → (B, H, N, P D), in their memory order."""
+    """Concatenate the outputs (B, H, N, D) of P groups to (B, H, N, P D), in their memory order."""
     return ys[0] if len(ys) == 1 else _side_by_side(ys, memory_order(ys[0]))
 
 
 def _side_by_side(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
-    """(B, H, N, ..) each → (B, H, N, their sum), in this memory order."""
+    """Concatenate tensors (B, H, N, ..) along the channels, in this memory order."""
     back = [order.index(i) for i in range(3)]
     return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)

@@ -1,4 +1,4 @@
-"""Launches of the maps behind a norm over all heads."""
+"""Launch the maps after a norm over all heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ heads_kernel: Any = kernels.heads_kernel
 
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
-    """The outputs."""
+    """Return the outputs."""
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
     with current_device(xs[0]):
@@ -51,13 +51,13 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, in ``outs`` where they are given, then dω, dφ and those of the weights where needed."""
+    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     ready = make_readable(call)
     with current_device(grads[0]):
         if num_groups(ready) == 1:
             dxs, partials = _run_heads(ready, Rows(xs, grads, [], outs), needs)
-        else:  # frequencies by head: x̂ goes by memory
+        else:  # frequencies differ between heads, so norm(x) is written to memory
             wide = accumulator(grads[0].dtype)
             rows = Rows(_normalise(ready, xs), grads, [])
             dx_bars, of_map = run(_map_alone(ready), rows, needs._replace(norm=False), wide)
@@ -71,7 +71,7 @@ def backward(
 
 
 def _normalise(call: Call, xs: list[Tensor]) -> list[Tensor]:
-    """norm(x) of each, in the dtype of the arithmetic."""
+    """Compute norm(x) of each tensor in the accumulator's dtype."""
     return _run_heads(_norm_alone(call), Rows(xs, [], []), dtype=accumulator(xs[0].dtype))[0]
 
 
@@ -88,7 +88,7 @@ def _map_alone(call: Call) -> Call:
 
 
 class _Launch(NamedTuple):
-    """Everything about a launch but the tensors."""
+    """Everything about a launch except the tensors."""
 
     programs: int
     outs: Sequence[tuple[Any, tuple[int, ...]]]  # size and stride
@@ -193,7 +193,6 @@ def _share(programs: int, heads_q: int, heads_k: int) -> int:
     """Return how many programs work on q, so that all are equally busy.
 
     Half of the work grows with the tensor's own heads, half with the larger number of heads of the two.
-
     """
     most = max(heads_q, heads_k)
     return min(programs - 1, max(1, round(programs * (heads_q + most) / (heads_q + heads_k + 2 * most))))

@@ -1,4 +1,4 @@
-"""Launches: the numbers and the variant of a kernel from shapes and strides, allocation, and the launch itself."""
+"""Launch the encoding kernels: derive the variant and numbers from shapes and strides, allocate, and launch."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
 def forward(
     call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor | None] = (), start: Tensor | None = None
 ) -> list[Tensor]:
-    """The outputs; for softmax over the sequence (2, B, H, D), maximum and sum.
+    """Return the outputs and, for softmax over the sequence, maximum and sum (2, B, H, D) of each tensor.
 
-    outs, start: where outputs are to be: see :class:`lrpe_md.engine.encode.output.Target`.
+    outs, start: see :class:`lrpe_md.engine.encode.output.Target`.
     """
     xs = [materialise(x) for x in xs]
     ready = make_readable(call)
@@ -82,7 +82,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """dx for each gradient, in ``outs`` where they are given, then dω and dφ where needed."""
+    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     ready = make_readable(call)
     over_sequence = call.spec.dim == -2
@@ -105,15 +105,15 @@ def backward(
 class Rows(NamedTuple):
     """Inputs of a launch beside the tables, for one tensor or for q and k."""
 
-    xs: list[Tensor]  # none where the backward needs none
-    dys: list[Tensor]  # none in the forward
+    xs: list[Tensor]  # empty if the backward needs no x
+    dys: list[Tensor]  # empty in the forward
     stats: list[Tensor]
-    outs: Sequence[Any] = ()  # what is written, tensors; allocated where there are none, or None
-    start: Tensor | None = None  # (1,) or (B,): the token of each of outs where they begin
+    outs: Sequence[Any] = ()  # tensors to write to; missing ones, or None, are allocated
+    start: Tensor | None = None  # (1,) or (B,): the index of the first token in each output
 
 
 class Launch:
-    """Everything about a launch but the tensors."""
+    """Everything about a launch except the tensors."""
 
     __slots__ = ("compiled", "grid", "options", "outs", "packed", "placed", "scalars", "sums", "tables", "variant")
 
@@ -125,8 +125,8 @@ class Launch:
         self.sums = sums
         self.scalars = scalars
         self.packed: tuple[int, ...] = pack(0, 0)  # numbers of the norm
-        self.placed: tuple[int, ...] = ()  # of where outputs begin
-        self.tables: tuple[int, ...] = ()  # and the strides of tables
+        self.placed: tuple[int, ...] = ()  # numbers of where outputs begin
+        self.tables: tuple[int, ...] = ()  # strides of tables
         self.variant = variant
         self.options = options
         self.compiled: Any = None
@@ -136,7 +136,7 @@ _NOTHING = Needs()
 
 
 def count_far(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
-    """Positions of a large grid as an affine map of indices, where the hardware's functions would count their turns."""
+    """Apply :func:`place_far` if the grid is large and the kernel uses the hardware's sine and cosine."""
     if max(call.layout.sizes, default=0) <= FAR or not _is_fast(dtype, call.weights, needs):
         return call
     return place_far(call)
@@ -145,13 +145,12 @@ def count_far(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 def run(
     call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel on q (and k); returns its outputs, of this dtype or that of the inputs, and the partial
-    sums."""
+    """Launch the kernel on q (and k); return its outputs and the partial sums. dtype: of outputs; None: as inputs."""
     spec = call.spec
     xs, dys, _, given, start = rows
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
-    if dys and spec.dim == -2:  # all of dx̄ is needed before any of dx: it waits in the accumulator's dtype
+    if dys and spec.dim == -2:  # outputs are dx̄, in the accumulator's dtype, as a later kernel computes dx
         dtype = accumulator(dtype)
     call = count_far(call, dtype, needs)
     tables, launches, weights, cos_sin = call.tables, call.launches, call.weights, call.cos_sin
@@ -198,8 +197,7 @@ def order_tensors(
 ) -> tuple[Any, ...]:
     """Return the first arguments of ``lrpe_kernel``.
 
-    tables: those of the call, then given cos and sin with their strides. more: what the kernel takes for a norm, and
-    for where outputs begin.
+    tables: the call's tables, then the caller's cos and sin with their strides. more: see :func:`lrpe_kernel`.
     """
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
@@ -218,7 +216,7 @@ def recall_launches(call: Call, rows: Rows) -> dict:
 
 
 def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
-    """``lrpe_kernel[grid](...)``, past Triton's search for the compiled kernel, which takes longer than the launch."""
+    """Launch the kernel. Later launches skip Triton's lookup of the compiled kernel, which is slower than a launch."""
     compiled = launch.compiled
     if compiled is not None and not lrpe_kernel.pre_run_hooks:
         compiled[launch.grid](*tensors, *launch.scalars, launch.variant)
@@ -233,7 +231,6 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
 
     dtype: of the outputs. aligned: addresses are multiples of 16 bytes. early: the second pass of dω may start while
     this one runs.
-
     """
     spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
@@ -266,7 +263,7 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
         map=spec.map, stage=Pass.DOMEGA if walks else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
-        step=variant.flat if variant.flat and walks else 1,  # each thread stays with its channels
+        step=variant.flat if variant.flat and walks else 1,  # so that each thread keeps its channels
         interpreting=INTERPRETING, common=common, tables=variant.tables,
     )  # fmt: skip
     chosen = plan(work)
@@ -279,7 +276,7 @@ def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Ne
     in_sample, outer = share_rows(span, group0 + group1, chosen.per)
     programs = token_programs * groups * in_sample * outer * samples
     first, second = token_programs, groups * in_sample
-    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run together
+    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run at the same time
     if not tokens_first:
         first, second = second, first
     numbers = {
@@ -316,7 +313,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, of_q: int) -> Sums
 
 
 def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict) -> Variant:
-    """The variant, but for how the work is cut. row: head_dim, and whether all rows are aligned."""
+    """Return the variant without the division of the work. row: head_dim, and whether all rows are aligned."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     given = cos_sin.cos is not None
@@ -331,14 +328,14 @@ def describe(call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], 
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not given,
-        # Where a position is an index, unless the hardware's approximations leave nothing to gain from exact angles.
+        # If a position is an index. With the hardware's approximations, exact angles would gain nothing.
         fixed=is_index and not (wide or fast or given), functions=2 if fast else int(has_ptx(dtype)),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
     )  # fmt: skip
 
 
 def _describe_tables(call: Call) -> dict[str, Any]:
-    """The fields of a variant that say how given cos and sin are read."""
+    """Return the fields of a variant that describe how the caller's cos and sin are read."""
     cos_sin, entries = call.cos_sin, 1
     if cos_sin.cos is None:
         return {}
@@ -346,7 +343,7 @@ def _describe_tables(call: Call) -> dict[str, Any]:
     strides = cos_sin.strides()
     side_by_side = all(d == 1 + joined for _, _, _, d in strides)
     if side_by_side and all(t.data_ptr() % 16 == 0 for t in cos_sin.given):
-        # As many entries as a load takes, at most, divide all steps to where one may begin.
+        # The largest number of entries (at most those of one load) that divides all strides.
         steps = [step for b, h, n, _ in strides for step in (b, h, n)]
         entries = math.gcd(8, *steps)
     kind = "pairs" if cos_sin.shape[-1] == call.spec.num_channels else "full"
@@ -355,7 +352,7 @@ def _describe_tables(call: Call) -> dict[str, Any]:
 
 
 def count_entries(call: Call, variant: Variant) -> tuple[int, ...]:
-    """The packed strides (b, h, n, d) of cos and of sin, as :func:`kernels.tables.point_to_tables` takes them."""
+    """Return the packed strides (b, h, n, d) of cos and of sin for :func:`kernels.tables.point_to_tables`."""
     if call.cos_sin.cos is None:
         return ()
     cos, sin = (*call.cos_sin.strides(), (0, 0, 0, 0))[:2]
@@ -363,9 +360,11 @@ def count_entries(call: Call, variant: Variant) -> tuple[int, ...]:
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
-    """Tiles of blocks of channels where these are no power of two and nothing is summed over them, so that no thread
-    idles on channels that are not there."""
-    channels = variant.num_channels  # a multiple of 4, or of 8, where they are all
+    """Divide channels into small blocks if their number is not a power of two, so that no threads idle.
+
+    This only works if the map turns all channels, and nothing is summed over the channels.
+    """
+    channels = variant.num_channels  # a multiple of 4 or 8 if the map turns all channels
     if len(variant.begins) > variant.num_turned or channels == variant.block_c or num_tokens * channels >= 2**31:
         return variant
     block_c = min(8, channels & -channels)
@@ -374,10 +373,10 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 
 def _tile_width(variant: Variant) -> int:
-    """Channels of a row that a tile holds."""
+    """Return how many channels of a row a tile holds."""
     if not (variant.need_dangles or variant.need_dweight):
         return variant.num_turned * variant.block_c
-    return triton.next_power_of_2(sum(variant.blocks))  # what is not turned waits with the rest
+    return triton.next_power_of_2(sum(variant.blocks))  # includes the other channels
 
 
 def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
@@ -395,18 +394,18 @@ def _compiler_options(chosen: Plan) -> dict[str, Any]:
 
 
 def _is_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
-    """Every row starts at 16 bytes, and strides can be counted in units of 8 elements."""
+    """Return whether every row is 16-byte aligned and strides are multiples of 8 elements."""
     return all(t.data_ptr() % 16 == 0 for t in tensors) and in_eights(head_dim, [t.stride() for t in tensors])
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
-    """CUDA's approximations of sin and cos are below the rounding of 16-bit outputs, but not of dω."""
+    """Return whether to use CUDA's sine and cosine. Their error is below the rounding of 16-bit outputs, not of dω."""
     narrow = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
     return all(d.itemsize == 2 for d in narrow) and not (needs.omega or needs.phase) and has_ptx(dtype)
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
-    """Softmax over the sequence: its maximum and sum, or with g its backward."""
+    """Launch softmax over the sequence: compute maximum and sum or, with g, the backward."""
     if not x.numel():
         return
     batch, heads, num_tokens, head_dim = x.shape
@@ -426,6 +425,6 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
 
 
 def _stride_in(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Strides of (B, H, N, D), but that of a channel in units."""
+    """Return packed strides of (B, H, N, D), in units except for the channel stride."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
     return pack(b // unit, h // unit, n // unit, d)

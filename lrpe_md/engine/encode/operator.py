@@ -1,4 +1,4 @@
-"""The operator of both maps, and of a norm in front of them."""
+"""The operator of the encoding: an optional norm, then either map."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ Xs = tuple[Tensor, ...]  # x, or q and k
 
 
 def run_into(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
-    """Run the kernels on plain tensors, past autograd. outs, start: where to write."""
+    """Run the kernels on plain tensors, without autograd. outs, start: see Target in output.py."""
     ys = ENCODE.launcher(call).forward(call, xs, outs, start)
-    # Autograd would not see that what another node saved is another value now.
+    # Tell autograd about the in-place change, in case another node saved one of these tensors.
     changed = [t for t in outs if t is not None and not t.is_inference()]
     torch.autograd.graph.increment_version(changed)
     return tuple(ys[: len(xs)])
 
 
 class Encode(Operator):
-    """The learned tensors are omega, phase, the weights of a norm, and tables. Softmax over the sequence keeps
-    statistics (2, B, H, D) for the backward: the maximum and the sum."""
+    """Operator whose learned tensors are omega, phase, the weights of a norm, and tables.
+
+    Softmax over the sequence saves statistics (2, B, H, D) for the backward: the maximum and the sum.
+    """
 
     def import_launcher(self, call: Call) -> Any:
         from . import heads, launch
@@ -120,7 +122,7 @@ class Encode(Operator):
         return found + self._differentiate_tables(call, grads, inputs)
 
     def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
-        """Return the gradients of cos and sin by the reference: the kernels have none."""
+        """Compute the gradients of cos and sin with the reference, because the kernels don't."""
         with torch.enable_grad(), record_again():
             cos, sin = (None if t is None else t.detach().requires_grad_() for t in call.cos_sin[:2])
             call = call._replace(cos_sin=call.cos_sin._replace(cos=cos, sin=sin))
@@ -132,7 +134,7 @@ class Encode(Operator):
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
 
     def take_apart(self, call: Call, inputs: Xs, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Keep x only if it is needed: not for a linear map whose frequencies are fixed."""
+        """Return the tensors to save. x is not needed for a linear map with fixed frequencies."""
         kept = inputs if any(wanted) or call.spec.act != "none" or call.spec.norm != "none" else ()
         tensors = *call.tables, *call.weights, *call.cos_sin[:2], *kept
         return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(kept))

@@ -1,4 +1,4 @@
-"""Outputs that the caller gives: checked before anything is launched, and written where no launch writes them."""
+"""Output tensors from the caller (``out``): check them before any launch, and write them if no launch does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Target(NamedTuple):
     outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None allocates one. start: the index along L of
     the first token, integers (1,) or (B,) that are read on the device. number: which of two tensors a single output
     belongs to.
-
     """
 
     outs: tuple[Tensor | None, ...]
@@ -36,7 +35,7 @@ class Target(NamedTuple):
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:
-        """Name an output as the caller does."""
+        """Return the caller's name of an output, for error messages."""
         i = i if self.number is None else self.number
         return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
@@ -45,14 +44,14 @@ class Target(NamedTuple):
         return *self.outs, self.start
 
     def can_launch(self, call: Call) -> bool:
-        """A launch can write them itself: a row's channels are side by side, and each program has whole rows."""
+        """Return whether a launch can write the outputs: channels must be adjacent, and programs have whole rows."""
         if call.spec.norm != "none" and call.spec.norm_over == "heads":
             return False
         return all(t is None or (t.stride(-1) == 1 and not t.is_neg()) for t in self.outs)
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """Read the ``out`` and ``out_start`` of a public function that has so many tensors."""
+    """Convert ``out`` and ``out_start`` of a public function to a target. number: how many tensors are encoded."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, because it is a row index into out")
@@ -94,7 +93,6 @@ def check_target(
 
     read, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and have
     memory. Shapes, strides and dtypes are checked once and cached.
-
     """
     start = target.start
     if transforming():
@@ -130,17 +128,17 @@ def check_target(
             _remembered.clear()
         reaches = [None if t is None else (_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
         _remembered[key] = reaches
-    if not xs[0].is_meta:  # which has no memory
+    if not xs[0].is_meta:  # meta tensors have no memory
         _check_apart(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
 
 
-_remembered: dict[Any, list[int | None]] = {}  # bytes from the first element of each tensor to the end of its last
+_remembered: dict[Any, list[int | None]] = {}  # size in bytes of the memory that each tensor spans
 
 
 def _check_apart(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """tensors: what is read, then the outputs that there are."""
+    """Check that outputs overlap no other tensor. tensors: what is read, then the outputs that are not None."""
     places = [None if t is None else t.data_ptr() for t in tensors]
     number = sum(t is not None for t in target.outs)
     first = len(tensors) - number
@@ -195,7 +193,7 @@ def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed
 
 @lru_cache(maxsize=4096)
 def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Tell whether elements may share memory: no order of the dimensions nests them."""
+    """Return whether elements of a tensor may share memory, because its dimensions are not nested."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
         if step <= reach:
@@ -206,12 +204,12 @@ def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
-    """Elements from the first to the one furthest from it."""
+    """Return the distance, in elements, from the first element to the last one in memory."""
     return sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
 
 
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """False where no element of one is in the memory of the other."""
+    """Return False if two tensors certainly share no memory."""
     if not (a.numel() and b.numel()):
         return False
     first, second, item = a.data_ptr(), b.data_ptr(), a.element_size()
@@ -221,16 +219,13 @@ def _may_overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if item != b.element_size() or (first - second) % item:
         return True
-    # Side by side in rows of something larger: the same place in it for neither.
+    # They may be disjoint columns of one larger tensor, such as q and k in a projection.
     steps = {step for t in (a, b) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1 and step > 0}
     return not any(_apart_modulo(a, b, (second - first) // item, step) for step in steps)
 
 
 def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
-    """Tell whether the addresses of a and b, modulo this step, are two disjoint arcs. ahead: the start of b after that
-    of
-    a.
-    """
+    """Return whether a and b occupy disjoint ranges modulo ``step``. ahead: elements from a's start to b's."""
     arcs = [
         sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
     ]  # fmt: skip
@@ -238,7 +233,7 @@ def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
 
 
 def check_places(target: Target, lengths: Sequence[int]) -> None:
-    """Check that so many tokens of each output fit in where they begin, if that can be read."""
+    """Check that the tokens of each output fit in after its start, if the host can read the start."""
     start = target.start
     if start is None or not start.numel() or not can_read(start):
         return
@@ -252,7 +247,7 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
 
 
 def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy what was computed elsewhere to where it is to be; return the outputs."""
+    """Copy computed outputs to the target; return the outputs."""
     check_places(target, [y.shape[2] for y in ys])
     found = []
     for out, y in zip(target.outs, ys, strict=True):

@@ -18,7 +18,7 @@ __all__ = [
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DOMEGA = "domega"  # a backward with the gradient of the frequencies or the phase
+    DOMEGA = "domega"  # a backward with gradients of frequencies, phase or weights
 
 
 class Work(NamedTuple):
@@ -28,29 +28,29 @@ class Work(NamedTuple):
     stage: Pass
     activated: bool
     num_tokens: int
-    groups: int  # of heads that share frequencies; for each of the samples, where they have coordinates of their own
-    rows: int  # of a group, heads of samples
+    groups: int  # groups of heads that share frequencies
+    rows: int  # rows of a group (heads of samples)
     heads: int  # rows of a group in one sample
     width: int  # channels of a row that a tile holds
     itemsize: int
-    samples: int = 1
-    step: int = 1  # what the number of programs along the tokens must be divisible by
+    samples: int = 1  # samples with their own coordinates; 1 if all share them
+    step: int = 1  # the number of programs along the tokens must be a multiple of this
     interpreting: bool = False  # for Triton's interpreter
-    common: int = 0  # not 0: rows, one behind the other, that have weights in common, as all of a program must
-    tables: str = "none"  # of cos and sin that are read: Variant.tables
+    common: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
+    tables: str = "none"  # Variant.tables
 
 
 class Plan(NamedTuple):
-    """Division of the work. A compiled kernel depends on the first six fields alone."""
+    """Division of the work. A compiled kernel depends only on the first six fields."""
 
-    block_r: int  # rows (heads of samples) a tile, whose loads are in flight together
-    block_n: int  # tokens a tile
+    block_r: int  # rows (heads of samples) per step, whose loads are in flight together
+    block_n: int  # tokens of a tile
     num_warps: int
-    max_registers: int | None  # a thread: fewer leave room for more warps
-    stages: int  # of the walk with dω: so many less one steps' rows are on their way
-    rows_first: bool  # frequencies are read once a tile's rows are asked for
+    max_registers: int | None  # per thread; fewer leave room for more warps
+    stages: int  # of the walk with dω: the rows of stages - 1 steps are loaded ahead
+    rows_first: bool  # start loading rows before frequencies
     token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
-    per: int  # rows a program, for which its angles serve
+    per: int  # rows of a program, which share its angles
 
 
 class Tile(NamedTuple):
@@ -62,10 +62,10 @@ class Tile(NamedTuple):
     rows_first: bool = False
 
 
-# Bytes an element, map, pass and kind -> tiles up to 16, up to 64, more channels wide. The kind is "activated" with an
-# activation, "tables" where cos and sin are given, or else "plain"; a pass that has no tiles of its kind has the plain
-# ones. How they were found, and what each is worth: docs/tuning.md; scripts/bench/tune.py finds them for another GPU.
-# float64 is not tuned, nor partial rotation.
+# (itemsize, map, pass, kind) -> tiles for rows of up to 16, up to 64, and more channels. The kind is "tables" if the
+# caller passes cos and sin, "activated" with an activation, or else "plain". A pass without an entry for its kind uses
+# "plain". docs/tuning.md explains how the tiles were chosen; scripts/bench/tune.py tunes them for another GPU. float64
+# and partial rotation are not tuned.
 _ONE, _FEW, _MANY, _16 = Tile(1, 512, 1), Tile(2, 256, 1), Tile(4, 256, 1), Tile(2, 512, 1)
 _FEW_FIRST, _MANY_FIRST, _16_FIRST = (t._replace(rows_first=True) for t in (_FEW, _MANY, _16))
 TILES = {
@@ -102,13 +102,13 @@ TILES = {
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
 NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
-REGISTERS = 65536  # an SM
-# What a new block of tokens costs, in blocks of rows (docs/tuning.md).
+REGISTERS = 65536  # per SM
+# The cost of a new block of tokens, in blocks of rows (docs/tuning.md).
 NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Sizes never choose another compiled kernel."""
+    """Return the tile for this work. It depends on no sizes except the width, so sizes don't cause recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
@@ -118,10 +118,10 @@ def tile(work: Work) -> Tile:
 
 
 def plan(work: Work) -> Plan:
-    """Cut the work."""
+    """Divide the work among programs."""
     block_r, elements, num_warps, max_registers, stages, rows_first = tile(work)
     block_n = max(1, elements // work.width)
-    if work.interpreting:  # the cost is by program and row, not by size
+    if work.interpreting:  # the cost depends on the number of programs and rows, not on sizes
         block_n = max(16, min(triton.next_power_of_2(work.num_tokens), 32768 // work.width))
         block_r = max(1, min(work.rows, 8 if max_registers is None else 2))
     token_blocks = triton.cdiv(work.num_tokens, block_n)
@@ -134,8 +134,8 @@ def plan(work: Work) -> Plan:
     elif work.interpreting:
         token_programs, per = work.step, max(1, work.rows)
     else:
-        # As many programs as run at once: they walk far, since their partial sums are written and read once more.
-        # Registers decide: tests/kernels/test_aot.py checks that shared memory leaves room.
+        # Start only as many programs as can run at once. Each has a long walk, because its partial sums are written
+        # and read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory suffices.
         programs = _resident(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, per = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
@@ -143,26 +143,26 @@ def plan(work: Work) -> Plan:
 
 
 def _resident(num_warps: int, max_registers: int) -> int:
-    """Programs that run at once."""
+    """Return how many programs run at once."""
     return NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
 
 
 class HeadsPlan(NamedTuple):
     """Division of the work after a norm over all heads. A program handles all heads of a token at once."""
 
-    heads: int  # a tile
+    heads: int  # heads of a tile
     tiles: int
     num_warps: int
     programs: int  # for all tokens of q and of k
 
 
-# Channels of all heads a thread, those of a tile, and warps of a multiprocessor at once: what registers allow. The
-# backward keeps dy as well, with sums of gradients of each channel.
+# Channels of all heads per thread, channels of a tile per thread, and warps per SM: as many as registers allow. The
+# backward also keeps dy, and sums of gradients for each channel.
 _CHANNELS = {Pass.FORWARD: (40, 8, 12), Pass.BACKWARD: (40, 4, 8), Pass.DOMEGA: (40, 4, 8)}
 
 
 def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bool) -> HeadsPlan:
-    """Divide the work of this many heads and channels, and of the tokens of all samples, of q and k together."""
+    """Divide the work. width: channels of a row. items: tokens of all samples, of q and k together."""
     if interpreting:
         return HeadsPlan(triton.next_power_of_2(heads), 1, 4, min(items, 2) if stage is Pass.DOMEGA else items)
     channels, in_tile, warps = _CHANNELS[stage]
@@ -176,7 +176,6 @@ def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tu
     """Divide rows like :func:`cut_rows`, into parts of ``work.common`` rows or a divisor of it.
 
     If there are more parts than programs that run at once, they run one after another.
-
     """
     best, shortest = (work.step, block_r), math.inf
     for per in (n for n in range(work.common, 0, -block_r) if work.common % n == 0):
@@ -191,11 +190,11 @@ def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tu
 
 @lru_cache(maxsize=4096)
 def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
-    """Programs along the tokens, and rows for each program, so that the longest walk is shortest.
+    """Return the number of programs along the tokens and the rows per program that make the longest walk shortest.
 
-    A program forms the angles of a block of tokens and goes through its rows, at every ``token_programs``-th block in
-    as many rounds as are full, and through a share of the rows of the blocks that are left. All run at once, unless not
-    even ``step`` of them may.
+    A program computes the angles of a block of tokens and maps its rows. It does so for every ``token_programs``-th
+    block, while there are blocks for all programs. They then share the rows of the remaining blocks. All programs run
+    at once, unless there is not even room for ``step`` of them.
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf
@@ -210,11 +209,11 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        wanted = -(-row_blocks // (blocks - 1))  # the fewest that leave each a block less
+        wanted = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
     return best
 
 
 def share_rows(rows: int, heads: int, per: int) -> tuple[int, int]:
-    """Programs for ``per`` rows each in a sample, and samples or runs of them; some can be left without rows."""
+    """Return the number of parts with ``per`` rows in a sample, and the number of runs of them. Some may be empty."""
     in_sample, all_parts = -(-heads // per), -(-rows // per)
     return in_sample, -(-all_parts // max(1, in_sample))

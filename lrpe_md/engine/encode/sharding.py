@@ -33,14 +33,14 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     """Run a call on the local shards; return DTensors with the placements of xs.
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
-    their rows of given tables. The other tensors are cut with xs where they have a batch, heads or tokens, and
-    replicated elsewhere; plain ones count as replicated. Their gradients are those of the whole computation: summed
-    over the ranks where xs were sharded and they were not, in the placements that they came with.
+    their rows of tables. Other tensors are sharded like xs along dimensions that they share, and replicated otherwise.
+    Plain tensors count as replicated. Gradients are those of the whole computation, in the tensors' own placements: if
+    only xs were sharded, they are summed over the ranks.
 
     Raises:
         TypeError: plain tensors among DTensors.
-        ValueError: another mesh, a sharded head_dim, partial sums, softmax over sharded tokens, frequencies by head
-            that the ranks don't divide, shards that are cut otherwise than torch.chunk cuts what goes with them.
+        ValueError: a different mesh, a sharded head_dim, partial sums, softmax over sharded tokens, per-head
+            frequencies that can't be divided among the ranks, or shards that differ from torch.chunk's.
     """
     spec, layout, tables = call.spec, call.layout, call.tables
     check_placements(spec, xs, tables.omega, tables.phase)
@@ -71,10 +71,10 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
 
 
 def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
-    """Return the rows of given tables that belong to x's shard.
+    """Return the rows of the caller's tables that belong to x's shard, and the layout.
 
-    Rows of tokens are cut where the tables are DTensors whose rows are sharded, if they have a row for each token;
-    other tables stay whole along the tokens, and the layout says where the shard begins.
+    DTensor tables with sharded rows, and a row for each token, are sharded along the tokens. Other tables keep all
+    rows, and the layout's start tells where the shard begins.
     """
     start, length = local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2
@@ -92,7 +92,7 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
 
 
 def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return the part of one table: a view of a plain tensor, unless its gradient has to be summed."""
+    """Return this rank's part of a table. It is a view of a plain tensor that needs no gradient."""
     if is_sharded(t) or t.requires_grad:
         return take_local(t, x, dims)
     for dim, own in dims.items():

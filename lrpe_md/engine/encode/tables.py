@@ -1,4 +1,4 @@
-"""Cos and sin that the caller gives in place of frequencies and positions."""
+"""Tables of cos and sin that the caller passes instead of frequencies and positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_POSITIONS = (
 def take_tables(
     tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
 ) -> GivenTables:
-    """Return the tables of a public call, or raise where they don't go with its other arguments."""
+    """Convert the tables of a public call, and check that its other arguments go with them."""
     if tables is None:
         if omega is None:
             raise TypeError(
@@ -71,7 +71,7 @@ def _refuse_beside_tables(**others: Any) -> None:
 
 
 def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
-    """Check tables against inputs that have been checked; return where they are among the tokens."""
+    """Check tables against validated inputs; return their layout among the tokens."""
     (cos, sin, _), prefix = given
     if sin is None:
         _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
@@ -121,7 +121,7 @@ def store_angles(call: Call) -> Tensor:
 
 
 def replace_angles(call: Call, angles: Tensor, dtype: torch.dtype) -> Call:
-    """Return the call, for inputs of this dtype, with stored angles in place of those of its positions."""
+    """Return the call with cos and sin of stored angles instead of its positions. dtype: that of the inputs."""
     begin = call.layout.prefix
     angles = angles[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(dtype))
     return call._replace(cos_sin=CosSin(angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""Arguments of the public functions: checked before anything is launched, and made into a :class:`Call`."""
+"""Validate the arguments of the public functions before any launch, and convert them to a :class:`Call`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def validate(
     amplitude: float | Tensor | None = None,
     weights: Weights = NO_WEIGHTS,
 ) -> Call:
-    """Check every argument; what remains to be said to an operator."""
+    """Check every argument, and return the validated call."""
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     x = xs[0]
@@ -66,7 +66,7 @@ def validate(
     if isinstance(phase, Tensor) and not phase.is_nested and phase.ndim == 3 and spec.map == "cosine":
         if not len(phase):
             raise ValueError(f"phase: expected at least one group, got {tuple(phase.shape)}")
-        phase_name, phase = "phase[0]", phase[0]  # groups differ in their values alone
+        phase_name, phase = "phase[0]", phase[0]  # groups differ only in values
     place = locate(positions, x)
     if spec.dim == -2 and isinstance(positions, Grid) and not positions.whole:
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
@@ -118,11 +118,11 @@ def _specify(options: Options, head_dim: int) -> Spec:
     return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
 
 
-_UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # options of some maps alone, and their defaults
+_UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # defaults of options that only some maps have
 
 
 def check_unused(options: Any, *names: str) -> None:
-    """Refuse options, of a map or of linear attention, that the map has no use for."""
+    """Raise an error for options that this map does not use. options: of the encoding or of linear attention."""
     for name in names:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
@@ -143,7 +143,7 @@ def check_act(act: Any, dim: Any) -> None:
 
 
 def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
-    """The name of the pairing, and the pairs a block where there are several."""
+    """Return the name of the pairing, and the number of pairs in each block if there are several blocks."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
             raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
@@ -166,7 +166,7 @@ def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | 
         return value[None] if value.ndim == 1 else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:  # of a compiler's number isfinite breaks the graph
+    if not -math.inf < value < math.inf:  # math.isfinite would break the compiler's graph
         raise ValueError(f"amplitude: expected a finite number, got {value!r}")
     if value == 1:
         return None
@@ -176,11 +176,11 @@ def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | 
 
 
 def _capturing(device: torch.device) -> bool:
-    """Tell whether the device only records what runs now (CUDA graph capture)."""
+    """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@cache  # for good: a CUDA graph may hold the address
+@cache  # without a limit, because a CUDA graph may hold the address
 def _filled(value: float, channels: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
@@ -228,7 +228,7 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
 
 
 def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
-    """First rotated channel and width R, which pairs need even."""
+    """Return the first rotated channel and the width R. even: R must be even, for pairs."""
     if rotary_dim is None:
         start, stop = 0, head_dim
     elif isinstance(rotary_dim, slice):
@@ -250,7 +250,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 
 
 def remedy(x: Tensor, positions: Any) -> str:
-    """Return what to do, for the end of an error about positions of other tokens, if the shapes show it; else ""."""
+    """Return advice for an error about the number of tokens, if the shapes show the mistake; else ""."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
         return "; for position ids (B, N), coordinates on one axis, pass positions[..., None]"

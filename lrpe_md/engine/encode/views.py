@@ -1,4 +1,4 @@
-"""Other layouts of q, k and v as views (B, H, N, D): projections in one tensor, tokens packed end to end."""
+"""Views (B, H, N, D) of other layouts of q, k and v: joint projections, and tokens packed end to end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..inductor.private import exporting, transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 
-# Takes q and k, or one tensor, (B, H, N, D) each, and gives as many.
+# Takes one tensor, or q and k, (B, H, N, D) each, and returns as many.
 Encode = Callable[..., Any]
 
 
 def encode_qkv(
     encode: Encode, xs: tuple[Any, ...], qkv: Tensor | None, num_key_heads: int | None, out: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of a projection encoded, and v as it is, in the projection's own order: (B, N, H, D) or (N, H, D).
+    """Encode q and k of a projection. Return q, k and the unchanged v, (B, N, H, D) or (N, H, D) like the projection.
 
-    out: where q and k are to be, in that order, too.
+    out: destinations of q and k in the same layout.
     """
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
@@ -42,11 +42,11 @@ def encode_qkv(
 
 
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, D), views of a projection (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D).
+    """Split (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D), into views q, k, v (B, H, N, D).
 
-    Its gradient is one tensor, into which the backward of :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` writes dq
-    and dk, so that only dv is copied, and that of :func:`lrpe_md.linear_attention` all three: in eager mode, and in
-    Inductor's code where sizes are static. Those of views that torch makes are stacked.
+    Backwards write straight into the projection's gradient: :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` write dq
+    and dk, so only dv is copied, and :func:`lrpe_md.linear_attention` writes all three. This works in eager mode, and
+    in Inductor's code if sizes are static. The gradients of ordinary PyTorch views would all be copied.
     """
     if torch.is_grad_enabled() and not transforming():
         if is_direct((qkv,)):
@@ -58,7 +58,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
 
 def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
-    """x, or q and k, (N, H, D) each, encoded as (1, H, N, D), a view; tensors of four dimensions as they are."""
+    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors stay as they are."""
     packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
     if not any(packed):
         return encode(*xs)
@@ -71,7 +71,7 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
 
 
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
-    """The positions of samples packed end to end, where dim is that of the call's softmax."""
+    """Return the positions of packed sequences. dim: the call's softmax dim, which is checked."""
     refuse_mixing(dim)
     return packed.positions
 
@@ -85,7 +85,7 @@ def refuse_mixing(dim: int | None) -> None:
 
 
 def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
-    """num_key_heads."""
+    """Check a projection and num_key_heads, and return num_key_heads as an int."""
     check_dense("qkv", qkv, "(B, N, 3, H, D)")
     if num_key_heads is None:
         if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
@@ -108,24 +108,24 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
-    """Return the destinations as views of packed tokens (N, H, D)."""
+    """Convert destinations to views (B or 1, H, N, D) if the inputs are packed tokens."""
     if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
         return out
     return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
 
 
 def order_heads(out: Any) -> Any:
-    """:func:`_heads_first` of what is a tensor with as many dimensions; the rest is refused where it is checked."""
+    """Apply :func:`_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is refused later."""
     fits = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
     return _heads_first(out) if fits else out
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(B, N, H, D) or (N, H, D) → (B or 1, H, N, D)."""
+    """Return (B, N, H, D) or (N, H, D) as a view (B or 1, H, N, D)."""
     return (x if x.ndim == 4 else x[None]).transpose(1, 2)
 
 
 def _tokens_first(y: Tensor, batched: bool) -> Tensor:
-    """Invert :func:`_heads_first`."""
+    """Undo :func:`_heads_first`."""
     y = y.transpose(1, 2)
     return y if batched else y[0]
