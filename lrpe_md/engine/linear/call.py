@@ -1,4 +1,4 @@
-"""A call of linear attention as one value, as :mod:`lrpe_md.engine.core.call` has it for one of the maps."""
+"""Values that describe a call of linear attention, like :mod:`lrpe_md.engine.core.call` for the encoding."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Description(NamedTuple):
     amplitude: float | Tensor | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
-    norm: Norm | None = None  # that the encoding was called with
+    norm: Norm | None = None  # the norm of the encoding's call
 
 
 class Sides(NamedTuple):
-    """Frequencies and places, as they were given: one for q and k, or of positions and phase a pair."""
+    """Frequencies and positions of q and k, as passed. positions and phase may be a pair."""
 
     omega: Tensor | None = None
     positions: Any = None
@@ -87,16 +87,16 @@ class Sides(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """A checked call, all of it but q, k, v, the gate, the state and the decay."""
+    """A validated call without q, k, v, the gate, the state and the decay."""
 
     attention: Attention
-    spec: Spec  # for map=None "none", and a table of frequencies (1, 0, 0)
+    spec: Spec  # map=None is "none", with frequencies of shape (1, 0, 0)
     q_layout: Layout
     k_layout: Layout  # equal to q's in self-attention
     q_tables: Tables
-    k_tables: Tables  # q's itself in self-attention without a phase of its own
+    k_tables: Tables  # the same object as q_tables in self-attention, unless k has a separate phase
     cu_seqlens: Tensor | None = None  # (num_seqs + 1,) int32 or int64
-    # What was prepared for calls of the same sizes, dtypes and devices.
+    # Launches prepared for calls with the same sizes, dtypes and devices.
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS
 
@@ -106,7 +106,7 @@ class LinearCall(NamedTuple):
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and Σ, or of S alone."""
+        """Return the shapes of S and Σ, or only of S without a normaliser."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
@@ -116,17 +116,17 @@ class LinearCall(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The part of a call that crosses the registered operators beside its specifications and tables."""
+    """Arguments of the registered operators that are in no other part of a call."""
 
     cu_seqlens: Tensor | None
     one_side: bool
 
 
 class Results(NamedTuple):
-    """Results of a forward beside o."""
+    """Flags: which results a forward returns beside o."""
 
     return_state: bool = False
-    keep: bool = False  # what the backward would else form again
+    keep: bool = False  # return what the backward would otherwise recompute
 
 
 class Operands(NamedTuple):
@@ -141,12 +141,12 @@ class Operands(NamedTuple):
 
 
 class LinearNeeds(NamedTuple):
-    """Gradients that a backward forms in addition to dq, dk and dv, in the order of the results."""
+    """Gradients that a backward computes in addition to dq, dk and dv, in the order of the results."""
 
     gate: bool = False
-    omega: bool = False  # of q and of k, summed
-    phase_q: bool = False  # what q leaves, and
-    phase_k: bool = False  # what k does, also where they share a phase
-    norm: bool = False  # all of γ and β that there are
+    omega: bool = False  # summed over q and k
+    phase_q: bool = False  # q's share of dφ
+    phase_k: bool = False  # k's share of dφ, separate even if q and k share a phase
+    norm: bool = False  # γ and β, all that exist
     state: bool = False  # S and Σ
     decay: bool = False

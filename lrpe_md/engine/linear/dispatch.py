@@ -36,7 +36,7 @@ __all__ = ["as_state", "run_encoded", "run_linear"]
 
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
-    """The tensors of (S, Σ), (S, None) or None."""
+    """Return the tensors of a state (S, Σ), (S, None) or None, as a tuple."""
     if state is None:
         return ()
     if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
@@ -67,7 +67,7 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
             known = LinearCall(call.attention, call.spec, layout, layout, NO_TABLES, NO_TABLES, None, {})
             call = call._replace(launches=remember(key, known).launches)
     else:
-        if cu_seqlens is not None:  # whose values are no part of the key
+        if cu_seqlens is not None:  # the key doesn't cover its values
             check_offsets(cu_seqlens, q.shape[2])
         attention, spec, layout, _, _, _, _, launches, _ = known
         origin = None if positions is None or positions.origin is None else positions.origin_row
@@ -85,13 +85,13 @@ def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | 
 def run_encoded(
     options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any, norm: Norm | None = None
 ) -> Any:
-    """Linear attention of q̂ and k̂ as an encoding of another make forms them: ``encoding(q, k, positions=positions)``.
+    """Run linear attention on q̂ and k̂ from any other encoding: ``encoding(q, k, positions=positions)``.
 
-    With normalizer "unrotated", whose q̄ and k̄ no operator takes beside them, by the reference. A norm is taken first,
-    in plain torch.
+    With normalizer "unrotated" this runs the reference, because no operator takes q̄ and k̄ as well. A norm is applied
+    first, with PyTorch operators.
     """
     check_gate(given.gate, given.k)
-    k, v = zero_gated_tokens(given.gate, given.k, given.v)  # before the encoding, through which NaN would pass
+    k, v = zero_gated_tokens(given.gate, given.k, given.v)  # before the encoding, which would propagate NaN
     if norm is not None:
         q, k = _normalise_first(options, given.q, k, norm, positions)
         given = given._replace(q=q)
@@ -135,15 +135,16 @@ def _normalise_first(
 
 
 def pack_state(tensors: Sequence[Tensor]) -> State:
-    """(S, Σ), Σ None where there is none."""
+    """Return (S, Σ), or (S, None) if there is no Σ."""
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
 def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: bool) -> tuple[bool, Hashable | None]:
-    """Return whether tensors are plain, see :func:`is_direct`, and the cache key: all that validation looks at.
+    """Return the result of :func:`is_direct`, and the cache key: everything that validation looks at.
 
-    The key is None for calls that are validated each time: tensors that are not plain, positions other than a Grid,
-    pairs, and calls whose result holds tensors that nobody passed. Values of cu_seqlens and decay are not in the key.
+    The key is None for calls that are validated each time: if tensors are not plain, if positions are not a Grid, if
+    there is a pair of positions or phases, and if validation creates tensors. The key does not include the values of
+    cu_seqlens and decay.
     """
     omega, positions, phase, amplitude = sides
     q, k, v, gate, cu_seqlens, state, weights, decay = given

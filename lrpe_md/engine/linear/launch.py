@@ -1,4 +1,4 @@
-"""Launches of linear attention's kernels: variants and numbers from shapes and strides, allocation, and the order."""
+"""Launch the kernels of linear attention: derive variants and numbers from shapes and strides, allocate, and launch."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from .plan import (
 __all__ = ["backward", "forward", "saved_shapes"]
 
 NONE = LinearNeeds()
-COLUMNS = 128  # features, from which on o of a causal block is better formed with tokens as columns
-WARPGROUP_ROWS = 64  # of the first factor of a product on Hopper's matrix units, the fewest
+COLUMNS = 128  # from this many features on, o of a causal block is faster with tokens as columns
+WARPGROUP_ROWS = 64  # fewest rows of the first factor on Hopper's matrix units
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -70,11 +70,11 @@ class Sizes(NamedTuple):
     head_dim: int
     v_dim: int
     num_features: int
-    num_sums: int  # channels that the normaliser sums up over tokens
-    raw: bool  # features are rows as they lie in memory
+    num_sums: int  # channels of the normaliser's sums over tokens
+    raw: bool  # features are the rows as they are in memory
     one_side: bool  # q and k share positions and tables
-    acc: torch.dtype  # of sums
-    operand: torch.dtype  # of what matrix units multiply; an interpreter rounds float32 to bfloat16
+    acc: torch.dtype  # dtype of sums
+    operand: torch.dtype  # dtype of matrix operands; interpreters round float32 to bfloat16 values
 
     @property
     def rows(self) -> int:
@@ -82,12 +82,12 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Elements of S and the sums of a head."""
+        """Number of elements of S and Z of a head."""
         return self.v_dim * self.num_features + self.num_sums
 
 
 def measure(call: LinearCall, operands: Operands) -> Sizes:
-    """Read the sizes from shapes."""
+    """Derive the sizes from shapes."""
     batch, heads, num_queries, head_dim = operands.q.shape
     _, groups, num_keys, v_dim = operands.v.shape
     features = call.spec.out_dim(head_dim)
@@ -107,9 +107,9 @@ def measure(call: LinearCall, operands: Operands) -> Sizes:
 
 
 class Pieces(NamedTuple):
-    """Pieces of the tokens, one for each program, and the number of states that they leave."""
+    """Pieces of the tokens, one for each program of a head, and the number of slots."""
 
-    table: Tensor | None  # (P, 4) of begin, end, slot and sequence; None: as many tokens each, and one slot
+    table: Tensor | None  # (P, 4): begin, end, slot and sequence; None: pieces of equal length and one slot
     length: int
     num_pieces: int
     num_slots: int
@@ -121,7 +121,7 @@ class Pieces(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Tokens of a piece, which is a slot with a causal mask, and of each of its parts."""
+    """Number of tokens of a piece, and of each of its parts. With a causal mask, each piece is a slot."""
 
     length: int
     part: int
@@ -132,9 +132,10 @@ class Cut(NamedTuple):
 
 
 def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, tabled: bool = True) -> Pieces:
-    """A slot is what tokens see alike: the whole, a block, a sequence, with a causal mask a piece.
+    """Divide the tokens into pieces.
 
-    tabled: with the table, which a trace that only counts must not make: tables are kept for good.
+    All tokens of a slot see the same state. A slot is the whole sample, a block, a sequence or, with a causal mask, a
+    piece. tabled: also create the table. Traces that only count pieces must not, because tables are cached forever.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
     walk, state = choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
@@ -156,18 +157,21 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of causal pieces. One program sums the state of each part, where a state is needed."""
+    """Parts of causal pieces. A program computes the state of each part that is needed."""
 
     every: Pieces
-    needed: Pieces  # the first of them, or backward the last
+    needed: Pieces  # the first parts or, backward, the last ones
 
 
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, every: bool, backward: bool = False) -> Parts:
-    """every: of all pieces. Nothing sees the state of the last one, nor backward the gradient of the first one's."""
+    """Divide causal pieces into parts, so that enough programs compute their states.
+
+    every: all pieces need a state. Otherwise, the last piece doesn't or, backward, the first one.
+    """
     unseen = 0 if every else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
     cut = Cut(pieces.length, cut_parts(pieces.length, heads * max(1, pieces.num_pieces - unseen), sizes.state))
-    if call.cu_seqlens is not None:  # which alone say where pieces begin
+    if call.cu_seqlens is not None:  # only the device knows where pieces begin
         count = pieces.num_pieces if cut.parts == 1 else pieces.num_pieces + triton.cdiv(pieces.num_tokens, cut.part)
         table = _cut_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, cut, True)
         parts = pieces._replace(table=table, num_pieces=count)
@@ -183,11 +187,11 @@ def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, every: bool, back
 
 
 def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> Tensor:
-    """Without a wait for the lengths: a table of as many parts as there can be, of which some are empty.
+    """Build the table of parts on the device, without waiting for the lengths.
 
-    What lies outside the tokens nobody has checked: the caller has cut it off.
+    It has as many rows as there can be parts, and some may be empty. The caller must clamp cu_seqlens to the tokens.
     """
-    # Offsets that fall would make more pieces than there is room for.
+    # Decreasing offsets would make more pieces than there is room for.
     cu_seqlens = cu_seqlens.long().cummax(0).values
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
@@ -208,7 +212,7 @@ def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> 
     return torch.stack([begin, end, slot, torch.where(there, sequence, -1)], dim=1).to(torch.int32)
 
 
-# Tables for good: a CUDA graph may hold their addresses.
+# The cache keeps tables alive, because a CUDA graph may hold their addresses.
 @cache
 def _cut_range(num_tokens: int, cut: Cut, device: torch.device) -> Tensor:
     rows = [
@@ -231,14 +235,14 @@ def _cut_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int,
 
 @cache
 def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
-    """Pieces and blocks."""
+    """Return the number of pieces and of blocks."""
     bounds = bound_blocks(num_tokens, ends, block)
     pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
     return max(1, pieces), max(1, len(bounds) - 1)
 
 
 def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """List where blocks begin and where the last one ends. Prefix and suffix tokens are blocks of one."""
+    """List the first token of each block, and the end of the last one. Prefix and suffix are blocks of their own."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
@@ -248,11 +252,11 @@ def as_table(rows: list[Any], device: torch.device) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-# --- a call on its way -----------------------------------------------------------------------------------------------
+# --- the work of a call ----------------------------------------------------------------------------------------------
 
 
 class Work:
-    """Readable inputs, and what all kernels of a call have in common. Not the ``Work`` of ``encode/plan.py``."""
+    """Inputs in the form that kernels read, and values that all kernels of a call share. Not encode/plan.py's Work."""
 
     def __init__(
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NONE
@@ -286,7 +290,7 @@ class Work:
             address |= t.data_ptr()
             strides.append(t.stride())
         self.tensors, self.on_16_bytes = tensors, address % 16 == 0
-        # What calls like this one had.
+        # Variants, pieces and numbers of earlier calls like this one.
         self.known: dict[Any, Any] = launches.setdefault((*strides, self.on_16_bytes, needs), {})
 
     def describe(
@@ -302,7 +306,7 @@ class Work:
     def describe_both(
         self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Return the same of a kernel that reads both: a variant of k's side, with that of q's where they differ."""
+        """Do the same for a kernel that reads both sides. The variant is k's side's, and holds q's if it differs."""
         key = stage, "both", *changes.values()
         found = self.known.get(key)
         if found is None:
@@ -335,7 +339,7 @@ class Work:
         state = sum(v_blocks) * sum(tiles.feature_blocks)
         tile = choose_tile(stage, state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
-        if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # what both leave for dg adds up with the same blocks
+        if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
             keys = choose_tile(LinearPass.CAUSAL_KEYS, state, self.dtype.itemsize, INTERPRETING, regular)
             tile = tile._replace(block_n=keys.block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
@@ -356,7 +360,7 @@ class Work:
             output_transposed=output_transposed,
             has_no_gqa=causal and sizes.repeats == 1,
             need_dweight=self.needs.norm,
-            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) is not
+            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may not be 0
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
@@ -389,7 +393,7 @@ class Work:
         return found
 
     def parts(self, every: bool, backward: bool = False) -> Parts:
-        """Parts of keys, backward of queries, whose states are summed up: see :func:`cut_causal`."""
+        """Return the parts of keys (backward: of queries) whose states are summed. See :func:`cut_causal`."""
         pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
             return Parts(pieces, pieces)
@@ -408,7 +412,7 @@ class Work:
         return self._flatten(self.k_side, variant), norm
 
     def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """Return the same of q's side."""
+        """Return the kernels' arguments for q, like :meth:`flatten_keys`."""
         weights, layout = self.weights, self.call.q_layout
         norm = self._flatten_norm(weights.weight, weights.bias, partial, layout)
         return self._flatten(self.q_side, variant.queries or variant), norm
@@ -421,7 +425,7 @@ class Work:
         return weight, bias, partial, pack(layout.start - layout.prefix, layout.num_grid_tokens)
 
     def _flatten(self, side: Call, variant: Variant) -> tuple:
-        """Tables and numbers of q or of k."""
+        """Return the tables and numbers of q or of k."""
         if side.spec.map == "none":
             return ()
         key = "numbers", side is self.q_side
@@ -432,7 +436,7 @@ class Work:
         return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
-        """Pack the numbers that kernels of queries unpack."""
+        """Pack the counts for kernels over queries."""
         return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
 
 
@@ -453,18 +457,18 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
-    """Tokens of a channel that a thread has: it loads up to 8 elements of each."""
+    """Return how many tokens of a channel are in the same thread, which loads up to 8 elements of each token."""
     elements = tile.block_n * block_c // (32 * tile.num_warps)
     return max(1, elements // 8)
 
 
 def _has_tokens_as_n(causal: bool, single_layout: bool, block_n: int) -> bool:
-    """Tell whether tokens are the columns of products with a state."""
+    """Return whether tokens are the columns of products with a state."""
     return block_n < WARPGROUP_ROWS or (causal and not single_layout)
 
 
 def _pair_channels(spec: Spec, head_dim: int) -> Spec:
-    """Without a map neighbouring channels are pairs: see kernels/features.py."""
+    """Treat neighbouring channels as pairs if there is no map. kernels/features.py explains why."""
     if spec.map != "none" or head_dim % 2:
         return spec
     return spec._replace(pairs="interleaved", num_channels=head_dim // 2, rotary_start=0)
@@ -477,7 +481,7 @@ def _keeps_zero(act: str) -> bool:
 
 
 def _with_phase(side: Call) -> Call:
-    """A phase of 0 for the side that has none."""
+    """Return the side with a phase of 0 if it has none."""
     tables = side.tables
     if tables.phase is not None:
         return side
@@ -485,7 +489,7 @@ def _with_phase(side: Call) -> Call:
 
 
 def with_strides(t: Tensor | None, variant: Variant) -> tuple:
-    """A tensor as the kernels take it."""
+    """Return a tensor and its packed strides, as the kernels take them."""
     if t is None:
         return None, pack(0, 0, 0, 0)
     return t, _pack_strides(t.stride(), 8 if variant.aligned else 1)
@@ -505,12 +509,12 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
 
 
 def gates_with_strides(work: Work) -> tuple:
-    """Return β and log g, either of them None, as causal kernels take them."""
+    """Return β and log g, as causal kernels take them. Either may be None."""
     return gate_with_strides(work.gate), gate_with_strides(work.log_decay)
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
-    """Return where the tokens of q or of k are, and the strides of their tables."""
+    """Return the packed token counts of q or k, the strides of its tables, and the numbers of its grid."""
     steps, grid = count_tables(side, variant), count_grid(side.layout)
     return (
         pack(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
@@ -519,13 +523,13 @@ def count_side(side: Call, variant: Variant) -> tuple:
     )
 
 
-_fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # in place of what took too much shared memory
+_fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # replaces variants that need too much shared memory
 
 
 def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
-    """Launch a kernel. If its tile takes more shared memory than the GPU has, try those of :func:`shrink` in turn.
+    """Launch a kernel. If its tile needs more shared memory than the GPU has, try the tiles of :func:`shrink`.
 
-    The one that fits is remembered for the next launch. A recorded launch is not tried.
+    The tile that fits is cached for later launches. Recorded launches always use the first tile.
 
     Raises:
         OutOfResources: no tile fits.
@@ -564,7 +568,7 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """o, then with return_state the state behind the last token, then with keep what the backward would form again."""
+    """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
     work, state = Work(call, operands), operands.state
     sizes, eps = work.sizes, call.attention.eps
     o = like_in_memory(work.q, sizes.v_dim)
@@ -588,12 +592,12 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 
 
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
-    """A program forms the state of a head and goes on."""
+    """Return whether one program computes both the state and the outputs of a key head."""
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
     return plain and max(sizes.num_queries, sizes.num_keys) <= plans.ONE_PASS
 
 
-Seen = tuple[Any, ...]  # states that tokens see, by slot: S as operands, the sums; none
+Seen = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none
 
 
 def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
@@ -618,12 +622,12 @@ def form_states(work: Work, pieces: Pieces, exact: bool) -> Tensor:
 
 
 def refine(work: Work, wanted: bool) -> dict[str, Any]:
-    """Change a variant for a state that is returned as float32: its sums need more precision than 16-bit outputs do."""
+    """Return variant changes for more precise sums, if ``wanted``, for example for a state returned in float32."""
     return {"functions": int(has_ptx(work.dtype)), "accumulate_outside_mma": True} if wanted else {}
 
 
 def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
-    """The same with a causal mask: nothing where one program goes through all tokens of a head."""
+    """Do the same with a causal mask. Return no states if one program processes all tokens of a head."""
     if not state and not return_last and work.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(work, state, return_last)
@@ -632,9 +636,9 @@ def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[
 def scan_states(
     work: Work, states: Tensor, pieces: Pieces, first: Sequence[Tensor], return_last: bool, backward: bool = False
 ) -> tuple[Seen, list[Tensor]]:
-    """Sums of the states of pieces, beginning with ``first``; with backward from the last piece on.
+    """Sum the states of pieces, starting from ``first``. backward: from the last piece to the first.
 
-    Of states (P, B H_k R, size) R heads are summed; those of the last pieces may be missing.
+    states: (P, B H_k R, size), of which R heads are summed. Pieces whose state nobody sees may be missing.
     """
     sizes = work.sizes
     num_states = sizes.batch if work.call.cu_seqlens is None else len(work.call.cu_seqlens) - 1
@@ -689,7 +693,7 @@ def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
 def saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Shapes and dtypes of what forward keeps, from shapes and dtypes alone."""
+    """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
     sizes = measure(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
@@ -701,17 +705,16 @@ def saved_shapes(
     return [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
 
 
-# --- states as users have them ---------------------------------------------------------------------------------------
+# --- states in the user's layout -------------------------------------------------------------------------------------
 
 
 def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
-    """Choose how many channels of one half of the map's output lie side by side in a tile of features.
+    """Choose how many channels of one half of the map's output are adjacent in a tile of features.
 
-    A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8
-    channels, or better 64, it has both halves of a channel and exchanges nothing to form their gradient. Runs of 64 are
-    also stored without bank conflicts. If sums over channels follow, neighbouring halves are better. state_stays: the
+    A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8 or
+    (better) 64 channels, it holds both halves of a channel, so their gradient needs no communication. Runs of 64 are
+    also stored without bank conflicts. If sums over channels follow, alternating halves are better. state_stays: the
     kernel doesn't write its state.
-
     """
     channels = spec.num_channels
     if spec.map == "none" or not (causal or (state_stays and channels % 64 == 0)):
@@ -720,7 +723,7 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
 
 
 def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
-    """List the channels of q̂ in the order of the kernels' tiles: what the map makes, then what passes."""
+    """List the channels of q̂ in the order of the kernels' tiles: the map's output, then the other channels."""
     if spec.map == "none":
         return list(range(head_dim))
     width = 2 * spec.num_channels
@@ -747,13 +750,13 @@ def _order(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: b
 
 
 def order_of(work: Work, inverse: bool) -> Tensor | None:
-    """Return the index of each feature of a user's state in the kernels' order, or the inverse; None: they agree."""
+    """Return the permutation of features from the user's order to the kernels', or its inverse; None if they agree."""
     run = choose_run(work.call.spec, work.call.attention.mask == "causal")
     return _order(work.call.spec, work.sizes.head_dim, run, work.device, inverse)
 
 
 def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
-    """(S, sums) as one row a head: Sᵀ, its features in the kernels' order, and the sums behind."""
+    """Join (S, Σ) to one row per head: Sᵀ with features in the kernels' order, then the sums."""
     sizes = work.sizes
     order = order_of(work, False)
     matrix, *sums = state
@@ -766,7 +769,7 @@ def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
 
 
 def split_state(work: Work, last: Tensor) -> list[Tensor]:
-    """The inverse of :func:`join_state`."""
+    """Undo :func:`join_state`."""
     sizes = work.sizes
     order = order_of(work, True)
     size = sizes.v_dim * sizes.num_features
@@ -778,7 +781,7 @@ def split_state(work: Work, last: Tensor) -> list[Tensor]:
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
-    """Copy a state, its features in another order. Compiled code needs aligned outputs with memory of their own."""
+    """Copy a state, with its features reordered. Compiled code needs aligned outputs that share no memory."""
     return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 
@@ -807,10 +810,10 @@ def backward(
     outs: Sequence[Tensor] = (),
     differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """dq, dk and dv, then what is needed of dβ, dω, dφ of q, dφ of k, the norm's weights, dS and dΣ, in this order.
+    """Return dq, dk and dv, then, if needed: dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
 
-    grads: of o, or of o, S and Σ. outs: where dq, dk and dv are to be. differentiate_as: what to run in place of
-    :func:`differentiate`; gradients of its own follow those of the state.
+    grads: of o, or of o, S and Σ. outs: where to write dq, dk and dv. differentiate_as: replaces
+    :func:`differentiate`; its additional gradients follow those of the state.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -852,7 +855,7 @@ def backward(
 def _allocate_weight_sums(
     work: Work, q_rows: int, k_rows: int, one_pass: bool
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Rows: of a head's programs, head by head."""
+    """Allocate partial sums for the norm's weights of q and of k. The rows of a head's programs are adjacent."""
     if not work.needs.norm:
         return None, None
     q_rows *= work.sizes.repeats if one_pass else 1
@@ -926,7 +929,7 @@ def differentiate_keys(work: Work, grads: Grads, dseen: Seen) -> None:
 
 
 def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:
-    """dS by piece and head of q."""
+    """Compute dS by piece and query head and, with a causal mask, dZ. Write both to dstates."""
     sizes = work.sizes
     described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, work.needs.state))
     variant, _ = described
@@ -940,7 +943,7 @@ def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Ten
 def differentiate_causal(
     work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
 ) -> list[Tensor]:
-    """The same with a causal mask."""
+    """Run the backward in two passes with a causal mask. Return the gradient of the state if it is needed."""
     sizes = work.sizes
     seen = saved or sum_before(work, state, False)[0]
     pieces = work.pieces(of_queries=True)
@@ -957,7 +960,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
-    """Write dq. Return 1/z, dz and, with a decay, what its gradient takes of each query: (2 or 4, B H_q, N)."""
+    """Write dq. Return 1/z, dz and, with a decay, each query's products for dg: (2 or 4, B H_q, N)."""
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if work.log_decay is None else 4
@@ -977,7 +980,7 @@ def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor
 def differentiate_causal_keys(
     work: Work, grads: Grads, dseen: Seen, scales: Tensor, products: Tensor | None = None
 ) -> None:
-    """Write dk, dv and dβ, and what the gradient of a decay takes of each key to products, (B, H_k, N)."""
+    """Write dk, dv and dβ. With a decay, also write each key's products for dg to ``products``, (B, H_k, N)."""
     sizes, pieces = work.sizes, work.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     described = work.describe_both(
@@ -994,14 +997,14 @@ def differentiate_causal_keys(
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
-    """Return q's and k's partial sums as one view; they lie side by side in one tensor."""
+    """Return q's and k's partial sums as one view. They are adjacent parts of one tensor."""
     if q_part is None or k_part is None:
         return None
     return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
 
 
 def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
-    """dω, dφ of q, dφ of k: those that are needed."""
+    """Compute dω, q's dφ and k's dφ, if needed."""
     needs, channels = work.needs, work.call.spec.num_channels
     q_part, k_part = grads.q_partial, grads.k_partial
     if q_part is None or k_part is None:
@@ -1024,7 +1027,7 @@ def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(work: Work, grads: Grads) -> list[Tensor]:
-    """dγ and dβ of q, then of k, where they are needed."""
+    """Compute dγ and dβ of the norm, of q and then of k, if needed."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

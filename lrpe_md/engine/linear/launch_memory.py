@@ -1,5 +1,7 @@
-"""Launch linear attention with memory that forgets: over blocks of tokens (kernels/memory.py) or, with a causal mask,
-from token to token (kernels/decay.py)."""
+"""Launch linear attention with memory that forgets.
+
+It forgets from block to block (kernels/memory.py) or, with a causal mask, from token to token (kernels/decay.py).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ TILE = 32  # rows and columns of A's gradient per program
 class Memory(NamedTuple):
     """Results of the forward scans that the backward uses."""
 
-    seen: Tensor  # S seen by the tokens of each block, as operands: (F, B H_k, D_v Ê)
+    seen: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
     series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
     later: Tensor | None = None  # states of the backward scan, each at the next index
@@ -137,7 +139,7 @@ def count_transition(sizes: Sizes, call: LinearCall) -> int:
 
 
 def list_extents(work: Work) -> list[Extent]:
-    """List the parts of a state that a scan covers: S (plus a row of encoded sums), and unrotated sums."""
+    """List the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums."""
     sizes, normalizer = work.sizes, work.call.attention.normalizer
     width = sizes.num_features
     extents = [Extent(width, sizes.v_dim + (normalizer == "encoded"), 0, 0)]
@@ -147,7 +149,7 @@ def list_extents(work: Work) -> list[Extent]:
 
 
 def lay_out_decay(work: Work, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, (F, B H_k); prefix and suffix have decay 1."""
+    """Return the decay of each block, (F, B H_k). It is 1 for prefix and suffix."""
     sizes = work.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     laid = torch.ones(shape, dtype=work.acc, device=work.device)

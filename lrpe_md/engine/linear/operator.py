@@ -29,8 +29,10 @@ def _angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> 
 
 
 class Attend(Operator):
-    """The rows are q, k and v. The learned tensors are the gate, omega, the phases of q and k, all weights of a norm,
-    the state and the decay."""
+    """Operator whose rows are q, k and v.
+
+    Learned tensors: the gate, omega, the phases of q and k, the weights of a norm, the state and the decay.
+    """
 
     num_rows = 3
     launcher_key = staticmethod(attrgetter("attention.memory"))
@@ -111,9 +113,9 @@ class Attend(Operator):
         return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state), needs.decay
 
     def refer(self, call: LinearCall, inputs: Operands, rounded: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Run the reference: o, and the state behind the last token.
+        """Run the reference. Return o and the state after the last token.
 
-        rounded: ``operands`` of :func:`lrpe_md.reference_linear.attend`.
+        rounded: the argument ``operands`` of :func:`lrpe_md.reference_linear.attend`.
         """
         q, k, v, gate, state, decay = inputs
         omega = reference.widen(call.q_tables.omega)
@@ -175,8 +177,7 @@ class Attend(Operator):
     def keep_for_backward(
         self, call: LinearCall, inputs: Operands, options: Results, direct: bool
     ) -> tuple[Results, int]:
-        """Keep states where their sizes are known. A graph for all sizes forms them again, and so does the operator
-        where it is the reference."""
+        """Save states only if all sizes are known and the kernels run. Otherwise, the backward recomputes them."""
         keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
         num = 1 if not options.return_state else 2 if call.attention.normalizer == "none" else 3
         return Results(options.return_state, keep), num
@@ -190,11 +191,11 @@ class Attend(Operator):
 
 
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
-    """Return whether the kernels take a call: no decay of packed sequences or of tokens one by one beside a prefix or
-    in both directions, and on a GPU no float64, for which Triton has no products, and no state that is too large.
+    """Return whether the kernels support a call. If impl is "triton", raise an error instead of returning False.
 
-    The gradient of a decay by head is a sum over all tokens of sums over later tokens, in which the rounding of the
-    causal kernels adds up: on a GPU the reference forms it.
+    On a GPU, Triton has no float64 products, and a state must fit into a program. The gradient of a per-head decay is a
+    sum over all tokens of sums over later tokens. The causal kernels' rounding errors would add up in it, so on a GPU
+    the reference computes it.
     """
     q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention
     forgets, features, reason = attention.memory != "sum", 0, ""

@@ -31,14 +31,14 @@ CAUSAL_PASSES = (LinearPass.CAUSAL, LinearPass.CAUSAL_QUERIES, LinearPass.CAUSAL
 class LinearTile(NamedTuple):
     block_n: int  # tokens
     num_warps: int
-    stages: int  # of a loop: so many less one blocks of tokens are on their way
+    stages: int  # of a loop, which loads stages - 1 blocks of tokens ahead
     max_registers: int | None = None
 
 
-# Pass -> tiles for states of up to 2,048 elements, 4,096, 8,192, 16,384, 24,576, more. See docs/tuning.md.
-# Causal kernels and sums for dω pad, so no state of theirs has between 16,384 and 24,576: an entry less in their rows.
-# 128 registers: 4 programs of 4 warps fit a multiprocessor, which is what PROGRAMS counts on.
-# 2 warps: a head of few channels is little work for 4, and twice as many programs run at once.
+# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md.
+# Causal kernels pad their state, so none has 16,384 to 24,576 elements, and their rows have one entry less.
+# 128 registers: 4 programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that.
+# 2 warps: 4 would have too little work for a head of few channels, and twice as many programs run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
@@ -58,49 +58,49 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
-NARROWEST = 16  # channels of a tile: matrix units take no less
-# Widths that are cut into tiles of powers of two; others are padded to the next one. Channels of q and k, or pairs of
-# them: forming features takes most instructions. Channels of v: a second tile of less than 64 costs more than it saves.
+NARROWEST = 16  # fewest channels of a tile that matrix units accept
+# Widths that are cut into several tiles; others are padded to a power of two. SUMS is for channels (or pairs) of q and
+# k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile of less than
+# 64 costs more than it saves.
 SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
-WIDEST_OF_OMEGA = 80  # channels; sums for dω take the registers that a second tile of more would need
+WIDEST_OF_OMEGA = 80  # channels; for more, sums for dω leave no registers for a second tile
 LARGEST = 2 * 32768  # bytes of a state as operands
-PIECE = 128  # tokens: a multiple of every block of tokens
-SHORTEST = 256  # tokens of a piece, where pieces give all multiprocessors work
-FEW_PROGRAMS = 256  # less than two on each multiprocessor
-LARGE_STATE = 4096  # elements, from which on short pieces don't pay
-STATE_TO_PART = 4  # elements of a state for a token of a part
-# Elements of a state that a program of a scan sums up, and pieces whose loads are on their way: where there are many
-# programs, and where there are few.
+PIECE = 128  # tokens; a multiple of every block_n
+SHORTEST = 256  # fewest tokens of a piece, if there is work for all multiprocessors
+FEW_PROGRAMS = 256  # fewer than two per multiprocessor
+LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
+STATE_TO_PART = 4  # elements of a state per token of a part
+# For programs of a scan: elements of a state to sum, and pieces to load ahead. For many programs, and for few.
 SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
-ONE_PASS = 384  # tokens that one program goes through
+ONE_PASS = 384  # most tokens that one program processes in one pass
 MULTIPROCESSORS = 132  # of the largest GPUs
-PROGRAMS = MULTIPROCESSORS * 4  # that run at once; a fixed number, so that sums are in the same order on all GPUs
+PROGRAMS = MULTIPROCESSORS * 4  # programs at once; a fixed number, so that all GPUs sum in the same order
 
 
 def pad_width(width: int) -> tuple[int, ...]:
-    """Return one tile for so many channels."""
+    """Return the width of a single tile for ``width`` channels."""
     return (max(NARROWEST, 1 << (width - 1).bit_length()),)
 
 
 def choose_widths(width: int, stage: LinearPass) -> tuple[int, ...]:
-    """Choose the tiles that so many channels of q and k, or pairs of them, are cut into in a pass."""
+    """Choose the widths of the tiles for ``width`` channels (or pairs) of q and k in a pass."""
     if stage is LinearPass.QUERIES_OMEGA and width > WIDEST_OF_OMEGA:
         return pad_width(width)
     return SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
 
 
 def choose_value_widths(width: int) -> tuple[int, ...]:
-    """Choose the tiles that so many channels of v are cut into."""
+    """Choose the widths of the tiles for ``width`` channels of v."""
     return VALUE_SUMS.get(-(-width // NARROWEST) * NARROWEST, pad_width(width))
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
-    """Choose the tile of a pass. Sizes never choose another compiled kernel.
+    """Choose the tile of a pass. It doesn't depend on batch, heads and tokens, which so never cause recompilation.
 
-    regular: rows begin at multiples of 16 bytes, and D_v and each tile of features have at least 64 channels. In other
-    causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory,
-    so these tiles are smaller: products of less than 64 rows don't use Hopper's warpgroup instructions.
+    regular: rows are 16-byte aligned, and D_v and each tile of features have at least 64 channels. In other causal
+    kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory. Their
+    tiles are smaller, because products with fewer than 64 rows don't use Hopper's warpgroup instructions.
     """
     if interpreting:
         return LinearTile(64, 4, 1)
@@ -114,30 +114,30 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose the elements and the pieces in flight of a program that sums states of so many heads."""
+    """Choose how many elements a program of a scan sums, and how many pieces it loads ahead. rows: heads."""
     few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
     return SCAN_TILE_OF_FEW if few else SCAN_TILE
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
-    """A program has a whole state at hand, in registers and, as operands, in shared memory.
+    """Return whether a state fits into a program: into registers and, as operands, into shared memory.
 
-    delta: also a matrix of features by features.
+    delta: also a matrix (features, features).
     """
     return (sum(pad_width(v_dim)) + delta * num_features) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
-    """List smaller tiles, to try in turn on a GPU with less shared memory than a tile takes."""
+    """List smaller tiles to try on a GPU with too little shared memory for ``tile``."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
 class Walk(Enum):
-    """Kind of loop over the tokens of a chunk. Its value divides PROGRAMS: so many fewer programs run at once."""
+    """Kind of loop over the tokens of a piece. Its value is the divisor of PROGRAMS: how many fewer run at once."""
 
     SUM = 1
-    CAUSAL = 2  # they take twice the registers
-    RAW_CAUSAL = 4  # which wait for memory alone: one on each multiprocessor keeps it busy
+    CAUSAL = 2  # needs twice the registers
+    RAW_CAUSAL = 4  # limited by memory bandwidth only, so one program per multiprocessor is enough
 
 
 def choose_walk(causal: bool, raw: bool) -> Walk:
@@ -145,10 +145,10 @@ def choose_walk(causal: bool, raw: bool) -> Walk:
 
 
 def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
-    """Pieces, and tokens a piece, so that as many programs run as there is room for, each with a long way to go.
+    """Return the number of pieces and their length, so that the GPU is full and each program has a long walk.
 
-    state: elements of one, which each piece leaves. Where pieces are short, large ones cost more than programs to fill
-    the room gain.
+    state: elements of a state, which each piece writes. For short pieces, writing large states costs more than a full
+    GPU gains.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
     if length < 2 * SHORTEST and state > LARGE_STATE:
@@ -157,7 +157,7 @@ def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int,
 
 
 def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
-    """Return the same of programs that leave no state: shorter pieces where those of ``length`` are few."""
+    """Do the same for programs that write no state. Pieces are shorter if there would be few of ``length``."""
     if heads * -(-num_tokens // length) < FEW_PROGRAMS:
         length = min(length, _share_tokens(num_tokens, heads, 1))
     return max(1, -(-num_tokens // length)), length
@@ -170,10 +170,10 @@ def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
-    """Tokens a part of a piece of ``length``, where so many programs would sum up the states of whole pieces.
+    """Return the tokens of a part, if ``programs`` would compute the states of whole pieces of ``length`` tokens.
 
-    They take no more registers than those without a mask: pieces for a causal walk leave room for more of them. state:
-    elements of one, which is written and read again for each part: k and v of a part are several times as much.
+    These programs need fewer registers than causal walks, so more of them fit than there are pieces. state: elements of
+    a state, which is written and read for each part. The tokens of a part must have several times as much data.
     """
     wanted = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

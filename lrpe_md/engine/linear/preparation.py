@@ -1,4 +1,4 @@
-"""Norms over all heads and softmax over the sequence, in front of linear attention."""
+"""Apply a norm over all heads, or softmax over the sequence, before linear attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["prepare"]
 
 
 def prepare(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Take a norm over all heads, or a softmax over the sequence, in front of the kernels, which have neither."""
+    """Apply a norm over all heads, or a softmax over the sequence. The kernels of linear attention have neither."""
     if call.spec.norm_over == "heads":
         call, operands = _normalise_heads(call, operands, impl, direct)
     if call.spec.dim == -2:
@@ -26,9 +26,9 @@ def prepare(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tu
 
 
 def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """A norm over all heads, which no program of linear attention has, in front of it: a pass of its own.
+    """Apply a norm over all heads in a separate pass, because a program of linear attention sees only one head.
 
-    Tokens that a gate takes out are zeros before, so that nothing of them gets to the other heads or the weights.
+    Tokens with gate 0 are set to zero first, so that they affect neither other heads nor the weights.
     """
     k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
     spec, weights = call.spec, call.weights
@@ -49,6 +49,6 @@ def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bo
 
 
 def _soften(x: Tensor) -> Tensor:
-    """Softmax over the sequence, in front of the kernels."""
+    """Apply softmax over the sequence."""
     with no_autocast(x):
         return torch.softmax(x.to(torch.promote_types(x.dtype, torch.float32)), -2).to(x.dtype)

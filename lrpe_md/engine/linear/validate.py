@@ -1,4 +1,4 @@
-"""Arguments of :func:`lrpe_md.linear_attention`: checked before anything runs, and made into a :class:`LinearCall`."""
+"""Validate the arguments of :func:`lrpe_md.linear_attention`, and convert them to a :class:`LinearCall`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Side(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors that attention takes beside the frequencies."""
+    """Tensor arguments of a call, except frequencies and positions."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +48,7 @@ class Given(NamedTuple):
 
 
 def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> LinearCall:
-    """Check every argument; what remains to be said to an operator."""
+    """Check every argument, and return the validated call."""
     attention = _attend_how(options, given)
     q, k, v = given.q, given.k, given.v
     apart = type(sides.positions) is tuple
@@ -147,7 +147,7 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
 
 
 def check_decay_range(decay: Tensor | None) -> None:
-    """Check that a memory fades and doesn't grow, if the values can be read."""
+    """Check that decay factors are in (0, 1], if the host can read them."""
     if decay is None or not can_read(decay) or not decay.numel():
         return
     least, most = decay.detach().aminmax()
@@ -159,7 +159,7 @@ def check_decay_range(decay: Tensor | None) -> None:
 
 
 def check_normalizer(normalizer: Any, act: str) -> None:
-    """ "unrotated" divides by a sum that must not be negative."""
+    """Check the normaliser. "unrotated" needs an activation that is never negative."""
     if normalizer not in NORMALIZER_NAMES:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
@@ -175,7 +175,7 @@ def check_eps(eps: Any) -> None:
 
 
 def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
-    """Softmax over the sequence needs all tokens, and counts each."""
+    """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets a token see later ones"),
         "block": (options.block is not None, "lets a token see later ones"),
@@ -256,7 +256,7 @@ def _check_blocks(layout: Layout, positions: Any, block: int) -> None:
 
 
 def check_edges(layout: Layout, total: int, block: int) -> None:
-    """A shard of a sequence of so many tokens must not cut a block."""
+    """Check that a shard of a sequence of ``total`` tokens contains only whole blocks."""
     num_tokens, prefix, num_grid, start, _ = layout
     for edge in (start, start + num_tokens):
         inside = edge - prefix
@@ -321,7 +321,7 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
         validate(plain, (x,), omega, where, phi, amplitude) for x, where, phi in zip((q, k), *both, strict=True)
     )
-    # One tensor for both sides, where a number was laid out.
+    # Both sides use the same amplitude tensor, even if it was created from a number.
     return (
         _with_norm(options, spec), _Side(q_layout, q_tables),
         _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude)),
@@ -336,12 +336,12 @@ def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
 
 
 def no_frequencies(q: Tensor) -> Tensor:
-    """Stands for omega where there is none."""
+    """Return empty frequencies (1, 0, 0), in place of omega without a map."""
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
 def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
-    """Return both sides without angles: of a grid only the prefix and the suffix matter, for the blocks."""
+    """Return both sides without angles. Only the prefix and suffix of a grid matter, for the blocks."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
