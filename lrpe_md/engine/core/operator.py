@@ -263,7 +263,7 @@ class Operator(ABC):
 
     @abstractmethod
     def write_inputs(self, inputs: Any) -> tuple[Any, ...]:
-        """Invert :meth:`read_inputs`."""
+        """Undo :meth:`read_inputs`."""
 
     @abstractmethod
     def learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:

@@ -68,7 +68,7 @@ def run(
         impl = options.impl
         if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
             ys = ENCODE.refer(call, xs)
-        else:  # what ENCODE.run does
+        else:  # same as ENCODE.run
             tables = call.tables
             learned, constants = (tables.omega, phase, *weights, *call.cos_sin[:2]), tables[2:]
             ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, transforming())
@@ -101,7 +101,7 @@ def _call_key(
         return direct, None
     for option in options:
         kind = type(option)
-        if not (option is None or kind is str or kind is int or kind is NormOptions):  # 1.0 and True equal 1
+        if not (option is None or kind is str or kind is int or kind is NormOptions):  # because 1.0 and True equal 1
             return direct, None
     if is_given:
         (cos, sin, inverse), prefix = positions

@@ -227,7 +227,7 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
 
 
 def prepare(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False) -> Launch:
-    """Prepare a launch from shapes and strides alone.
+    """Prepare a launch, using only shapes and strides.
 
     dtype: of the outputs. aligned: addresses are multiples of 16 bytes. early: the second pass of dω may start while
     this one runs.

@@ -158,7 +158,7 @@ def _check_apart(
 
 
 def _name_of(target: Target, number: int) -> str:
-    """Name an output for error messages."""
+    """Return the name of an output for error messages. number: counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 

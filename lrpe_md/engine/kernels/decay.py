@@ -42,7 +42,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def load_decay(decay, place, V: tl.constexpr):
-    """Load log g of a block; return L, the sum of log g after each token, and the sum over the block.
+    """Load log g of a block. Return L, the sums over the tokens after each token, and the sum over the block.
 
     Differences of L lose precision if decays are strong, so L is float64 if operands are not rounded.
     """
@@ -78,7 +78,7 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """For each token of a block, sum the products of earlier keys (columns) with this and later queries (rows)."""
+    """Sum, for each token of a block, the products of earlier keys (columns) with this and later queries (rows)."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)

@@ -198,8 +198,8 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Returns dΘ if it is needed, and the row's share of dγ and dβ, added to ``before``. own: γ and β, and ``before``,
-    the shares of the previous row or ().
+    Returns dΘ if it is needed, and the row's share of dγ and dβ. own: γ and β, and the previous row's share, to which
+    this row's is added, or ().
     """
     weights, before = own
     xa, xb, ga, gb, place, written = fetched

@@ -51,7 +51,7 @@ def multiply(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, because sums over tokens fit its range."""
+    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, whose range also fits sums over tokens."""
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":

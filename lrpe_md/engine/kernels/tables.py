@@ -53,7 +53,7 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
 
 @triton.jit
 def _load_at(table, o_r, o_e, mask, missing, V: tl.constexpr):
-    """Load entries o_e (1 or rows, entries) of rows o_r, in the dtype of the arithmetic; ``missing`` where masked."""
+    """Load entries o_e (1 or rows, entries) of rows o_r, in the compute dtype; ``missing`` where masked."""
     p, stride_n, stride_d = table
     places = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
     if V.table_unit > 1:

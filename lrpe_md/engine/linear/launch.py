@@ -306,7 +306,7 @@ class Work:
     def describe_both(
         self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Do the same for a kernel that reads both sides. The variant is k's side's, and holds q's if it differs."""
+        """Do the same for a kernel that reads both sides. The variant is k's, and includes q's if they differ."""
         key = stage, "both", *changes.values()
         found = self.known.get(key)
         if found is None:

@@ -160,7 +160,7 @@ def lay_out_decay(work: Work, decay: Tensor | None, pieces: Pieces) -> Tensor:
 
 
 def place_blocks(work: Work) -> tuple[int, int]:
-    """Return the index of the first block after the prefix, and the number of blocks before the suffix."""
+    """Return the index of the first block after the prefix, and the number of blocks between prefix and suffix."""
     prefix, suffix = work.call.k_layout.ends
     return int(prefix > 0), (work.sizes.num_keys - prefix - suffix) // work.call.attention.block
 

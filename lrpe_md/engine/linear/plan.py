@@ -133,7 +133,7 @@ def shrink(tile: LinearTile) -> list[LinearTile]:
 
 
 class Walk(Enum):
-    """Kind of loop over the tokens of a piece. Its value is the divisor of PROGRAMS: how many fewer run at once."""
+    """Kind of loop over the tokens of a piece. PROGRAMS divided by its value is how many programs run at once."""
 
     SUM = 1
     CAUSAL = 2  # needs twice the registers
