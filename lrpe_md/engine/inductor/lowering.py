@@ -347,8 +347,8 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the inputs. If all inputs are the program's own, they include the tensors that the outputs are first used
-    with, such as the incoming gradient if an encoding is recomputed for attention's backward.
+    These are the inputs. If all of them are inputs of the whole graph, also add the tensors that the outputs are first
+    used with. An example is the incoming gradient, if an encoding is recomputed for attention's backward.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -377,8 +377,8 @@ def _allocate(like: Tensor, device: torch.device | None, after: set[str]) -> Any
     """Allocate an output once the buffers ``after`` exist.
 
     Inductor searches for the order with the least memory, and may move an allocation that depends on nothing, or only
-    on saved tensors, before all layers. That can cost all the memory that recomputing an encoding saves, because for
-    inputs that share a storage, Inductor assumes that it is freed with each of them.
+    on saved tensors, before all layers. That can cost all the memory that recomputing an encoding saves. The reason: if
+    inputs share a storage, Inductor assumes that it is freed with each of them.
     """
     from torch._inductor.virtualized import V
 

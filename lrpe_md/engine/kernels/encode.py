@@ -290,8 +290,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
     If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
     over the sequence, and more, as in :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
-    Each location holds the pointers to x, dy and the output, the number of tokens, the pointer to the maximum over the
-    sequence, the offset from there to the sum and, with V.has_start, the range of tokens that are written.
+    A row's location: pointers to x, dy and the output; the number of tokens; a pointer to the maximum over the sequence
+    and the offset from there to the sum. With V.has_start, the range of tokens to write is also returned.
     """
     x, dy, o, stat, more = tensors
     r_hi, sample, g, G, heads = rows
