@@ -244,7 +244,7 @@ MAPS: dict[str, Map] = {
 
 
 def no_autocast(x: Tensor):
-    """Return a context without autocast. If autocast is off already, the context leaves no trace in exported programs."""
+    """Return a context without autocast, or a null context (which is not exported) if autocast is off already."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()

@@ -380,7 +380,7 @@ def _attend_blocks(
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
-    """Return the prefix as one block, the grid's blocks, and the suffix as one block, (B, H, blocks, tokens, ·) each."""
+    """Return prefix (one block), grid blocks and suffix (one block), each (B, H, blocks, tokens, ·)."""
     prefix, suffix = ends
     num_blocks = (terms.q.shape[2] - prefix - suffix) // size
     pieces, start = [], 0
