@@ -53,11 +53,11 @@ def yarn_scaling(
     slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[Tensor, float]:
-    """Apply YaRN (Peng et al., arXiv 2309.00071): θ / factor below ``slow`` turns in ``original_length``, θ above
-    ``fast``.
+    """Apply YaRN (Peng et al., arXiv 2309.00071).
 
-    A linear ramp over the index joins the two; ``truncate`` rounds its ends outwards, as in the authors' code.
-    Amplitude 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
+    θ / factor below ``slow`` turns in ``original_length``, θ above ``fast``. A linear ramp over the index joins the
+    two; ``truncate`` rounds its ends outwards, as in the authors' code. Amplitude 0.1 ln(factor) + 1. ``theta`` must be
+    a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
@@ -87,10 +87,9 @@ def longrope_scaling(
     length: int,
     original_length: int,
 ) -> tuple[Tensor, float]:
-    """Apply LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i, with λ ``long`` beyond the original length, else
-    ``short``.
+    """Apply LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i.
 
-    Amplitude √(1 + ln factor / ln original_length).
+    λ is ``long`` beyond the original length, else ``short``. Amplitude √(1 + ln factor / ln original_length).
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, length=length, original_length=original_length)
@@ -106,10 +105,10 @@ def longrope_scaling(
 def llama3_scaling(
     theta: Tensor, factor: float = 8.0, *, low: float = 1.0, high: float = 4.0, original_length: float = 8192
 ) -> tuple[Tensor, float]:
-    """Apply Llama 3.1's scaling (arXiv 2407.21783): θ / factor for wavelengths above L0 / low, θ for those below L0 /
-    high.
+    """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
-    In between, blend linearly in the number of turns over L0 = ``original_length``. Amplitude 1.
+    With L0 = ``original_length``: θ / factor for wavelengths above L0 / low, θ for those below L0 / high, and in
+    between a linear blend in the number of turns over L0. Amplitude 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
@@ -155,8 +154,7 @@ def riflex_scaling(
 def dype_ntk_scaling(
     theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
 ) -> tuple[Tensor, float]:
-    """Apply DyPE to NTK-aware scaling (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength ·
-    t²).
+    """Apply DyPE (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
 
     Args:
         factor: length divided by the training length; up to 1, theta is unchanged.
