@@ -11,7 +11,7 @@ _IS_COMMAND = Path(sys.argv[0]).stem == "lrpe-md" if sys.argv else False
 if TYPE_CHECKING or not _IS_COMMAND:
     from .names import *  # noqa: F403
 
-if TYPE_CHECKING:  # # resolved by __getattr__
+if TYPE_CHECKING:  # resolved by __getattr__
     from .document import lrpe_cosine_md as lrpe_cosine_md
     from .document import lrpe_cosine_md_bwd_triton as lrpe_cosine_md_bwd_triton
     from .document import lrpe_cosine_md_cache_bwd_triton as lrpe_cosine_md_cache_bwd_triton

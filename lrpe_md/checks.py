@@ -31,7 +31,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 def as_integer(value: Any) -> Any:
     """Return an int for any integer-like value (such as a NumPy integer), a SymInt unchanged, or None."""
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # # type() of a constant has no guard
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
         return operator.index(value)

@@ -49,7 +49,7 @@ class Spec(NamedTuple):
     norm: str = "none"  # | one of NORMS
     norm_over: str = "head"  # | "heads"
     norm_eps: float = 0.0
-    norm_offset: float = 0.0  # # added to the norm's weight
+    norm_offset: float = 0.0  # added to the norm's weight
 
     def out_dim(self, head_dim: int) -> int:
         return MAPS[self.map].out_dim(head_dim, self.num_channels)
@@ -109,7 +109,7 @@ class Activation(NamedTuple):
 
     forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
     never_negative: bool = False
-    dims: tuple[int, ...] = ()  # # valid values of dim; empty if elementwise
+    dims: tuple[int, ...] = ()  # valid values of dim; empty if elementwise
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -140,7 +140,7 @@ class Scales(NamedTuple):
 
     weight: Tensor | None = None
     bias: Tensor | None = None
-    token_groups: Tensor | None = None  # # (N,): the group of each token, if there are groups
+    token_groups: Tensor | None = None  # (N,): the group of each token, if there are groups
 
     def by_token(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """Return γ or β in a shape that broadcasts with x (B, H, N, D)."""
@@ -215,9 +215,9 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 class Map(NamedTuple):
     """Map x̄ → y. The kernels have a branch for each entry but "none", in ``engine/kernels/encode.py``."""
 
-    channels: Callable[[int], int]  # # C, from the number of mapped channels
-    out_dim: Callable[[int, int], int]  # # width of a head of y, from head_dim and C
-    head_dim: Callable[[int, int], int]  # # width of a head of x, from that of y and C
+    channels: Callable[[int], int]  # C, from the number of mapped channels
+    out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C
+    head_dim: Callable[[int, int], int]  # width of a head of x, from that of y and C
     apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
 
 
@@ -234,7 +234,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # # no angles: for linear attention without a position encoding
+    "none": Map(  # no angles: for linear attention without a position encoding
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,

@@ -38,9 +38,9 @@ class Attention(NamedTuple):
 
     normalizer: str = "unrotated"  # | "encoded" | "none"
     mask: str = "full"  # | "causal" | "block"
-    block: int = 0  # # tokens per block, for mask "block"
+    block: int = 0  # tokens per block, for mask "block"
     eps: float = 1e-6
-    memory: str = "sum"  # # | "add" (with decay) | "delta" | "add both" | "delta both" (both directions)
+    memory: str = "sum"  # | "add" (with decay) | "delta" | "add both" | "delta both" (both directions)
 
     @property
     def forgets(self) -> bool:
@@ -71,14 +71,14 @@ class Angles(NamedTuple):
 class Features(NamedTuple):
     """Features of q or of k."""
 
-    bar: Tensor  # # q̄ or k̄: (B, H, N, D)
-    hat: Tensor  # # q̂ or k̂: (B, H, N, Ê)
+    bar: Tensor  # q̄ or k̄: (B, H, N, D)
+    hat: Tensor  # q̂ or k̂: (B, H, N, Ê)
 
 
 class Normalizer(NamedTuple):
     """Normaliser z of each output row."""
 
-    feature: Callable[[Features], Tensor] | None  # # z_n is q's feature times the sum of k's; None: z is 1
+    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's; None: z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
 
 
@@ -252,7 +252,7 @@ def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
     return _State(terms.k.new_zeros(batch, heads, width, terms.v.shape[-1]), features)
 
 
-Rows = tuple[Tensor, Tensor | None, _State]  # # q̂ S, z, and the state after the last token
+Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the last token
 
 
 def _sum(terms: _Terms, operands: torch.dtype | None) -> _State:
@@ -461,9 +461,9 @@ _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _atte
 class _Chunks(NamedTuple):
     """Layout of packed tokens in which each sequence starts a new chunk, computed without synchronisation."""
 
-    source: Tensor  # # (C L,): the token in each slot, or N if it is empty
-    place: Tensor  # # (N,): the slot of each token
-    sequence: Tensor  # # (C,): the sequence of each chunk, or num_seqs if it has none
+    source: Tensor  # (C L,): the token in each slot, or N if it is empty
+    place: Tensor  # (N,): the slot of each token
+    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs if it has none
 
 
 def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
@@ -471,7 +471,7 @@ def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
     cu_seqlens = cu_seqlens.long()
     chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)  # in chunks
-    num_chunks = -(-num_tokens // CHUNK) + num_seqs  # # upper bound: each sequence may leave one chunk partly empty
+    num_chunks = -(-num_tokens // CHUNK) + num_seqs  # upper bound: each sequence may leave one chunk partly empty
     token = torch.arange(num_tokens, device=device)
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_max(num_seqs - 1)
     place = (ends - chunks)[own] * CHUNK + token - cu_seqlens[own]

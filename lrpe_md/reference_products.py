@@ -86,7 +86,7 @@ def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor
 
     operands: round both factors to this dtype first, also in the derivatives. The rounding itself passes gradients on.
     """
-    if torch.compiler.is_compiling():  # # the settings at tracing time apply to the whole graph
+    if torch.compiler.is_compiling():  # the settings at tracing time apply to the whole graph
         with no_autocast(a):
             return _rounded(a, operands) @ _rounded(b, operands)
     return (_TransformedProduct if are_transforms_active() else _Product).apply(a, b, operands)

@@ -45,7 +45,7 @@ _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
     "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
 }
-AXIS_MAPS = tuple(_PLACES)  # # axis maps within each head; "head" distributes whole heads
+AXIS_MAPS = tuple(_PLACES)  # axis maps within each head; "head" distributes whole heads
 ONE_SERIES = ("chunk", "stride", "even_odd")
 
 

@@ -112,7 +112,7 @@ RULES: dict[str, Rule] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-WHOLE = ("proportional",)  # # partial_rotary_factor limits the frequencies here, not the channels
+WHOLE = ("proportional",)  # partial_rotary_factor limits the frequencies here, not the channels
 
 
 def rope_frequencies(
@@ -162,7 +162,7 @@ def rope_frequencies(
             f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
             f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
         )
-    with torch.device("cpu"):  # # the default device may be meta
+    with torch.device("cpu"):  # the default device may be meta
         theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
         theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude

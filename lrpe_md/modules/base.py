@@ -83,9 +83,9 @@ class FrequencyModule(nn.Module):
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
     phase_range: tuple[float, float] | None = None
-    describes = True  # # whether describe() fully describes the encoding
-    takes_norm = True  # # whether forward accepts a norm
-    moved: tuple[int, ...] = ()  # # axes whose positions come from set_places
+    describes = True  # whether describe() fully describes the encoding
+    takes_norm = True  # whether forward accepts a norm
+    moved: tuple[int, ...] = ()  # axes whose positions come from set_places
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class FrequencyModule(nn.Module):
         amplitude: float | Tensor | None = None,
     ) -> None:
         """Initialise frequencies and phase. Subclasses document the arguments."""
-        super().__init__()  # # subclasses call this last, because it needs their initial values
+        super().__init__()  # subclasses call this last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
         for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
@@ -130,10 +130,10 @@ class FrequencyModule(nn.Module):
         self.act: Act = act
         self.dim = dim
         self.impl: Impl = impl
-        self.shapes: dict[str, torch.Size] = {}  # # full shapes of the flattened parameters
+        self.shapes: dict[str, torch.Size] = {}  # full shapes of the flattened parameters
         if not learnable:
             self.register_buffer("omega", self._initial("omega", device), persistent=False)
-        else:  # # with one axis per channel, learn theta so that the zeros of omega stay zero
+        else:  # with one axis per channel, learn theta so that the zeros of omega stay zero
             self._learn("omega" if not axial else "theta" if learnable == "raw" else "log_theta", device)
         self.register_parameter("phase", None)
         if phase:
@@ -193,7 +193,7 @@ class FrequencyModule(nn.Module):
         return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
-        raise NotImplementedError  # # implemented by each subclass
+        raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
         """Return zeros, or distinct phases for groups, because equal groups would stay equal in training."""
@@ -213,7 +213,7 @@ class FrequencyModule(nn.Module):
 
     def _reset(self, name: str, tensor: Tensor) -> None:
         values = self._initial(name, "cpu").reshape(tensor.shape).to(tensor.device)
-        if hasattr(tensor, "placements"):  # # a DTensor, sharded by FSDP2
+        if hasattr(tensor, "placements"):  # a DTensor, sharded by FSDP2
             from torch.distributed.tensor import distribute_tensor
 
             tensor_: Any = tensor
@@ -239,7 +239,7 @@ class FrequencyModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # # copying parameters drops the mark
+        self._mark()  # copying parameters drops the mark
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -273,7 +273,7 @@ class FrequencyModule(nn.Module):
             self._set_sign(own, persistent=sign is not None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype != self._dtype(name):  # # assign=True adopts the state_dict's dtype
+            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
                 setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
         # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
         for name, buffer in list(self.named_buffers(recurse=False)):
@@ -287,7 +287,7 @@ class FrequencyModule(nn.Module):
 
     def get_omega(self) -> Tensor:
         """Return omega (H or 1, C, K), differentiable with respect to the learned parameters."""
-        fixed = self._buffers.get("omega")  # # nn.Module.__getattr__ would take a microsecond
+        fixed = self._buffers.get("omega")  # nn.Module.__getattr__ would take a microsecond
         if fixed is not None:
             return fixed
         ratio = self._buffers.get("ratio")
@@ -313,7 +313,7 @@ class FrequencyModule(nn.Module):
 
     def _lay(self) -> Tensor:
         """Compute omega from theta."""
-        raise NotImplementedError  # # implemented by subclasses that learn theta
+        raise NotImplementedError  # implemented by subclasses that learn theta
 
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
         """Multiply the trained frequencies by ``ratio`` and the amplitude by ``amplitude``, in place.
@@ -366,7 +366,7 @@ class FrequencyModule(nn.Module):
                 own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
                 if own is not None and own.dtype == self.dtype:
                     continue
-                whole = own is None and now is not None and now.dtype == self.dtype  # # otherwise FSDP1 or DDP cast it
+                whole = own is None and now is not None and now.dtype == self.dtype  # otherwise FSDP1 or DDP cast it
                 value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
                 self.register_buffer(name, value, persistent=False)
 

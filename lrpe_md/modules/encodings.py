@@ -385,7 +385,7 @@ class PresetMd(FrequencyModule):
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
         if learnable and self.axial and scheme.learned:
-            learnable = "raw"  # # as in the original
+            learnable = "raw"  # as in the original
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,

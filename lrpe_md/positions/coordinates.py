@@ -28,7 +28,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 def _keep(coords: Tensor, which: Tensor) -> Tensor:
     """Set coordinates to zero where ``which`` is False."""
-    if coords.dtype in _SIGNED:  # # few operators of torch 2.11 support these dtypes
+    if coords.dtype in _SIGNED:  # few operators of torch 2.11 support these dtypes
         return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
     return torch.where(which, coords, 0)
 
@@ -50,7 +50,7 @@ class Rules:
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
         """Map s → scale · s + shift; each a number, one number per axis, or a tensor (K,)."""
-        raise NotImplementedError  # # overridden by Grid and Coordinates
+        raise NotImplementedError  # overridden by Grid and Coordinates
 
     def offset(self: Self, by: PerAxis) -> Self:
         """Map s → s + by."""
@@ -72,7 +72,7 @@ class Rules:
 
     def __hash__(self) -> int:
         """Hash the non-tensor fields."""
-        raise NotImplementedError  # # overridden by Grid and Coordinates
+        raise NotImplementedError  # overridden by Grid and Coordinates
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ class Coordinates(Rules):
             )
         if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
             check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
-        soon = not self.coords.is_cuda  # # a copy to the CPU must finish before the values are used
+        soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
 

@@ -433,7 +433,7 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
-        columns.append(index - rest * max(size, 1))  # # ONNX has no remainder by a dynamic size
+        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a dynamic size
         index = rest
     return torch.stack(columns[::-1], dim=-1)
 
@@ -487,7 +487,7 @@ def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.
     return _rows_on(tuple(zip(scale, shift, strict=True)), device)
 
 
-@cache  # # never evicted: a CUDA graph may hold the address
+@cache  # never evicted: a CUDA graph may hold the address
 def _rows_on(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # # an inference tensor could never take part in training
+    with torch.inference_mode(False):  # an inference tensor could never take part in training
         return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -53,7 +53,7 @@ class Tokens:
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
         start = self.start
-        if start is None or torch.compiler.is_compiling():  # # values are symbolic while compiling
+        if start is None or torch.compiler.is_compiling():  # values are symbolic while compiling
             return
         is_number = isinstance(start, (Real, Tensor)) and not isinstance(start, bool)
         if not is_number or (isinstance(start, float) and not math.isfinite(start)):

@@ -13,7 +13,7 @@ from .functions import FUNCTIONS
 __all__ = ["read_scheme", "write_scheme"]
 
 Functions = Mapping[str, Callable[..., Any]]
-CALLED = ("grid", "omega", "scaling", "series", "tokens_start")  # # fields that hold functions
+CALLED = ("grid", "omega", "scaling", "series", "tokens_start")  # fields that hold functions
 
 
 def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:

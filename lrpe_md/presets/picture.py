@@ -16,7 +16,7 @@ __all__ = ["show"]
 
 SIZES: dict[int, tuple[int, ...]] = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 LETTERS = {1: ("n",), 2: ("h", "w"), 3: ("t", "h", "w"), 4: ("t", "h", "w", "l")}
-SHOWN = 4  # # number of angle maps
+SHOWN = 4  # number of angle maps
 
 
 def show(

@@ -472,8 +472,8 @@ SCHEMES: dict[str, Scheme] = {
 
 # --- by name --------------------------------------------------------------------------------------------
 
-REGISTERED: dict[str, Scheme] = {}  # # registered by the user
-RESERVED = ("cosine", "rotate", "mixed", "none")  # # names of encodings in the backbones
+REGISTERED: dict[str, Scheme] = {}  # registered by the user
+RESERVED = ("cosine", "rotate", "mixed", "none")  # names of encodings in the backbones
 
 
 def list_presets() -> list[str]:

@@ -81,7 +81,7 @@ class Axial:
     def takes(self) -> set[str]:
         """Names of the arguments of :func:`preset` that this scheme supports."""
         base = {"base"} if self.base is not None else set()
-        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # # it always splits evenly
+        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # it always splits evenly
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
