@@ -234,7 +234,7 @@ class Session:
     deadline: float
     here: dict[str, Any]
     pool: ProcessPoolExecutor | None = None
-    inputs: dict[str, list[Any]] = field(default_factory=dict)  # of the current place
+    inputs: dict[str, list[Any]] = field(default_factory=dict)  # inputs of the current place
 
     def __post_init__(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
