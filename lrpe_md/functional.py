@@ -87,9 +87,9 @@ def cosine(
             strides, and is not copied. H is the number of key heads. Shared rows may be expanded (stride 0).
         prefix: with tables, the number of tokens before their first row. These tokens, and any after the last row,
             become [x̄, 0]. Positions define their own prefix.
-        rotary_dim: map only the first R channels (an int) or a slice of them. They are replaced in place by
-            [x̄ cos Θ, x̄ sin Θ] of width 2R; the other channels become x̄. Default: all. Mapping a part copies the
-            output, and softmax over the features also copies the input.
+        rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R, takes
+            their place; the other channels become x̄. Default: all. Mapping a part copies the output, and softmax over
+            the features also copies the input.
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", applied to all tokens, prefix included.
         dim: for softmax, -1 (features) or -2 (sequence); otherwise None.
         phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair for q and k to differ; None

@@ -123,7 +123,7 @@ def _factors(gate: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(beta == 0, 0, beta)[..., None]
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------
+# --- full computation ---------------------------------------------------------------------------------------------
 
 
 def attend(
@@ -455,7 +455,7 @@ def _scan_blocks(
 _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
 
 
-# --- several sequences in one -------------------------------------------------------------------------------------
+# --- packed sequences ---------------------------------------------------------------------------------------------
 
 
 class _Chunks(NamedTuple):

@@ -129,9 +129,8 @@ def attend_encoded(
     projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
     still saved, so only the encoding runs twice, and the gradients are identical.
 
-    encode: must not draw random numbers. Under a function transform, without gradients, or with other saved-tensor
-        hooks
-    (activation checkpointing), this is the plain call.
+    encode: must not draw random numbers. This is the plain call under function transforms, without gradients, and with
+    other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not exporting():

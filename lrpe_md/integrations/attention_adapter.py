@@ -50,7 +50,7 @@ _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
 
 
-# --- what the forwards of one model share ----------------------------------------------------------------------------
+# --- state shared by the forwards of a model -------------------------------------------------------------------------
 
 
 class _Entry(NamedTuple):
@@ -449,9 +449,8 @@ def adapt_attention(
         name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
             the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
-    The cosine map doubles the width of q and k; attention keeps the scale of the original head_dim. An attention whose
-    q
-    and k differ in length raises an error: exclude cross-attention, and disable key caches.
+    The cosine map doubles the width of q and k; attention keeps the scale of the original head_dim. If q and k differ
+    in length, the attention raises an error: exclude cross-attention, and disable key caches.
 
     Raises:
         TypeError, ValueError: an invalid argument, no matching modules, or modules that are already adapted; the model
@@ -538,7 +537,7 @@ def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
         forward = forward.original
 
 
-# --- which modules, and what they are made of ------------------------------------------------------------------------
+# --- modules to adapt ------------------------------------------------------------------------------------------------
 
 
 def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:

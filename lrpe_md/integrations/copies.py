@@ -37,7 +37,7 @@ _DEPTH = 3  # maximum depth of nested calls
 _LARGEST_TABLE = 32  # largest dict of functions that is searched
 
 
-# --- what a code object looks up -----------------------------------------------------------------------------------
+# --- names that a code object looks up -----------------------------------------------------------------------------
 
 
 class Lookups(NamedTuple):
@@ -432,17 +432,15 @@ def original_class(cls: type) -> Any:
     return vars(cls).get(_ORIGINAL)
 
 
-# --- copies with globals of their own ---------------------------------------------------------------------------------
+# --- copies with separate globals -------------------------------------------------------------------------------------
 
 
 class ForwardCopy:
     """Copy of a module's forward, with separate globals in which SDPA is replaced by ``ours``.
 
-    A compiler can trace it inside a checkpoint, where it rejects a ``TorchFunctionMode``. The search covers names in
-    the
-    code: torch's modules, SDPA itself, and functions that lead to it. ``function`` is None if SDPA is not found this
-        way,
-    if other methods or child modules also lead to it, or if a function assigns globals.
+    A compiler can trace it inside a checkpoint, where it rejects a ``TorchFunctionMode``. The search follows names in
+    the code to torch's modules, SDPA itself, and functions that lead to it. ``function`` is None if SDPA is not found
+    this way, if other methods or child modules also lead to it, or if a function assigns globals.
     """
 
     def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:

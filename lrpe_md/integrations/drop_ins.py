@@ -279,7 +279,7 @@ def _other_values(name: str) -> list[Any]:
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]
 
 
-# --- the function in its place ------------------------------------------------------------------------------------
+# --- the replacement ----------------------------------------------------------------------------------------------
 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:

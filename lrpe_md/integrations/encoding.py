@@ -71,9 +71,8 @@ def build_encoding(
             - "cosine" or "rotate": axial frequencies, shared by all heads and layers. With ``frequencies="mixed"`` each
               head has its own; with a phase, each layer and head has its own phase (and learned or mixed frequencies);
             - "mixed": rotate with learned frequencies per layer and head, base 10 (RoPE-ViT, arXiv 2403.13298);
-            - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, one
-            per
-              layer if it learns; or the result of :func:`lrpe_md.preset` for this head_dim;
+            - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
+              per layer if it learns; or the result of :func:`lrpe_md.preset` for this head_dim;
             - a module, shared by all layers;
             - a factory, called once per layer. It gets those of ``head_dim``, ``num_heads`` and ``num_axes`` that its
               signature names (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else ``(head_dim, num_heads)``;
@@ -220,7 +219,7 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     return value
 
 
-# --- what a backbone does with it ------------------------------------------------------------------------------------
+# --- use in a backbone -----------------------------------------------------------------------------------------------
 
 
 class EncodingStack:

@@ -373,9 +373,8 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Place index i of a grid axis at ``places[i]`` from now on; None restores the grid's own positions.
 
-        If the length is unchanged, this happens in place: no recompile, recapture or synchronisation. It affects grids
-            that
-        the module is called with, which become tables of coordinates at each call (:meth:`lrpe_md.Grid.along`).
+        If the length is unchanged, this happens in place, without a recompile, recapture or synchronisation. It affects
+        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`).
         Coordinates are not affected.
 
         Args:

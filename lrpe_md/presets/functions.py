@@ -61,7 +61,7 @@ def random_frames(channels: int, heads: int, base: float, generator: torch.Gener
     return mixed_omega(channels, 3, heads, base=base, generator=generator)
 
 
-# --- scalings, beside those of frequencies/scalings.py ---------------------------------------------------
+# --- scalings in addition to frequencies/scalings.py -----------------------------------------------------
 
 
 def no_turn(theta: Tensor) -> tuple[Tensor, float]:
@@ -249,7 +249,7 @@ def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 
-# --- where tokens off the grids start: shapes of the grids → position ------------------------------------
+# --- start of tokens outside the grids: shapes of the grids → position -----------------------------------
 
 
 def behind_centred(shapes: list[Shape]) -> float:

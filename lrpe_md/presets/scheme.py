@@ -193,7 +193,7 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
     return found
 
 
-# --- what a scheme is, and what is made of it --------------------------------------------------------------
+# --- schemes, and presets built from them ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

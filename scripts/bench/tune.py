@@ -158,7 +158,7 @@ def shrink(work: Workload) -> Workload:
     return replace(work, batch=1, heads=2, shape=tuple(min(n, 4) for n in work.shape), prefix=min(work.prefix, 1))
 
 
-# --- which is best ---------------------------------------------------------------------------------------------------
+# --- scoring and search ----------------------------------------------------------------------------------------------
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile

@@ -41,8 +41,7 @@ def start_from(model: nn.Module, path: Path) -> str:
 
     Raises:
         typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
-        left
-            unchanged.
+            left unchanged.
     """
     found = _read(path, _count_heads(model))
     digest = digest_of(found)
