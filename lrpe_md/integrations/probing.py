@@ -547,7 +547,7 @@ def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple
         if leaf in tables and any(label >= 0 for *_, label in sizes):
             raise Unlike(0, "expects tables of a different shape")
         if leaf not in tables | positions:
-            with suppress(Exception):  # sizes that the function does not check
+            with suppress(Exception):  # arguments that the function ignores
                 probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
                 continue
         required += [] if leaf in positions else sizes

@@ -223,7 +223,7 @@ class Scheme:
         apart: offset between successive grids of a sequence, per axis.
         learned: whether the original learns ω.
         shared: whether all layers share learned parameters.
-        phase: whether there is a learned phase, and on what.
+        phase: "k" if the original learns a phase on the keys; None: no phase.
         phase_range: bounds of the phase.
         augment: arguments of :class:`AugmentPositions` that the original trains with.
 
@@ -329,7 +329,7 @@ class Preset:
         omega: (H or 1, C, K) float64 on the CPU: C = D for cosine, D/2 pairs for rotate. An initial value if
             ``scheme.learned``.
         amplitude: factor of q and k for rotated tokens, one number or one per pair (C,).
-        phase: shape (num_heads, C) of the learned phase, or None; ``scheme.phase`` says whether it applies to k only.
+        phase: shape (num_heads, C) of the learned phase, or None; see ``scheme.phase``.
         rotary_dim: slice of the rotated channels of a head; None: all.
         blocks: pairs in each block, if ``scheme.pairs`` is "blocks".
     """
