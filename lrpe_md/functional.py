@@ -73,8 +73,8 @@ def cosine(
     Args:
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a packed qkv
             projection are not copied. DTensors sharded along batch, heads or tokens keep their sharding; pass the
-            other arguments unsharded, equal on all ranks. For packed samples, or tables with a row per token: (N, H,
-            D).
+            other arguments unsharded, equal on all ranks. Packed samples, or tables with a row per token, also allow
+            (N, H, D).
         qkv: instead of xs, a projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens. It is not copied.
         num_key_heads: H_k, for a qkv with stacked heads: (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D).
         omega: (H or 1, D, K) float32 or float64, in radians per unit of position. H is the number of key heads; query
@@ -92,10 +92,10 @@ def cosine(
             the features also copies the input.
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", applied to all tokens, prefix included.
         dim: for softmax, -1 (features) or -2 (sequence); otherwise None.
-        phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair for q and k to differ; None
-            means no phase (PoPE has one on the keys only). P groups of phases, (P, H or 1, D), concatenate the outputs
-            of the single groups, so that q·k is the sum over groups. If only one of a pair has groups, the other is
-            repeated for each. Groups cost one launch each and a copy of the output.
+        phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair (for q, for k) if they
+            differ; None means no phase (PoPE has one on the keys only). P groups of phases, (P, H or 1, D), concatenate
+            the outputs of the single groups, so that q·k is the sum over groups. If only one of a pair has groups, the
+            other is repeated for each. Groups cost one launch each and a copy of the output.
         amplitude: factor on cos Θ and sin Θ of grid tokens: a number, or float32 or float64 (D,) or (H or 1, D). Under
             ``torch.compile``, a tensor avoids a recompile for each new value.
         order: "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
@@ -114,8 +114,7 @@ def cosine(
     Returns:
         (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order; ``out`` if it was passed.
         With P groups (B, H, N, 2PD); with rotary_dim (B, H, N, D - R + 2PR); for packed tokens (N, H, 2D). For qkv: q,
-        k and v in its order, (B, N, H, 2D) or (N, H, 2D); v is a view of it. Arithmetic is float32, or float64 for
-        float64 x.
+        k as (B, N, H, 2D) or (N, H, 2D), and v as an unchanged view. Arithmetic is float32, or float64 for float64 x.
 
     Differentiable with respect to xs, omega, phase, and the norm's weight and bias. First-order reverse mode runs the
     fused, deterministic backward. Under ``torch.func`` transforms, forward mode and double backward, "auto" runs the

@@ -234,7 +234,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # no angles: for linear attention without a position encoding
+    "none": Map(  # no angles: for linear attention, and for its norm over all heads
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,

@@ -32,10 +32,10 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
 _MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in float32
 _MOST_TOKENS = 5  # per axis, whose entries are looked up
 _MOST_LAYOUTS = 300
-_MOST_ANSWERS = 6  # of other functions, before giving up a kind of arguments
+_MOST_ANSWERS = 6  # results that are no rotation, before giving up a kind of arguments
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
 
-Shapes = tuple[list[Any], list[Any]]  # of each x without channels, and of each leaf
+Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
 
 
