@@ -1,17 +1,17 @@
-"""Relative positions on any number of axes for vision and video transformers."""
+"""Multi-dimensional relative position encodings for vision and video transformers."""
 
 import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The console command imports names when it uses them, so that its help does not wait for torch. All other programs get
-# every name now, because operators must be registered before a saved program is loaded.
+# The console command imports names lazily, so that its help does not wait for torch. All other programs import every
+# name now, because operators must be registered before a saved program is loaded.
 _IS_COMMAND = Path(sys.argv[0]).stem == "lrpe-md" if sys.argv else False
 if TYPE_CHECKING or not _IS_COMMAND:
     from .names import *  # noqa: F403
 
-if TYPE_CHECKING:  # what __getattr__ finds
+if TYPE_CHECKING:  # resolved by __getattr__
     from .document import lrpe_cosine_md as lrpe_cosine_md
     from .document import lrpe_cosine_md_bwd_triton as lrpe_cosine_md_bwd_triton
     from .document import lrpe_cosine_md_cache_bwd_triton as lrpe_cosine_md_cache_bwd_triton
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # what __getattr__ finds
 
 __version__ = "0.2.0"
 
-# In a checkout the backbones and the commands lie beside the package, and are lrpe_md.models and lrpe_md.scripts
-# nevertheless; a wheel has them inside.
+# A wheel contains models and scripts inside the package. In a checkout they lie beside it; extending __path__ makes
+# them importable as lrpe_md.models and lrpe_md.scripts all the same.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))  # noqa: F405
@@ -45,7 +45,7 @@ _DOCUMENT = (
     "lrpe_cosine_md_torch", "lrpe_cosine_md_triton", "lrpe_rotate_1d", "lrpe_rotate_1d_bwd_triton",
     "lrpe_rotate_1d_fwd_triton", "lrpe_rotate_1d_torch", "lrpe_rotate_1d_triton", "lrpe_rotate_md",
 )  # fmt: skip
-# Names that are imported when they are first used: most programs don't need them.
+# Names imported on first use, because most programs don't need them.
 _LAZY = {
     "show": ".presets.picture",
     **dict.fromkeys(_INTEGRATIONS, ".integrations"),
@@ -57,7 +57,7 @@ __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: the LRPE document's names, and modules that need other libraries."""
+    """Import a lazy name on first use."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     if _IS_COMMAND and not name.startswith("_"):
@@ -66,5 +66,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all names, those not imported yet included."""
+    """Return all names, including those not imported yet."""
     return sorted({*globals(), *_LAZY})

@@ -1,6 +1,6 @@
 """Namespace of the registered operators: ``torch.ops.lrpe_md``.
 
-scripts/kernel_hub.py replaces this file in a build for the Kernel Hub, which has a namespace of its own.
+scripts/kernel_hub.py replaces this file when it builds for the Kernel Hub, which assigns its own namespace.
 
 """
 
@@ -14,5 +14,5 @@ ops: Any = torch.ops.lrpe_md
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """``forward`` → ``lrpe_md::forward``."""
+    """Return a qualified name: ``forward`` → ``lrpe_md::forward``."""
     return f"lrpe_md::{op_name}"

@@ -1,4 +1,4 @@
-"""Checks that frequencies, positions and calls share."""
+"""Argument checks shared by frequencies, positions and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return a value for each of q and k, or for the only tensor. A tuple is a pair; anything else serves both."""
+    """Return one value for q and one for k, or one for a single tensor. A tuple is a pair; other values serve both."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:
@@ -30,7 +30,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def as_integer(value: Any) -> Any:
-    """An int of whatever counts as one (NumPy's integers, sizes in a trace), a SymInt as it is; None for others."""
+    """Return an int for any integer-like value (such as a NumPy integer), a SymInt unchanged, or None."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
@@ -40,19 +40,19 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Tensors made now must not outlive this call: a dispatch mode, a function transform or a trace is active."""
+    """Return whether a dispatch mode, function transform or trace is active, so that new tensors must not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:
-    """Return whether the values are known here, without waiting for a GPU and outside of traces and transforms."""
+    """Return whether the values can be read: a plain CPU tensor, outside traces and transforms."""
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check where packed sequences begin, if the values can be read.
+    """Check the boundaries of packed sequences, if their values can be read.
 
     to_the_end: False if tokens may follow the last sequence.
     """
@@ -70,18 +70,18 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
-    """Return " (did you mean 'rotate'?)", to follow a wrong name in an error, or "" if no known name is close."""
+    """Return " (did you mean 'rotate'?)" to append to an error, or "" if no known name is close."""
     close = get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def is_finite_number(value: Any) -> bool:
-    """Return whether a value is a Python number that is finite."""
+    """Return whether a value is a finite Python number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_dense(name: str, value: Any, form: str) -> None:
-    """A tensor whose numbers lie in memory, in steps."""
+    """Check that a value is a dense, strided tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor {form}, got {type(value).__name__}")
     if value.is_nested:
@@ -94,12 +94,12 @@ def check_dense(name: str, value: Any, form: str) -> None:
 
 
 def is_real(t: Tensor) -> bool:
-    """Return whether a tensor holds numbers: no bools, nothing complex."""
+    """Return whether a tensor holds real numbers, not bools or complex numbers."""
     return t.dtype != torch.bool and not t.is_complex()
 
 
 def check_at_least(least: int, **numbers: Any) -> None:
-    """Whole numbers, or those of a trace."""
+    """Check that each number is an integer (or a SymInt) of at least ``least``."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
             raise ValueError(f"{name}: expected an integer of at least {least}, got {number!r}")

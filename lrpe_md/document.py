@@ -1,8 +1,8 @@
-"""The names of the LRPE document: thin, over :mod:`lrpe_md.functional`.
+"""Functions with the names of the LRPE document: thin wrappers of :mod:`lrpe_md.functional`.
 
-X (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first; ``l`` condition tokens in front keep Θ = 0.
-``*_torch`` is the reference, ``*_triton`` the kernels; ``*_fwd_triton`` and ``*_bwd_triton`` are their two passes
-without autograd; ``*_cache_*`` keeps Θ (H, N, D) in float32, modulo 2π, and reads it in the backward.
+X is (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first. The first ``l`` (condition) tokens have Θ = 0.
+``*_torch`` runs the reference and ``*_triton`` the kernels. ``*_fwd_triton`` and ``*_bwd_triton`` run one pass without
+autograd. ``*_cache_*`` stores Θ (H, N, D) in float32, modulo 2π, and reads it again in the backward.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def lrpe_cosine_md(
     axis_order: AxisOrder = "minor_first",
     impl: Impl = "auto",
 ) -> Tensor:
-    """LRPE cosine on a grid: (B, H, l + Π shape, D) → (B, H, l + Π shape, 2D).
+    """Apply LRPE's cosine map on a grid: (B, H, l + Π shape, D) → (B, H, l + Π shape, 2D).
 
     Args:
-        theta: (E,) or (H, E), K · E ≥ D; Θ = concat(s_1 θ, .., s_k θ)[:D] with s_1 the fastest axis, or the
+        theta: (E,) or (H, E) with K · E ≥ D. Θ = concat(s_1 θ, .., s_k θ)[:D], where s_1 is the fastest axis, or the
             slowest with ``axis_order="major_first"``.
-        l: number of condition tokens in front.
+        l: number of condition tokens in front of the grid.
 
-    The rest, differentiability and errors as for :func:`lrpe_md.cosine`.
+    Other arguments, differentiability and errors are those of :func:`lrpe_md.cosine`.
     """
     return cosine(x, impl=impl, act=act, dim=dim, **_cosine_md(x, theta, shape, l, axis_order))
 
@@ -73,19 +73,19 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """The forward pass alone; arguments of :func:`lrpe_cosine_md`."""
+    """Run the forward pass without autograd; arguments of :func:`lrpe_cosine_md`."""
     return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
 def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """The backward pass alone: (dx, dtheta)."""
+    """Return dx and dtheta, without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs))
 
 
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """:func:`lrpe_cosine_md` with Θ kept between forward and backward: H · N · D floats more of memory.
+    """Run :func:`lrpe_cosine_md` with Θ stored for the backward, which takes H · N · D more floats.
 
-    It is here for the document's sake: it gains nothing (docs/tuning.md), and with a θ for each head has more to read.
+    Provided because the document has it; it is never faster (docs/tuning.md), and with θ per head it reads more memory.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), transforming())
@@ -94,7 +94,7 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """The forward pass alone: (o, theta_cache), theta_cache (H, N, D) float32; H = 1 where theta is shared."""
+    """Return the output and theta_cache, (H, N, D) in float32, without autograd; H = 1 if theta is shared."""
     call = _cosine_call(x, theta, **kwargs)
     return _forward(x, call)[0], store_angles(call)
 
@@ -102,7 +102,7 @@ def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple
 def lrpe_cosine_md_cache_bwd_triton(
     do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
 ) -> tuple[Tensor, Tensor]:
-    """The backward pass alone, with the angles of the forward: (dx, dtheta)."""
+    """Return dx and dtheta from the stored angles, without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs), theta_cache)
 
 
@@ -134,21 +134,21 @@ def lrpe_rotate_1d(
     inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RoPE on a sequence: token t turns by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
+    """Apply RoPE on a sequence: rotate token t by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
 
     Args:
-        x: one tensor, or (q, k) in one launch, whose head counts may differ (GQA).
-        theta: (H, R/2), (1, R/2), (R/2,) or (H,), one frequency a head; R the rotated width, H the heads of x, or
-            of k. A theta of length R/2 is (R/2,) also where H = R/2.
-        offset: position of the first token: an int, or integers (), (1,) or (B,), one for each sample, read on the
-            device: the same kernel for every value, and no synchronisation. Below zero for tokens that pad on the left.
-        cu_seqlens: sequences packed end to end in x, (S + 1,) integers; positions begin again in each,
-            at ``offset``, which may then be (S,); x is (1, H, N, D), or (N, H, D) and so the result. See
+        x: one tensor, or (q, k) in one launch; their head counts may differ (GQA).
+        theta: (H, R/2), (1, R/2), (R/2,), or (H,) for one frequency per head. R is the rotated width, H the number of
+            heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
+        offset: position of the first token: an int, or integers of shape (), (1,) or (B,). Tensors are read on the
+            device, without synchronisation or a new kernel for each value. Negative for left padding.
+        cu_seqlens: (S + 1,) boundaries of sequences packed end to end. x is (1, H, N, D) or (N, H, D), and so is the
+            result. Positions start again at ``offset``, which may be (S,), in each sequence. See
             :func:`lrpe_md.positions.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
-    The rest, differentiability and errors as for :func:`lrpe_md.rotate`.
+    Other arguments, differentiability and errors are those of :func:`lrpe_md.rotate`.
     """
     xs = x if isinstance(x, tuple) else (x,)
     if cu_seqlens is not None and any(isinstance(t, Tensor) and t.ndim == 3 for t in xs):
@@ -168,12 +168,12 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """The forward pass alone; arguments of :func:`lrpe_rotate_1d`."""
+    """Run the forward pass without autograd; arguments of :func:`lrpe_rotate_1d`."""
     return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 
 def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """The backward pass alone: (dx, dtheta)."""
+    """Return dx and dtheta, without autograd."""
     return _backward(do, x, theta, partial(_rotate_call, **kwargs))
 
 
@@ -190,9 +190,10 @@ def lrpe_rotate_md(
     inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """RoPE on a grid: (B, H, l + Π shape, D) → the same; theta (E,) or (H, E) with K · E ≥ D/2.
+    """Apply RoPE on a grid: (B, H, l + Π shape, D) → the same shape; theta (E,) or (H, E) with K · E ≥ D/2.
 
-    inverse: rotate by -Θ. The rest as for :func:`lrpe_cosine_md`; source: RoPE-ViT's axial form (arXiv 2403.13298).
+    inverse: rotate by -Θ. Other arguments: see :func:`lrpe_cosine_md`. Source: RoPE-ViT's axial form (arXiv
+        2403.13298).
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x: rotation needs an even head_dim, got {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""The public functions: contracts only."""
+"""The public functions :func:`cosine` and :func:`rotate`."""
 
 from __future__ import annotations
 
@@ -65,70 +65,67 @@ def cosine(
     out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ], x̄ = act(x), Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c].
+    """Apply LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ] with x̄ = act(x).
 
-    ``cosine(x, ...)`` encodes one tensor, ``cosine(q, k, ...)`` two in one launch. The inputs are left alone.
+    The angles are Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c]. ``cosine(x, ...)`` encodes one tensor,
+    ``cosine(q, k, ...)`` two in one launch. Inputs are never modified.
 
     Args:
-        xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a
-            packed qkv projection go in as they are. DTensors with batch, heads or tokens sharded come out so; the
-            other arguments are then those of the whole tensors, plain ones the same on all ranks. Or (N, H, D) each
-            with the positions of packed samples, or with tables that have a row for each token.
-        qkv: instead of xs: a projection (B, N, 3, H, D), or (N, 3, H, D) of packed tokens. No copy is made of it.
-        num_key_heads: of a qkv whose heads are stacked, (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D): H_k.
-        omega: (H or 1, D, K) float32 or float64, radians a unit of position; H: the key heads. Query head h
-            takes ``omega[h // (H_q / H_k)]``.
-        positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor of coordinates (N, K) or (B, N, K). A pair of
-            them is for q and for k, which may then differ in length (cross-attention); each has a launch of its own.
-            What :func:`lrpe_md.pack` gives is for packed tokens, (N, H, D) or (1, H, N, D).
-        tables: cos and sin, in place of omega, positions, phase and amplitude: a pair of tensors, or one complex tensor
-            cos + i sin. Each is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D) with the rows of N' tokens, in any
-            float dtype and with any strides; no copy is made. H: the key heads, as for omega. Samples or heads that
-            share rows may be expanded (stride 0).
-        prefix: with tables: tokens before their first row. These, and the tokens after the last row, pass as [x̄, 0].
-            Positions have a prefix of their own.
-        rotary_dim: map the first R channels (an int) or a slice of them: [.., x̄ cos Θ, x̄ sin Θ, ..] stands where they
-            stood, of width 2R, and the rest pass as x̄. Default: all. A part costs a copy of the output, and softmax
-            over the features one of the input.
-        act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", on all tokens, prefix included.
-        dim: for softmax -1 (features) or -2 (sequence); None for the others.
-        phase: φ, (H or 1, D), added to Θ of grid tokens (not of prefix and suffix). A pair is for q and for k, None
-            for no phase: PoPE has one on the keys alone. Or P groups of phases, (P, H or 1, D): the output is what
-            each group alone would give, one behind the other, so that q·k is the sum over the groups. In a pair the
-            one without groups is repeated for each. Costs a launch a group and a copy of the output.
-        amplitude: multiplies cos Θ and sin Θ of grid tokens: a number, or (D,), or (H or 1, D) float32 or float64.
-            Under ``torch.compile`` a tensor avoids a recompile for each new value.
-        order: "sin_cos" puts out [x̄ sin Θ, x̄ cos Θ] (cosFormer).
-        norm: x̄ = act(norm(x)): a :class:`Norm` of q and k, in the same pass; not with softmax over the sequence. With
-            rotary_dim a pass of its own, in float32.
-        out: where to write, as the output would be, with any strides: a slice ``cache[:, :, n : n + N]`` of a static
-            cache (B, H, L, ..). For q and k a pair, either of which may be None: a new tensor. It must not overlap with
-            what is read. Of a plain call one launch writes it, key cache and all; groups of phases, rotary_dim of the
-            cosine map, a norm over all heads, channels that are not side by side, a CPU and compiled code cost a copy.
-        out_start: with out: it is the whole cache (B, H, L, ..) then, and token 0 goes to this place along L. Integers
-            (), (1,) or (B,), read on the device, so that a captured graph writes elsewhere each time it is replayed.
-            Tokens before 0 or beyond L are an IndexError on a CPU, before anything is written (compiled, when the
-            program runs). A GPU drops them silently.
-        impl: "auto" runs Triton on a GPU and the reference elsewhere; "triton" raises where it can't run.
+        xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a packed qkv
+            projection are not copied. DTensors sharded along batch, heads or tokens keep their sharding; pass the
+            other arguments unsharded, equal on all ranks. Packed samples, or tables with a row per token, also allow
+            (N, H, D).
+        qkv: instead of xs, a projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens. It is not copied.
+        num_key_heads: H_k, for a qkv with stacked heads: (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D).
+        omega: (H or 1, D, K) float32 or float64, in radians per unit of position. H is the number of key heads; query
+            head h uses ``omega[h // (H_q / H_k)]``.
+        positions: a :class:`Grid`, a :class:`Coordinates`, or coordinates (N, K) or (B, N, K). Pass a pair (for q, for
+            k) if they differ, as in cross-attention; this takes two launches. For packed tokens, (N, H, D) or
+            (1, H, N, D), pass the result of :func:`lrpe_md.pack`.
+        tables: cos and sin, instead of omega, positions, phase and amplitude: a pair of tensors, or one complex tensor
+            cos + i sin. Each is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D), in any float dtype and with any
+            strides, and is not copied. H is the number of key heads. Shared rows may be expanded (stride 0).
+        prefix: with tables, the number of tokens before their first row. These tokens, and any after the last row,
+            become [x̄, 0]. Positions define their own prefix.
+        rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R, takes
+            their place; the other channels become x̄. Default: all. Mapping a part copies the output, and softmax over
+            the features also copies the input.
+        act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", applied to all tokens, prefix included.
+        dim: for softmax, -1 (features) or -2 (sequence); otherwise None.
+        phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair (for q, for k) if they
+            differ; None means no phase (PoPE has one on the keys only). P groups of phases, (P, H or 1, D), concatenate
+            the outputs of the single groups, so that q·k is the sum over groups. If only one of a pair has groups, the
+            other is repeated for each. Groups cost one launch each and a copy of the output.
+        amplitude: factor on cos Θ and sin Θ of grid tokens: a number, or float32 or float64 (D,) or (H or 1, D). Under
+            ``torch.compile``, a tensor avoids a recompile for each new value.
+        order: "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
+        norm: a :class:`Norm` of q and k, giving x̄ = act(norm(x)) in the same pass. Not supported with softmax over the
+            sequence. With rotary_dim it is a separate pass in float32.
+        out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache
+            (B, H, L, ..). For q and k, pass a pair; None allocates. It must not overlap with an input. Phase groups,
+            rotary_dim of the cosine map, a norm over all heads, non-contiguous channels, a CPU and compiled code cost a
+            copy; every other call writes it in a single launch.
+        out_start: index along L where token 0 is written; out is then the whole cache (B, H, L, ..). Integers of shape
+            (), (1,) or (B,), read on the device, so that each replay of a CUDA graph can write elsewhere. On a CPU,
+            tokens out of range raise IndexError before any write (when compiled, at run time); a GPU drops them
+            silently.
+        impl: "auto" uses Triton on a GPU and the reference elsewhere; "triton" raises if it cannot run.
 
     Returns:
-        (B, H, N, 2D) for each input, or (B, H, N, 2PD), with rotary_dim (B, H, N, D - R + 2PR), in x's dtype (also
-        under autocast) and memory order. (N, H, 2D) of packed tokens. From qkv q, k and v in its order, (B, N, H, 2D)
-        or (N, H, 2D) and v, a view of it. What is given as out is given back. Arithmetic is float32, or float64 where x
-        is.
+        (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order; ``out`` if it was passed.
+        With P groups (B, H, N, 2PD); with rotary_dim (B, H, N, D - R + 2PR); for packed tokens (N, H, 2D). For qkv: q,
+        k as (B, N, H, 2D) or (N, H, 2D), and v as an unchanged view. Arithmetic is float32, or float64 for float64 x.
 
-    Differentiable with respect to xs, omega, phase and the norm's weight and bias: the fused backward, deterministic,
-    in first-order reverse mode; under ``torch.func`` transforms, dual numbers and double backward "auto" takes the
-    reference, which is differentiable to any order and also with respect to the coordinates and the amplitude. Tables
-    have a gradient, too, which costs as much as the reference. Not with out, which is for where no gradient is
-    recorded.
+    Differentiable with respect to xs, omega, phase, and the norm's weight and bias. First-order reverse mode runs the
+    fused, deterministic backward. Under ``torch.func`` transforms, forward mode and double backward, "auto" runs the
+    reference, which is differentiable to any order and also with respect to coordinates and amplitude. Gradients of
+    tables cost as much as the reference. ``out`` is only for calls that record no gradient.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, before anything is launched.
+        ValueError, TypeError: an invalid argument, before anything is launched.
 
-    Without a phase q·k depends on the size of the distance and not on its sign, on axial frequencies for each axis by
-    itself: up is down, and a film the same backwards. A causal mask, tokens off the grid or a phase on the keys tell
-    directions apart.
+    Without a phase, q·k is the same for a distance and its negative (on each axis, with axial frequencies): mirrored or
+    reversed inputs cannot be told apart. A causal mask, tokens off the grid or a phase on the keys break the symmetry.
 
     Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
     (arXiv 2509.10534).
@@ -194,30 +191,30 @@ def rotate(
     out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
+    """Apply RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
 
-    Args as for :func:`cosine`, but
+    The arguments are those of :func:`cosine`, except for these:
 
     Args:
-        omega: (H or 1, R/2, K), R the rotated width.
-        tables: the last dimension is R/2, an entry for each pair, or R, an entry for each channel: a pair (a, b) then
-            becomes (a cos_a - b sin_a, a sin_b + b cos_b), whatever the entries are. Tables that repeat the entries of
-            the pairs, as many libraries make them, go in as they are.
-        pairs: "half" pairs channel p with p + R/2 (llama), "interleaved" 2p with 2p + 1 (RoFormer).
-            Numbers are blocks of so many pairs, with "half" inside each.
-        rotary_dim: rotate the first R channels (an int) or a slice of them; the rest pass as x̄. Default: all.
+        omega: (H or 1, R/2, K), where R is the rotated width.
+        tables: the last dimension is R/2, one entry per pair, or R, one entry per channel. A pair (a, b) with entries
+            per channel becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat the entries of each pair, as
+            in many libraries, can be passed unchanged.
+        pairs: "half" pairs channel p with p + R/2 (Llama), "interleaved" pairs 2p with 2p + 1 (RoFormer). Integers are
+            block sizes in pairs, each block in the half layout.
+        rotary_dim: rotate the first R channels (an int) or a slice of them; the others become x̄. Default: all.
         phase: φ, (H or 1, R/2), or one for q and one for k.
-        amplitude: a number, or (R/2,), or (H or 1, R/2): of YaRN and LongRoPE.
-        inverse: rotate by -Θ, phase included, which undoes a rotation that had neither activation nor amplitude; both
-            stay what they are. Negates omega and phase, or the sin of tables.
-        norm: a :class:`Norm` of q and k, over a head or all heads, in the same pass.
-        out, out_start: with rotary_dim in the same launch, too.
+        amplitude: a number, or (R/2,) or (H or 1, R/2), as used by YaRN and LongRoPE.
+        inverse: rotate by -Θ, phase included. Undoes a rotation without activation and amplitude, which are not
+            inverted. Negates omega and phase, or the sin of tables.
+        norm: a :class:`Norm` of q and k, over each head or all heads, in the same pass.
+        out, out_start: also written in the same launch with rotary_dim.
 
     Returns:
-        (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) of packed tokens; from qkv q, k and v in
-        its order, (B, N, H, D) or (N, H, D) each.
+        (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) for packed tokens. For qkv: q, k and v in
+        its order, each (B, N, H, D) or (N, H, D).
 
-    Differentiability and errors as for :func:`cosine`.
+    Differentiability and errors are those of :func:`cosine`.
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """

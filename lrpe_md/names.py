@@ -1,4 +1,4 @@
-"""The public names, which ``import lrpe_md`` imports; those that need other libraries or few programs use are lazy."""
+"""Public names that ``import lrpe_md`` imports eagerly; the lazy ones are listed in ``lrpe_md/__init__.py``."""
 
 from .frequencies.axial import axial_omega as axial_omega
 from .frequencies.dense import dense_omega as dense_omega

@@ -1,4 +1,4 @@
-"""The norm of q and k, which a map takes with it."""
+"""Normalisation of q and k, fused with the map."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Weight = Tensor | tuple[Tensor, Tensor] | None
 
 
 class Norm(NamedTuple):
-    """x̄ = act(norm(x)): q and k are normalised before they are activated and turned, in the same pass over memory.
+    """Norm of q and k, applied before the activation and the map in the same pass: x̄ = act(norm(x)).
 
         rms    x / √(mean x² + eps) · (weight + offset)
         layer  (x - mean x) / √(mean (x - mean x)² + eps) · (weight + offset) + bias
 
     Args:
         kind: "rms" or "layer".
-        weight: γ, of q and of k alike, or a pair; None for none. Over a head (D,) or (H, D), over all heads (H, D), H
-            being q's heads or k's. With a dimension of 2 or 3 in front, (2 or 3, 1 or H, D), tokens differ: those of
-            the prefix have the first, of the grid the second, of the suffix the third (joint blocks of text and
-            image). float16, bfloat16, float32 or float64.
-        bias: β of "layer", of weight's shape and dtype.
-        eps: added to the mean, above 0.
-        over: what a mean is taken over: the channels of each "head", or those of all "heads" of q, or of k.
-        offset: of the weight, 1 where a model keeps γ - 1 (Gemma).
+        weight: γ, one for both or a pair (for q, for k); None for no weight. (D,) or (H, D) with over="head", (H, D)
+            with over="heads", where H counts q's or k's heads. A leading dimension of 2 or 3, (2 or 3, 1 or H, D),
+            gives prefix, grid and suffix tokens separate weights, as in joint text-image blocks. float16, bfloat16,
+            float32 or float64.
+        bias: β for "layer", with weight's shape and dtype.
+        eps: added to the mean; positive.
+        over: average over the channels of each "head", or of all "heads" of q or of k together.
+        offset: added to the weight; 1 for models that store γ - 1 (Gemma).
 
-    Means and products are of float32, or float64 where x is, whatever the weight's dtype; they are rounded once, with
-    what the map makes of them. Differentiable with respect to weight and bias, whose gradients have their dtype and are
-    deterministic, like those of the frequencies.
+    Arithmetic is float32, or float64 for float64 x, whatever the weight's dtype; only the final result is rounded.
+    Differentiable with respect to weight and bias. Their gradients are deterministic and have the dtype of weight and
+    bias.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467); Ba et al., Layer Normalization
     (arXiv 1607.06450); of q and k: Henry et al., Query-Key Normalization (arXiv 2010.04245).

@@ -15,24 +15,24 @@ __all__ = ["parameter_groups"]
 def parameter_groups(
     model: nn.Module, lr: float, *, weight_decay: float = 0.05, frequency_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return the parameters of a model as groups for any ``torch.optim`` optimiser.
+    """Return a model's trainable parameters as groups for any ``torch.optim`` optimiser.
 
         optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.05, frequency_lr=1e-4))
 
     Args:
-        model: parameters that need no gradient are left out.
-        lr: learning rate of all but the frequencies.
-        weight_decay: of tensors with two or more dimensions. Biases, norms, frequencies, phases, what a module
-            marks by ``_no_weight_decay`` and what ``model.no_weight_decay()`` names have none.
-        frequency_lr: learning rate of the frequencies that encodings of this library learn; default: ``lr``. Learned
-            as logarithms, a step of Adam changes each by about this share of it. Directions (``frequencies="mixed"``)
-            and ``learnable="raw"`` are changed by about this number, whatever their size.
+        model: its parameters without requires_grad are left out.
+        lr: learning rate of all parameters except the frequencies.
+        weight_decay: decay of tensors with two or more dimensions. Biases, norms, frequencies, phases, parameters
+            marked ``_no_weight_decay`` and names listed by ``model.no_weight_decay()`` have none.
+        frequency_lr: learning rate of frequencies learned by this library's encodings; default: ``lr``. Frequencies are
+            learned as logarithms, so a step of Adam changes each by about this fraction of its value. With
+            ``frequencies="mixed"`` or ``learnable="raw"`` the step has about this absolute size.
 
     Returns:
-        up to three groups with a "name": "decay", "no_decay" and "frequencies". Groups without parameters are left out.
+        up to three groups, with "name" "decay", "no_decay" or "frequencies". Empty groups are left out.
 
     Raises:
-        ValueError: a learning rate or a decay that is negative or not finite.
+        ValueError: a negative or non-finite learning rate or decay.
     """
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():

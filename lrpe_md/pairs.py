@@ -1,4 +1,4 @@
-"""Pairings of channels, and conversion of weights from one pairing to another."""
+"""Conversion of weights between layouts of channel pairs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ def convert_pairs(
     rotary_dim: int | slice | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """Reorder the channels that a projection to q or k puts out, so that ``target`` pairs what ``source`` paired.
+    """Reorder the output channels of a q or k projection from the ``source`` to the ``target`` layout of pairs.
 
-    ``rotate(q', pairs=target)`` of the converted projection is the converted ``rotate(q, pairs=source)``, and as q and
-    k are reordered alike, their scores stay the same. Convert both, weights and biases, norms by channel, too; v stays.
+    If q' is the output of the converted projection, ``rotate(q', pairs=target)`` equals ``rotate(q, pairs=source)``
+    with its channels reordered. Convert q and k alike, and their scores stay the same. Convert weights, biases and
+    per-channel norms; leave v unchanged.
 
     Args:
-        weight: of a linear layer to q or k, (H · D, C), its bias (H · D,), or anything with H · D channels along
-            ``dim``. Of a packed projection give the rows of q and those of k.
-        source, target: "half", "interleaved", or pairs a block; see :func:`lrpe_md.rotate`. RoFormer, GPT-J, GLM,
-            Cohere and Mistral's own code are "interleaved", Llama in transformers is "half".
+        weight: weight (H · D, C) or bias (H · D,) of a linear layer, or any tensor with H · D channels along ``dim``.
+            For a packed projection, pass the rows of q and of k separately.
+        source, target: "half", "interleaved", or block sizes in pairs; see :func:`lrpe_md.rotate`. RoFormer, GPT-J,
+            GLM, Cohere and Mistral's own code are "interleaved"; Llama in transformers is "half".
         head_dim: D.
-        num_heads: H, to be checked against the weight; default: any.
-        rotary_dim: the rotated channels of a head, see :func:`lrpe_md.rotate`; the others stay where they are.
+        num_heads: H, checked against the weight; default: any.
+        rotary_dim: the rotated channels of a head, see :func:`lrpe_md.rotate`; other channels keep their places.
 
     Returns:
         a new tensor of the same shape and dtype; differentiable.
 
     Raises:
-        ValueError: a shape, a pairing or a width that does not fit.
+        ValueError: an invalid shape, layout or width.
     """
     if head_dim < 1:
         raise ValueError(f"head_dim: expected at least 1, got {head_dim}")

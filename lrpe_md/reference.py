@@ -1,18 +1,17 @@
-"""The specification, in torch alone: readable, any float dtype, differentiable to any order.
+"""Reference implementation in plain PyTorch: any float dtype, differentiable to any order.
 
     Θ[n, h, c] = Σ_j s_j[n] · ω[h, c, j] + φ[h, c]     for grid tokens; Θ = 0 for prefix and suffix tokens
     x̄ = act(x), or act(norm(x))
     cosine   y = [x̄ ⊙ cos Θ, x̄ ⊙ sin Θ]                                d -> 2d
     rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
-    Channels beside the mapped ones pass as x̄.
-    An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens.
 
-Given tables replace cos Θ and sin Θ. A rotation whose tables have an entry for each channel uses each entry for its own
-channel: (a, b) -> (a cos_a - b sin_a, a sin_b + b cos_b).
+Channels that are not mapped become x̄. An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens. The caller may
+pass tables of cos Θ and sin Θ instead. Rotation tables with an entry per channel map a pair (a, b) to
+(a cos_a - b sin_a, a sin_b + b cos_b).
 
 Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
-Angles, and the sums of their gradients, are formed in float64; x is upcast to at least float32, sine and cosine are of
-that dtype, and the result has x's dtype.
+Angles and the sums of their gradients are float64. x is upcast to at least float32, which is also the dtype of sine and
+cosine. The result has x's dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Act = Literal["none", "relu", "sigmoid", "silu", "softplus", "softmax"]
 
 
 class Spec(NamedTuple):
-    """Specification of what to compute."""
+    """Description of the computation: map, activation, layout and norm."""
 
     map: MapName
     act: Act = "none"
@@ -50,7 +49,7 @@ class Spec(NamedTuple):
     norm: str = "none"  # | one of NORMS
     norm_over: str = "head"  # | "heads"
     norm_eps: float = 0.0
-    norm_offset: float = 0.0  # of the weight
+    norm_offset: float = 0.0  # added to the norm's weight
 
     def out_dim(self, head_dim: int) -> int:
         return MAPS[self.map].out_dim(head_dim, self.num_channels)
@@ -60,8 +59,9 @@ class Spec(NamedTuple):
 
 
 def widen(omega: Tensor) -> Tensor:
-    """The dtype of angles, for frequencies that q and k share: the gradients of both are added up before they are
-    rounded (a rotation's cancel each other)."""
+    """Cast the frequencies shared by q and k to float64, so that their gradients are summed before rounding.
+
+    A rotation's gradients from q and k partly cancel each other."""
     return omega.to(torch.float64)
 
 
@@ -72,7 +72,7 @@ def angles(
     rotated: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Θ (.., H, N, C) from positions (.., N, K), omega (H, C, K), phase (H, C) and the grid mask (N,) or (B, N)."""
+    """Return Θ (.., H, N, C) for positions (.., N, K), omega (H, C, K), phase (H, C) and grid mask (N,) or (B, N)."""
     coords, omega = coords.to(dtype), omega.to(dtype)
     theta = torch.zeros((), dtype=dtype, device=omega.device)
     for j in range(omega.shape[-1]):
@@ -85,7 +85,7 @@ def angles(
 def cos_sin(
     theta: Tensor, amplitude: Tensor | None = None, rotated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cos Θ and sin Θ (.., H, N, C), times the amplitude (H or fewer, C) where the token is on the grid."""
+    """Return cos Θ and sin Θ (.., H, N, C), times the amplitude (H or fewer, C) for tokens on the grid."""
     if amplitude is None:
         return theta.cos(), theta.sin()
     gain = amplitude.to(theta.dtype).repeat_interleave(theta.shape[-3] // amplitude.shape[0], dim=0)[:, None, :]
@@ -95,21 +95,21 @@ def cos_sin(
 
 
 def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
-    """Θ less whole turns, in the dtype of the arithmetic: float64 angles lose nothing but their turns."""
+    """Reduce float64 angles by whole turns, then cast them to the dtype of the arithmetic without losing precision."""
     if theta.dtype == dtype:
         return theta
     return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
 class Activation(NamedTuple):
-    """x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``.
+    """Activation, x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``.
 
-    Softmax, which is not element by element, is in ``engine/kernels/softmax.py``.
+    Softmax is not elementwise; its kernels are in ``engine/kernels/softmax.py``.
     """
 
     forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
     never_negative: bool = False
-    dims: tuple[int, ...] = ()  # what it can be taken over; none: element by element
+    dims: tuple[int, ...] = ()  # valid values of dim; empty if elementwise
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -128,7 +128,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
-    """x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
+    """Return x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
     return ACTIVATIONS[act].forward(x, dim)
 
 
@@ -136,14 +136,14 @@ NORMS = ("rms", "layer")
 
 
 class Scales(NamedTuple):
-    """γ and β of one tensor, each (D,), (H, D) or (P, 1 or H, D), and which of the P each token has."""
+    """Weight γ and bias β of one tensor, each (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
-    token_groups: Tensor | None = None  # (N,), where there are P
+    token_groups: Tensor | None = None  # (N,): the group of each token, if there are groups
 
     def by_token(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """γ or β as what x (B, H, N, D) is multiplied by."""
+        """Return γ or β in a shape that broadcasts with x (B, H, N, D)."""
         t = t.to(dtype)
         if t.ndim == 3:
             assert self.token_groups is not None
@@ -155,11 +155,11 @@ NO_SCALES = Scales()
 
 
 def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
-    """norm(x), in the dtype of the arithmetic, which x has."""
+    """Return norm(x). x is already in the dtype of the arithmetic."""
     over = (-1,) if spec.norm_over == "head" else (1, -1)
     if spec.norm == "layer":
         mean = x.mean(over, keepdim=True)
-        # The second mean is what rounding took from the first: else equal channels would not become 0.
+        # The second mean removes the rounding error of the first. Without it, equal channels would not become 0.
         x = x - (mean + (x - mean).mean(over, keepdim=True))
     normed = x * (x.square().mean(over, keepdim=True) + spec.norm_eps).rsqrt()
     if scales.weight is not None:
@@ -170,7 +170,7 @@ def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: int = 0) -> Tensor:
-    """Map the C channels from ``start`` on to [x cos Θ, x sin Θ], or the other order: (.., D) -> (.., D + C)."""
+    """Map C channels, from ``start`` on, to [x cos Θ, x sin Θ] or [x sin Θ, x cos Θ]: (.., D) -> (.., D + C)."""
     width = cos.shape[-1]
     before, mapped, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     first, second = (cos, sin) if order == "cos_sin" else (sin, cos)
@@ -178,7 +178,7 @@ def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: i
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
-    """Rotate the pairs of channels from ``spec.rotary_start`` on; the other channels pass."""
+    """Rotate the pairs of channels from ``spec.rotary_start`` on; the other channels stay unchanged."""
     start, width = spec.rotary_start, 2 * spec.num_channels
     before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     a, b = split_pairs(turned, spec.pairs, spec.sections)
@@ -189,12 +189,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
 
 
 def _split_entries(t: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return the cos, or sin, of both channels of each pair."""
+    """Return the cos (or sin) of the first and of the second channel of each pair."""
     return (t, t) if t.shape[-1] == spec.num_channels else split_pairs(t, spec.pairs, spec.sections)
 
 
 def split_pairs(x: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Pairs (p, p + C), (2p, 2p + 1), or the former within each block of so many pairs: x (.., 2C) -> a, b (.., C)."""
+    """Split x (.., 2C) into the first and second channels of its pairs, a and b (.., C)."""
     if pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     blocks = x.split([2 * n for n in sections], dim=-1) if pairs == "blocks" else [x]
@@ -203,7 +203,7 @@ def split_pairs(x: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> tuple[
 
 
 def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> Tensor:
-    """The inverse of :func:`split_pairs`."""
+    """Undo :func:`split_pairs`."""
     if pairs == "interleaved":
         return torch.stack([a, b], dim=-1).flatten(-2)
     blocks = [(a, b)]
@@ -213,11 +213,11 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 
 
 class Map(NamedTuple):
-    """x̄ → y. The kernels have a branch for each entry but "none", in ``engine/kernels/encode.py``."""
+    """Map x̄ → y. The kernels have a branch for each entry but "none", in ``engine/kernels/encode.py``."""
 
-    channels: Callable[[int], int]  # C: angles of a head, from the channels that are mapped
-    out_dim: Callable[[int, int], int]  # of a head of y, from head_dim and C
-    head_dim: Callable[[int, int], int]  # of a head of x, from the width of y and C
+    channels: Callable[[int], int]  # C, from the number of mapped channels
+    out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C
+    head_dim: Callable[[int, int], int]  # width of a head of x, from that of y and C
     apply: Callable[[Tensor, Tensor, Tensor, Spec], Tensor]  # y from x̄, cos Θ, sin Θ
 
 
@@ -234,7 +234,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # no angles: for linear attention and its norm over all heads
+    "none": Map(  # no angles: for linear attention, and for its norm over all heads
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,
@@ -244,7 +244,7 @@ MAPS: dict[str, Map] = {
 
 
 def no_autocast(x: Tensor):
-    """Return a context without autocast; where there is none, one that leaves no trace in an exported program."""
+    """Return a context without autocast, or a null context (which is not exported) if autocast is off already."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -261,7 +261,7 @@ def encode(
     amplitude: Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> Tensor:
-    """One tensor from end to end: x (B, H, N, D), coords (N, K) or (B, N, K), omega (H or fewer, C, K)."""
+    """Encode x (B, H, N, D) at coords (N, K) or (B, N, K) with omega (H or fewer, C, K)."""
     return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude, scales)[1].to(x.dtype)
 
 
@@ -275,17 +275,17 @@ def activate_and_map(
     amplitude: Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
-    """x̄ and y in the dtype of the arithmetic; arguments as of :func:`encode`."""
+    """Return x̄ and y in the dtype of the arithmetic. The arguments are those of :func:`encode`."""
     with no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega, phase, rotated)
-        # Query head h takes the frequencies of head h // (H_q / H_k).
+        # Query head h uses the frequencies of key head h // (H_q / H_k).
         theta = fold(theta, dtype).repeat_interleave(x.shape[1] // theta.shape[-3], dim=-3)
         return _map(spec, x, *cos_sin(theta, amplitude, rotated), scales)
 
 
 def _map(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Return x̄ and y in the dtype of the arithmetic, which cos and sin have."""
+    """Return x̄ and y in the dtype of cos and sin, which is that of the arithmetic."""
     x = x.to(cos.dtype)
     if spec.norm != "none":
         x = normalise(spec, x, scales)
@@ -294,18 +294,17 @@ def _map(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, scales: Scales) -> tup
 
 
 def encode_tables(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, first: int, scales: Scales = NO_SCALES) -> Tensor:
-    """Encode one tensor with given tables, as :func:`encode` does with computed angles.
+    """Encode x with tables of cos Θ and sin Θ instead of computed angles.
 
-    cos, sin: of any float dtype, (N', W), (B or 1, N', W) or (B or 1, H or fewer, N', W); W is the number of pairs, or
-    that of the rotated channels. first: the row of token 0, below 0 where tokens come before the tables. Tokens that
-    have no row pass as x̄.
+    cos, sin: any float dtype, (N', W), (B or 1, N', W) or (B or 1, H or fewer, N', W). W is the number of pairs or of
+    rotated channels. first: row of token 0, negative if tokens come before the tables. Tokens without a row become x̄.
     """
     with no_autocast(x):
         return _map(spec, x, *place_tables(x, cos, sin, first), scales)[1].to(x.dtype)
 
 
 def place_tables(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (B or 1, H or 1, N, W) of the tokens of x, in the dtype of the arithmetic."""
+    """Return cos and sin (B or 1, H or 1, N, W) for the tokens of x, in the dtype of the arithmetic."""
     dtype, num_tokens = torch.promote_types(x.dtype, torch.float32), x.shape[2]
     placed = []
     for t, missing in ((cos, 1.0), (sin, 0.0)):

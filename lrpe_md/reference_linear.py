@@ -1,13 +1,14 @@
-"""The specification of linear attention, in torch alone: any float dtype, differentiable to any order.
+"""Reference implementation of linear attention in plain PyTorch: any float dtype, differentiable to any order.
 
-    q̄ = act(norm(q)), q̂ = map(q̄), k alike                S = Σ_m β_m k̂_m v_mᵀ                 o_n = q̂_n S / z_n
-    z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 where |z| < eps    "none" 1
-    the sums are over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to n's own ("block");
-    the states of the latter two may decay, and the last one's may follow the delta rule: reference_memory.py
+    q̄ = act(norm(q)), q̂ = map(q̄), the same for k        S = Σ_m β_m k̂_m v_mᵀ                o_n = q̂_n S / z_n
+    z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 if |z| < eps    "none" 1
 
-Shapes: B batch, H heads (H_q of q, H_k of k and v: query head h has key head h // (H_q / H_k)), N tokens, D head_dim,
-Ê what the map makes of it, D_v of v, G = H_q / H_k. Sequences are cut into chunks of L tokens: no table is N × N.
-Arithmetic is float32, or float64 where q is, whatever autocast and the precision of float32 products are set to.
+The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to the one of n ("block"). Causal
+and block states may decay, and block states may follow the delta rule: see reference_memory.py.
+
+Shapes: B batch, H heads (H_q of q, H_k of k and v; query head h reads key head h // (H_q / H_k)), N tokens, D head_dim,
+Ê width of q̂ and k̂, D_v width of v. Sequences are processed in chunks of L tokens, so no table is N × N.
+Arithmetic is float32, or float64 if q is, regardless of autocast and TF32 settings.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ class Attention(NamedTuple):
 
     normalizer: str = "unrotated"  # | "encoded" | "none"
     mask: str = "full"  # | "causal" | "block"
-    block: int = 0  # tokens of a block, for mask "block"
+    block: int = 0  # tokens per block, for mask "block"
     eps: float = 1e-6
-    memory: str = "sum"  # nothing is forgotten | "add", with a decay | "delta" | "add both" | "delta both"
+    memory: str = "sum"  # | "add" (with decay) | "delta" | "add both" | "delta both" (both directions)
 
     @property
     def forgets(self) -> bool:
-        """True if a state is not just the sum of what is before: see reference_memory.py."""
+        """Return whether the state is more than a plain sum over earlier tokens; see reference_memory.py."""
         return self.memory != "sum"
 
     @property
     def rule(self) -> str:
-        """Return "delta" if a block takes out what its keys read before it is added, else "add"."""
+        """Return "delta" if old values of a block's keys are removed before new ones are added, else "add"."""
         return "delta" if self.memory.startswith("delta") else "add"
 
     @property
     def has_both_directions(self) -> bool:
-        """True if a query also sees the blocks after its own."""
+        """Return whether a query also sees the blocks after its own."""
         return self.memory.endswith("both")
 
 
@@ -70,14 +71,14 @@ class Angles(NamedTuple):
 class Features(NamedTuple):
     """Features of q or of k."""
 
-    bar: Tensor  # activated: (B, H, N, D)
-    hat: Tensor  # and mapped: (B, H, N, Ê)
+    bar: Tensor  # q̄ or k̄: (B, H, N, D)
+    hat: Tensor  # q̂ or k̂: (B, H, N, Ê)
 
 
 class Normalizer(NamedTuple):
-    """z of a row."""
+    """Normaliser z of each output row."""
 
-    feature: Callable[[Features], Tensor] | None  # z is q's times the sum of k's; None: z is 1
+    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's; None: z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
 
 
@@ -97,7 +98,7 @@ NORMALIZERS: dict[str, Normalizer] = {
 
 
 def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales = NO_SCALES) -> Features:
-    """x̄ and x̂ of q or k (B, H, N, D), in at least float32. angles: None for the map "none"; scales: of the norm."""
+    """Return x̄ and x̂ of q or k (B, H, N, D), in at least float32. angles: None if there is no map."""
     if angles is not None:
         return Features(*activate_and_map(spec, x, *angles, scales))
     with no_autocast(x):
@@ -109,7 +110,7 @@ def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales =
 
 
 def zero_gated_tokens(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """k and v with 0 for tokens whose gate is 0, whatever they hold: they get no gradient, and none comes of NaN."""
+    """Set k and v to 0 for tokens whose gate is 0, so that they get no gradient and NaN does not spread."""
     if gate is None:
         return xs
     out = (gate.logical_not() if gate.dtype == torch.bool else gate == 0)[..., None]
@@ -117,12 +118,12 @@ def zero_gated_tokens(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _factors(gate: Tensor, dtype: torch.dtype) -> Tensor:
-    """β (B, H_k or 1, N, 1), without a gradient where it is 0."""
+    """Return β (B, H_k or 1, N, 1), without a gradient for entries that are 0."""
     beta = gate.to(dtype)
     return torch.where(beta == 0, 0, beta)[..., None]
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------
+# --- full computation ---------------------------------------------------------------------------------------------
 
 
 def attend(
@@ -142,20 +143,20 @@ def attend(
     ends: tuple[int, int] = (0, 0),
     operands: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Linear attention from end to end: o (B, H_q, N_q, D_v) in q's dtype, and the state behind the last token.
+    """Compute linear attention: o (B, H_q, N_q, D_v) in q's dtype, and the state after the last token.
 
     Args:
-        q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v). N_q ≠ N_k with mask "full" alone.
-        q_angles, k_angles: None for the map "none".
-        scales: of q's norm and of k's.
-        gate: β (B, H_k or 1, N_k), float or bool; 0 takes a token out, whatever it holds, and has no gradient itself.
-        decay: g of the state (H_k or 1,), or (B or 1, H_k or 1, F) of each block between prefix and suffix, with mask
-            "causal" of each token. Prefix and suffix keep all.
-        cu_seqlens: (num_seqs + 1,), from 0 to N: B is 1, and each sequence sees itself alone; not with mask "block".
-        state: what is summed before the first token: (S, Σ), or (S,) with normalizer "none"; S (B, H_k, Ê, D_v),
-            Σ (B, H_k, D or Ê), one a sequence instead of B with cu_seqlens.
-        ends: how many of the tokens are prefix and suffix, for mask "block": blocks of their own.
-        operands: for tests: a dtype that both sides of each product are rounded to, here and in the gradients.
+        q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v). N_q ≠ N_k only with mask "full".
+        q_angles, k_angles: None if there is no map.
+        scales: weights of the norm of q and of k.
+        gate: β (B, H_k or 1, N_k), float or bool. 0 removes a token, even if it holds NaN, and gets no gradient.
+        decay: g, (H_k or 1,), or (B or 1, H_k or 1, F) for each block of the grid; with mask "causal", for each token.
+            The state does not decay in prefix and suffix.
+        cu_seqlens: (num_seqs + 1,), from 0 to N, with B = 1: sequences do not see each other. Not with mask "block".
+        state: sums before the first token: (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), Σ is
+            (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B.
+        ends: numbers of prefix and suffix tokens, for mask "block"; each forms a block of its own.
+        operands: for tests, round both factors of each product to this dtype, also in the backward.
     """
     with no_autocast(q):
         k, v = zero_gated_tokens(gate, k, v)
@@ -168,7 +169,7 @@ def attend(
 
 
 class _Terms(NamedTuple):
-    """Factors and sums of linear attention. With the normalizer "none" there are no rows and sums of z."""
+    """Factors and sums of linear attention. With normalizer "none", the fields for z are None."""
 
     q: Tensor  # q̂ (B, H_q, .., Ê)
     k: Tensor  # β k̂ (B, H_k, .., Ê)
@@ -183,7 +184,7 @@ class _Terms(NamedTuple):
 
 
 class _State(NamedTuple):
-    """S and Σ."""
+    """State: S and Σ."""
 
     products: Tensor
     features: Tensor | None
@@ -192,7 +193,7 @@ class _State(NamedTuple):
         return _State(function(self.products), None if self.features is None else function(self.features))
 
     def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
-        """Join the fields of two states by a function of both and of args."""
+        """Combine each field of two states by a function, which also gets args."""
         features = None
         if self.features is not None and other.features is not None:
             features = function(self.features, other.features, *args)
@@ -216,7 +217,7 @@ def attend_encoded(
     operands: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """:func:`attend` behind the map: of q̄, q̂, k̄ and k̂. dtype: of the output."""
+    """Compute :func:`attend` from features q̄, q̂, k̄ and k̂. dtype: dtype of the output."""
     normalizer = NORMALIZERS[attention.normalizer]
     with no_autocast(v):
         wide = torch.promote_types(q.hat.dtype, torch.float32)
@@ -251,23 +252,23 @@ def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
     return _State(terms.k.new_zeros(batch, heads, width, terms.v.shape[-1]), features)
 
 
-Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state behind
+Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the last token
 
 
 def _sum(terms: _Terms, operands: torch.dtype | None) -> _State:
-    """Over the tokens of each (.., N, ·)."""
+    """Sum the states over the tokens of each (.., N, ·)."""
     return _State(
         product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
     )  # fmt: skip
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
-    """The key heads' t (B, H_k, ..) for each of the query heads."""
+    """Repeat t (B, H_k, ..) of the key heads for each query head."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
 def _read(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """q̂ S and q̄ · Σ, for all tokens of each (.., N, ·) the same state."""
+    """Return q̂ S and z = z_q · Σ, with one state for all tokens of each (.., N, ·)."""
     heads = terms.q.shape[1]
     rows = product(terms.q, _share(state.products, heads), operands)
     if terms.z_q is None or state.features is None:
@@ -295,7 +296,7 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # At least a token is added: none would be another graph to a compiler.
+        # Always pad by at least one token: a pad of 0 would trace another graph.
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
@@ -314,7 +315,7 @@ def _attend_causal(
 
 
 def _accumulate(before: _State, parts: _State) -> _State:
-    """(B, H, C, ..) → (B, H, C + 1, ..): the state before each part, and behind the last."""
+    """Return the state before each part and after the last: (B, H, C, ..) → (B, H, C + 1, ..)."""
 
     def sums(first: Tensor, each: Tensor) -> Tensor:
         first = first.unsqueeze(2)
@@ -324,7 +325,7 @@ def _accumulate(before: _State, parts: _State) -> _State:
 
 
 def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -> _State:
-    """Sum the tokens of each chunk as its end sees them. weights: :func:`multiply_decay` of its tokens."""
+    """Sum the tokens of each chunk, decayed to its end. weights: :func:`multiply_decay` of the chunk's tokens."""
     remaining = weights[..., -1, 1:, None]
     z_k = None if terms.z_k is None else remaining * terms.z_k
     return _sum(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
@@ -333,7 +334,7 @@ def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -
 def _within_chunks(
     terms: _Terms, before: _State, operands: torch.dtype | None, causal: bool = True, decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows and z (B, H, C, L, ·) from the state before each chunk and, where causal, from the chunk's own tokens.
+    """Return rows and z (B, H, C, L, ·) from the state before each chunk and, if causal, the chunk's own tokens.
 
     decay: :func:`multiply_decay` of the tokens of each chunk.
     """
@@ -355,7 +356,7 @@ def _within_chunks(
 
 
 def _share_decay(t: Tensor, heads: int) -> Tensor:
-    """Share decays of key heads, or of all heads (B, 1, ..)."""
+    """Repeat the decays of key heads for each query head, unless all heads share one (B, 1, ..)."""
     return t if t.shape[1] == 1 else _share(t, heads)
 
 
@@ -363,9 +364,9 @@ def _attend_blocks(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """Prefix, blocks and suffix, one after the other."""
+    """Attend over the prefix, the blocks and the suffix in turn."""
     if attention.rule == "delta":
-        # A compiler unrolls the scan: with the number of tokens known it has no symbols to simplify in each step.
+        # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
         int(terms.q.shape[2])
     pieces = _cut_blocks(terms, ends, attention.block)
     if attention.forgets:
@@ -379,7 +380,7 @@ def _attend_blocks(
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
-    """Return the prefix as one block, the blocks, and the suffix as one block: (B, H, blocks, tokens, ·) each."""
+    """Return prefix (one block), grid blocks and suffix (one block), each (B, H, blocks, tokens, ·)."""
     prefix, suffix = ends
     num_blocks = (terms.q.shape[2] - prefix - suffix) // size
     pieces, start = [], 0
@@ -391,7 +392,7 @@ def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]
 
 
 def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Join rows and z of the pieces of :func:`_cut_blocks`, (B, H, blocks, tokens, ·), token by token."""
+    """Join rows and z of the pieces of :func:`_cut_blocks` along the tokens."""
     rows, zs = (
         None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
     )
@@ -402,7 +403,7 @@ def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor,
 def _attend_forgetting(
     attention: Attention, pieces: list[_Terms], before: _State, operands: torch.dtype | None, decay: Tensor | None
 ) -> Rows:
-    """Attend with decay, by the delta rule or in both directions."""
+    """Attend over blocks with decay, by the delta rule or in both directions."""
     sizes = [piece.k.shape[2] for piece in pieces]
     sums = [_sum(piece, operands) for piece in pieces]
     parts = _State(
@@ -430,7 +431,7 @@ def _scan_blocks(
     attention: Attention, pieces: list[_Terms], parts: _State, before: _State, decay: Tensor,
     operands: torch.dtype | None, backward: bool = False,
 ) -> _State:  # fmt: skip
-    """Return the state before each block and after the last, in the order of the scan. backward: from the last one."""
+    """Return the state before each block and after the last, in scan order. backward: scan from the last block."""
 
     def order(t: Tensor) -> Tensor:
         return t.flip(2) if backward else t
@@ -454,15 +455,15 @@ def _scan_blocks(
 _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _attend_causal, "block": _attend_blocks}
 
 
-# --- several sequences in one -------------------------------------------------------------------------------------
+# --- packed sequences ---------------------------------------------------------------------------------------------
 
 
 class _Chunks(NamedTuple):
-    """Packed tokens laid out so that each sequence begins with a chunk; no number is waited for."""
+    """Layout of packed tokens in which each sequence starts a new chunk, computed without synchronisation."""
 
-    source: Tensor  # (C L,): the token that is here, or N where there is none
-    place: Tensor  # (N,): where a token is
-    sequence: Tensor  # (C,): the sequence of a chunk, or num_seqs where there is none
+    source: Tensor  # (C L,): the token in each slot, or N if it is empty
+    place: Tensor  # (N,): the slot of each token
+    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs if it has none
 
 
 def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
@@ -470,7 +471,7 @@ def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
     cu_seqlens = cu_seqlens.long()
     chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)  # in chunks
-    num_chunks = -(-num_tokens // CHUNK) + num_seqs  # at most: each sequence leaves one unfilled
+    num_chunks = -(-num_tokens // CHUNK) + num_seqs  # upper bound: each sequence may leave one chunk partly empty
     token = torch.arange(num_tokens, device=device)
     own = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_max(num_seqs - 1)
     place = (ends - chunks)[own] * CHUNK + token - cu_seqlens[own]
@@ -490,7 +491,7 @@ def _attend_packed(
 
     num_tokens = terms.q.shape[2]
     terms = terms.map(cut)
-    # A state more, for the chunks that no sequence has.
+    # One extra state serves the chunks without a sequence.
     first = before.map(lambda t: torch.cat([t, torch.zeros_like(t[:1])]))
     if decay is not None:
         logs = cut(lay_out_decay(decay, num_tokens, terms.k).log()[..., None]).squeeze(-1)
@@ -514,11 +515,11 @@ def _attend_packed(
 def _attend_packed_decaying(
     terms: _Terms, first: _State, logs: Tensor, sequence: Tensor, operands: torch.dtype | None
 ) -> Rows:
-    """Attend within chunks of packed sequences. logs: log g of the tokens, (1, H or 1, C, L)."""
+    """Attend within chunks of packed sequences. logs: log g of each token, (1, H or 1, C, L)."""
     weights, by_chunk = multiply_decay(logs), logs.sum(-1)
     parts = _sum_decayed(terms, weights, operands)
     same = sequence[:, None] == sequence
-    # Chunk c sees part c' with the decay of the chunks between them, and its sequence's first state with all before it.
+    # Chunk c sees part c' decayed over the chunks in between, and its initial state decayed over all chunks before it.
     between = torch.where(same, multiply_decay(by_chunk)[..., :-1, 1:], 0)
     from_start = sum_after(by_chunk.flip(-1), sequence.flip(0)).flip(-1).exp()
 
@@ -537,24 +538,24 @@ def _attend_packed_decaying(
 
 
 def _scale(t: Tensor, factors: Tensor) -> Tensor:
-    """Multiply t by factors of its first dimensions."""
+    """Multiply t by factors that match its first dimensions."""
     return t * factors.reshape(*factors.shape, *(1,) * (t.ndim - factors.ndim))
 
 
 def _by_chunk(t: Tensor, sequence: Tensor) -> Tensor:
-    """(num_seqs, H, ..) → (1, H, C, ..)."""
+    """Look up the state of each chunk: (num_seqs, H, ..) → (1, H, C, ..)."""
     return t.index_select(0, sequence).transpose(0, 1)[None]
 
 
 def _add_to(total: Tensor | None, parts: Tensor | None, sequence: Tensor) -> Tensor | None:
-    """Parts (1, H, C, ..) summed by sequence, onto (num_seqs, H, ..)."""
+    """Add the parts (1, H, C, ..) of each sequence to its total (num_seqs, H, ..)."""
     if total is None or parts is None:
         return None
     return total.index_add(0, sequence, parts[0].transpose(0, 1))
 
 
 def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
-    """Sums (1, H, C, ..) of the parts of the same sequence that come before, without differences of larger sums."""
+    """Return the sums (1, H, C, ..) of all earlier parts of the same sequence, without subtracting larger sums."""
     size = parts.shape[2]
     reach, total = 1, parts
     shape = (1, 1, size) + (1,) * (parts.ndim - 3)

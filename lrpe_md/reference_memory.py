@@ -1,10 +1,9 @@
-"""Memory that forgets: decay and the gated delta rule, for :mod:`lrpe_md.reference_linear`.
+"""Decay and the gated delta rule for :mod:`lrpe_md.reference_linear`.
 
     S_f = g_f (I − A_f) S_{f−1} + B_f        A_f = Σ_{m∈f} β_m k̂_m k̂_mᵀ        B_f = Σ_{m∈f} β_m k̂_m v_mᵀ
 
-f is the index of a block of tokens. With rule "add", A is 0. The normaliser's sums follow this rule, with another A.
-
-Shapes: B batch, H key heads, F blocks. A state is (B, H, ..), and a series of states is (B, H, F, ..).
+f is the index of a block of tokens. With rule "add", A is 0. The normaliser's sums follow the same rule, with their
+own A. Shapes: B batch, H key heads, F blocks. A state is (B, H, ..), and a series of states is (B, H, F, ..).
 """
 
 from __future__ import annotations

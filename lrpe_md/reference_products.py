@@ -1,4 +1,4 @@
-"""Matrix products of the reference: in the dtype of their factors, whatever autocast and TF32 are set to."""
+"""Matrix products of the reference, computed in their factors' dtype regardless of autocast and TF32 settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["product"]
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """float32 products in float32: no autocast, no TF32, and on a CPU no bfloat16."""
+    """Compute float32 products in full float32: without autocast, TF32 and, on a CPU, bfloat16."""
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
@@ -35,7 +35,7 @@ def _exact_products(x: Tensor) -> Iterator[None]:
 
 
 class _Product(torch.autograd.Function):
-    """a @ b, whose derivatives are products of the same kind."""
+    """Product a @ b, whose derivatives are also computed in full precision."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
 
 
 class _TransformedProduct(_Product):
-    """The product in the form that function transforms require, which is slower to call."""
+    """Product in the form that function transforms require, which has more overhead per call."""
 
     generate_vmap_rule = True
 
@@ -82,11 +82,11 @@ def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
-    """a (.., M, K) @ b (.., K, N) in the dtype that they have, whatever autocast and TF32 are set to.
+    """Return a (.., M, K) @ b (.., K, N) in their own dtype, regardless of autocast and TF32 settings.
 
-    operands: both are rounded to it first, here and in the derivatives, which pass the rounding as if it were none.
+    operands: round both factors to this dtype first, also in the derivatives. The rounding itself passes gradients on.
     """
-    if torch.compiler.is_compiling():  # what is set while a compiler traces holds for the whole graph
+    if torch.compiler.is_compiling():  # the settings at tracing time apply to the whole graph
         with no_autocast(a):
             return _rounded(a, operands) @ _rounded(b, operands)
     return (_TransformedProduct if are_transforms_active() else _Product).apply(a, b, operands)

@@ -1,10 +1,10 @@
-"""Inputs, runs and the error budget, to test kernels with.
+"""Test inputs, runs and the error budget for kernels.
 
-An implementation is right when its error against float64, on the same inputs, is at most twice (RMS) and four
-times (maximum) that of the reference in the inputs' own dtype, or of the exact result rounded to that dtype,
-whichever is larger. That reference has its angles in the inputs' own dtype, too, where :func:`lrpe_md.rotate` has them
-in float64: see :func:`rounded_angles`. No tolerance is chosen by hand. For float64 inputs, which nothing more exact
-judges, the reference's error is that of its float32 run scaled by the ratio of the units in the last place.
+An implementation passes if its error against float64, on the same inputs, is at most twice (RMS) and four times
+(maximum) the reference's. The reference error is that of the reference in the inputs' dtype, or of the exact result
+rounded to that dtype, whichever is larger. This reference computes angles in the inputs' dtype, where
+:func:`lrpe_md.rotate` uses float64: see :func:`rounded_angles`. No tolerance is chosen by hand. Float64 inputs have no
+more precise judge, so the error of the reference's float32 run is scaled by the ratio of the machine epsilons.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call: everything that the result depends on, small enough to print."""
+    """One call: everything that determines the result, small enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -52,7 +52,7 @@ class Case:
     shift: tuple[float, ...] | float | None = None
     start: int = 0
     length: int | None = None
-    origin: Literal["none", "shared", "by_sample"] = "none"  # of a grid: integers up to 30
+    origin: Literal["none", "shared", "by_sample"] = "none"  # origin of a grid: integers up to 30
     coords: Literal["grid", "shared", "by_sample"] = "grid"
     coords_dtype: torch.dtype = torch.float32
     coords_scale: float = 20.0
@@ -68,19 +68,19 @@ class Case:
     rotary_dim: int | slice | None = None
     order: str = "cos_sin"
     phase: bool = False
-    amplitude_heads: int = 0  # 0: none
+    amplitude_heads: int = 0  # 0: no amplitude
     masked: bool = False  # some rows of coords are not rotated
     tables: Literal["none", "pairs", "full"] = "none"  # random cos and sin in place of frequencies and positions
     tables_dtype: torch.dtype = torch.float32
     tables_layout: Literal["dense", "odd", "expanded", "complex", "complex odd"] = "dense"
-    tables_batch: int = 1  # or batch; their heads are omega_heads
-    inverse: bool = False  # of a rotation with tables
+    tables_batch: int = 1  # or batch; the number of heads is omega_heads
+    inverse: bool = False  # for a rotation with tables
     norm: Literal["none", "rms", "layer"] = "none"
     norm_over: Literal["head", "heads"] = "head"
-    norm_weight: Literal["none", "shared", "by_head"] = "shared"  # over all heads it is by head
-    norm_groups: int = 1  # of tokens
-    norm_bias: bool = True  # of "layer"
-    norm_dtype: torch.dtype | None = None  # of γ and β; None: dtype
+    norm_weight: Literal["none", "shared", "by_head"] = "shared"  # with norm_over="heads" always by head
+    norm_groups: int = 1  # groups of tokens
+    norm_bias: bool = True  # for "layer"
+    norm_dtype: torch.dtype | None = None  # dtype of γ and β; None: dtype
     eps: float = 1e-6
     offset: float = 0.0
     zero_rows: bool = False  # some tokens are zero
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def channels(self) -> int:
-        """Angles of a head."""
+        """Number of angles per head."""
         cut = self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)
         width = len(range(self.head_dim)[cut])
         return width if self.map == "cosine" else width // 2
@@ -115,15 +115,15 @@ class Inputs:
     positions: Positions
     case: Case = field(default_factory=Case)
     amplitude: Tensor | None = None
-    weights: dict[str, Tensor] = field(default_factory=dict)  # of the norm: weight0, weight1, bias0, bias1
+    weights: dict[str, Tensor] = field(default_factory=dict)  # weights of the norm: weight0, weight1, bias0, bias1
     tables: tuple[Tensor, ...] = ()  # cos and sin, or one complex tensor
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """Return the norm, with these weights instead of the inputs' own, in their order."""
+        """Return the norm, optionally with other weights, given in the same order."""
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same inputs with every floating-point tensor in another dtype."""
+        """Cast every floating-point tensor to another dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -155,7 +155,7 @@ def _make_norm(case: Case, own: dict[str, Tensor], weights: Sequence[Tensor] | N
 
 
 def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
-    """The values (B, H, N, D) in a chosen place in memory; what lies between is NaN."""
+    """Copy the values (B, H, N, D) to a memory layout, with NaN in the gaps."""
     b, h, n, d = values.shape
     if layout == "bhnd":
         return values.contiguous()
@@ -165,7 +165,7 @@ def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
         packed = values.new_full((b, n, 3, h, d), float("nan"))
         packed[:, :, width] = values.transpose(1, 2)
         return packed[:, :, width].transpose(1, 2)
-    if layout == "odd":  # no stride of 1, nothing aligned
+    if layout == "odd":  # no stride of 1, no alignment
         place = values.new_full((n + 1, b, d, h, 3), float("nan"))
         view = place[1:, :, :, :, width].permute(1, 3, 0, 2)
         view.copy_(values)
@@ -192,7 +192,7 @@ def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Random inputs; the same on every device."""
+    """Make random inputs; the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
     positions = make_positions(case, device)
     assert not isinstance(positions, Tensor)
@@ -223,9 +223,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 
 def make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Make cos and sin of no angle, so that each entry counts; what lies between them in memory is NaN.
+    """Make cos and sin tables of random numbers, not of angles, so that every entry matters; gaps hold NaN.
 
-    randn: draws numbers of a size, on any device.
+    randn: draws a tensor of a given size.
     """
     if case.tables == "none":
         return ()
@@ -263,12 +263,12 @@ def _make_weights(case: Case, randn: Callable[..., Tensor], device: torch.device
 
 
 def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results of one tensor as those of q and k."""
+    """Wrap a single result as a tuple."""
     return ys if isinstance(ys, tuple) else (ys,)
 
 
 def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
-    """(xs, omega, phase=None, weights=None) -> ys: what the case asks for, with its arguments and at its positions."""
+    """Return a function (xs, omega, phase=None, weights=None) -> ys that calls the operator as the case specifies."""
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
     options: dict[str, Any] = {"impl": impl, "act": case.act, "dim": case.dim}
@@ -292,7 +292,7 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
-    """Forward and backward: y0 (, y1), dx0 (, dx1), domega and dphase, dweight0 and so on of a norm."""
+    """Run forward and backward; return y0 (, y1), dx0 (, dx1), domega, dphase, and dweight0 etc. of a norm."""
     frequencies = frequencies and not inputs.tables
     xs = [x.detach().requires_grad_() for x in inputs.xs]
     omega = inputs.omega.detach().requires_grad_(frequencies)
@@ -311,9 +311,9 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
 
 @contextmanager
 def rounded_angles() -> Iterator[None]:
-    """The reference with angles in the dtype of frequencies and positions: float32 where they are, and on plain grids.
+    """Patch the reference to compute angles in the dtype of frequencies and positions (float32 on plain grids).
 
-    What an implementation's error is measured by: how far arithmetic in float32 is from float64.
+    This measures how far float32 arithmetic is from float64, which sets the error budget.
     """
     exact, positions = reference.angles, Layout.positions
 
@@ -353,11 +353,11 @@ class Violation:
 def budget_violation(
     name: str, actual: Tensor, same: Tensor, exact: Tensor, case: Case | None = None, *, ulps: float = 0.0
 ) -> Violation | None:
-    """None where ``actual`` keeps the budget set by ``same`` (the reference in its dtype, with
-    :func:`rounded_angles`) and ``exact`` (float64).
+    """Return None if ``actual`` is within the budget, else the violation.
 
-    ``ulps`` units in the last place are taken off each error: for Triton's interpreter, whose bfloat16 stores
-    truncate.
+    The budget comes from ``same``, the reference in actual's dtype with :func:`rounded_angles`, and ``exact``, in
+    float64. ``ulps`` units in the last place are subtracted from each error, because bfloat16 stores of Triton's
+    interpreter truncate.
     """
     assert actual.dtype == same.dtype, (name, actual.dtype, same.dtype)
     return _judge(name, actual, (same.double() - exact).abs(), exact, case, ulps)
@@ -377,7 +377,7 @@ def _judge(
     rms = error.square().mean().sqrt().item()
     rms_budget = RMS_FACTOR * allowed.square().flatten(1).mean(1).sqrt().max().item()
     top, max_budget = error.max().item(), MAX_FACTOR * allowed.max().item()
-    if rms <= rms_budget and top <= max_budget:  # NaN is not
+    if rms <= rms_budget and top <= max_budget:  # False for NaN
         return None
     return Violation(name, rms, rms_budget, top, max_budget, case or Case())
 
@@ -390,11 +390,11 @@ def check(
     frequencies: bool = True,
     ulps: float = 0.0,
 ) -> list[Violation]:
-    """Run a case by ``impl`` and say where it leaves the budget.
+    """Run a case with ``impl``, and return the violations of the error budget.
 
-    The gradients of ω, φ, a norm and a state's sums have few entries, each a sum: where the RMS of one draw leaves the
-    budget by up to half, or there are fewer than 32, that of five draws together decides. The reference's own error is
-    by luck below half of its mean in one draw of some hundred, of 16 numbers below a third.
+    Gradients of ω, φ, a norm and a state's sums have few entries, each a sum. If only these violate the budget, by at
+    most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be unlucky: the
+    reference's error is below half of its mean in one of some hundred draws, or below a third for 16 entries.
     """
     return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -426,7 +426,7 @@ def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) 
     scale, judged = 1.0, inputs
     if case.dtype == torch.float64:
         scale, judged = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps, inputs.to(torch.float32)
-        if isinstance(judged.positions, Grid):  # whose coordinates are float64 where they are not indices
+        if isinstance(judged.positions, Grid):  # its coordinates are float64 unless they are indices
             positions = judged.positions.explicit(device, torch.float32)
             judged = replace(judged, positions=positions)
     with rounded_angles():
@@ -451,14 +451,14 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One call of linear attention: everything that the result depends on, small enough to print."""
+    """One call of linear attention: everything that determines the result, small enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)
     prefix: int = 1
     suffix: int = 0
-    k_shape: tuple[int, ...] | None = None  # of the keys in cross-attention
-    k_positions: tuple[tuple[str, Any], ...] = ()  # of the keys there: fields of Case that differ from q's
+    k_shape: tuple[int, ...] | None = None  # shape of the keys in cross-attention
+    k_positions: tuple[tuple[str, Any], ...] = ()  # fields of Case in which the keys differ from q
     batch: int = 2
     heads: tuple[int, int] = (4, 2)  # of q, and of k and v
     head_dim: int = 16
@@ -470,7 +470,7 @@ class LinearCase:
     rotary_dim: int | slice | None = None
     order: str = "cos_sin"
     phase: Literal["none", "both", "k"] = "none"
-    amplitude_heads: int = 0  # 0: none
+    amplitude_heads: int = 0  # 0: no amplitude
     omega_heads: int = 1
     omega_dtype: torch.dtype = torch.float32
     coords: Literal["grid", "shared", "by_sample"] = "grid"
@@ -478,10 +478,10 @@ class LinearCase:
     scale: tuple[float, ...] | float | None = None
     masked: bool = False  # some rows of coords are not rotated
     normalizer: Literal["unrotated", "encoded", "none"] = "unrotated"
-    gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: keys and values are NaN where the gate is 0
+    gate: Literal["none", "float", "bool", "nan"] = "none"  # nan: gated keys and values are NaN
     gate_heads: int = 1
     mask: Literal["full", "causal", "block"] = "full"
-    norm: Literal["none", "rms", "layer"] = "none"  # this and those below as of Case
+    norm: Literal["none", "rms", "layer"] = "none"  # this and the following fields as in Case
     norm_over: Literal["head", "heads"] = "head"
     norm_weight: Literal["none", "shared", "by_head"] = "shared"
     norm_groups: int = 1
@@ -490,10 +490,10 @@ class LinearCase:
     norm_eps: float = 1e-6
     offset: float = 0.0
     block: int = 0  # for mask "block"
-    cu_seqlens: tuple[int, ...] | None = None  # lengths
+    cu_seqlens: tuple[int, ...] | None = None  # lengths of the packed sequences
     state: bool = False
     return_state: bool = False
-    decay: Literal["none", "head", "block"] = "none"  # of each head, or also of each block or, with "causal", token
+    decay: Literal["none", "head", "block"] = "none"  # per head; or also per block or, with "causal", per token
     rule: Literal["add", "delta"] = "add"
     directions: Literal["forward", "both"] = "forward"
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"
@@ -504,7 +504,7 @@ class LinearCase:
 
     @property
     def encoding(self) -> Case:
-        """The case of the encoding alone, with q's positions and frequencies and the norm."""
+        """The corresponding encoding case, with q's positions and frequencies and the norm."""
         return Case(
             self.map or "cosine", self.shape, self.prefix, self.suffix, self.scale, coords=self.coords,
             origin=self.origin, masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
@@ -530,22 +530,22 @@ class LinearInputs:
     grad: Tensor
     omega: Tensor | None
     phase: Tensor | None
-    positions: Any  # of q, or a pair
+    positions: Any  # positions of q, or a pair
     gate: Tensor | None
     cu_seqlens: Tensor | None
     state: tuple[Tensor, ...]
     grad_state: tuple[Tensor, ...]
     case: LinearCase = field(default_factory=LinearCase)
     amplitude: Tensor | None = None
-    weights: dict[str, Tensor] = field(default_factory=dict)  # as of Inputs
+    weights: dict[str, Tensor] = field(default_factory=dict)  # as in Inputs
     decay: Tensor | None = None
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """Return the norm, with these weights instead of the inputs' own, in their order."""
+        """Return the norm, optionally with other weights, given in the same order."""
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """The same inputs with every floating-point tensor in another dtype."""
+        """Cast every floating-point tensor to another dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):
@@ -561,7 +561,7 @@ class LinearInputs:
 
 
 def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> LinearInputs:
-    """Random inputs; the same on every device."""
+    """Make random inputs; the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def randn(*size: int) -> Tensor:
@@ -578,14 +578,14 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
         randn(case.batch, heads, num, width).to(case.dtype)
         for heads, num, width in ((h_q, num_q, case.head_dim), (h_k, num_k, case.head_dim), (h_k, num_k, v_dim))
     )
-    if case.rule == "delta":  # A of a block is at most about 1
+    if case.rule == "delta":  # keeps A of a block below about 1
         k = k * (case.head_dim * case.block) ** -0.5
     grad = randn(case.batch, h_q, num_q, v_dim).to(device, case.dtype)
     gate = None
     if case.gate != "none":
         gate = torch.rand(case.batch, case.gate_heads, num_k, generator=generator).add(0.25)
         gate = torch.where(torch.rand(gate.shape, generator=generator) < 0.3, 0, gate)
-        if case.rule == "delta" and case.norm != "none":  # which undoes what the keys were multiplied by
+        if case.rule == "delta" and case.norm != "none":  # the norm undoes the scaling of the keys
             gate = gate / (case.head_dim * case.block)
         if case.gate == "nan":
             out = (gate == 0).expand(-1, h_k, -1)[..., None]
@@ -626,7 +626,7 @@ def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -
 def _make_frequencies(
     case: LinearCase, randn: Callable[..., Tensor], device: torch.device | str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """omega, phase and amplitude."""
+    """Make omega, phase and amplitude."""
     if case.map is None:
         return None, None, None
     channels = case.encoding.channels
@@ -639,9 +639,9 @@ def _make_frequencies(
 
 
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
-    """(q, k, v, omega, phase, gate, state, weights, decay) -> (o, state): what the case asks for, at its positions.
+    """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that runs the case.
 
-    operands: what the reference rounds both sides of its products to, as the kernels do for inputs of 16 bits.
+    operands: dtype to which the reference rounds both factors of its products, as the kernels do for 16-bit inputs.
     """
     case = inputs.case
 
@@ -688,8 +688,10 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
 def run_linear(
     inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Forward and backward: o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the
-    states; dweight0 and so on of a norm."""
+    """Run forward and backward of linear attention.
+
+    Return o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the states; and dweight0
+    etc. of a norm."""
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
     wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
@@ -721,14 +723,16 @@ def check_linear(
     frequencies: bool = True,
     ulps: float = 0.0,
 ) -> list[Violation]:
-    """Run a case of linear attention by ``impl`` and say where it leaves the budget.
+    """Run a case of linear attention with ``impl``, and return the violations of the error budget.
 
-    Of 16-bit inputs the kernels multiply operands in bfloat16. o and dv of bfloat16, which are rounded to it
-    themselves, are judged by the plain reference nevertheless; all else by the reference with products of such
-    operands: what is float32 (the state, the gradients of the gate, the frequencies and the state), results in
-    float16, which is finer than the operands, dq and dk, which are differences (where a token sees one other, of
-    equals: exactly 0), and the results of normalizer "encoded", which divides by a difference, with a causal or block
-    mask, and of one key (o is its v: the plain reference's error is exactly 0).
+    For 16-bit inputs the kernels multiply bfloat16 operands. For bfloat16, o and dv are rounded to bfloat16 anyway, so
+    the plain reference judges them. A reference with bfloat16 operands judges everything else:
+
+    - float32 results: the state, and gradients of the gate, the frequencies and the state;
+    - float16 results, which are finer than the operands;
+    - dq and dk, which are differences (exactly 0 if a token sees only one other);
+    - normalizer "encoded", which divides by a difference, and causal or block masks;
+    - a single key, where o is its v and the plain reference has no error at all.
     """
     return _check(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 

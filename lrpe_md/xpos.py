@@ -1,3 +1,3 @@
-"""The public path of xPos."""
+"""Public import path of xPos."""
 
 from .modules.xpos import scale_xpos as scale_xpos

@@ -1,11 +1,11 @@
-"""Frequencies: how fast each channel turns, built from theta to omega.
+"""Frequencies: the angle per unit of position for each channel, built from theta to omega.
 
-``omega`` (H or 1, C, K) holds one frequency for each head, channel (or pair) and axis, in radians a unit of
-position. An axial scheme is an omega with zeros, a mixed one is dense. Everything here is float64 unless asked
-otherwise, and differentiable where it takes a tensor.
+``omega`` (H or 1, C, K) holds one frequency per head, channel (or pair) and axis, in radians per unit of position. An
+axial omega has a single nonzero axis per channel, a mixed one is dense. Results are float64 by default, and
+differentiable with respect to tensor arguments.
 
-theta is a series of frequencies, edited where a model is stretched (:mod:`.scalings`), and laid over the
-channels: one axis a channel (:func:`axial_omega`), or a direction a channel (:func:`dense_omega`).
+theta is a series of frequencies. :mod:`.scalings` edits it to extend a trained model. :func:`axial_omega` assigns one
+axis to each channel, and :func:`dense_omega` one direction.
 """
 
 from .axial import AXIS_MAPS as AXIS_MAPS

@@ -1,4 +1,4 @@
-"""Axial frequencies: omega from theta with one axis for each channel, or one axis in all."""
+"""Axial frequencies: omega from theta, where each channel depends on one axis."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
     return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
 
 
-# From the widths of the axes, in their order, and C: the members that each takes of its series, and the channels where
-# they go, None for a block an axis.
+# Maps the axes' widths and C to the series members that each axis takes, and the channels where they go; None for
+# consecutive blocks.
 _Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
 _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "block": lambda w, c: ([range(n) for n in w], None),
@@ -45,24 +45,24 @@ _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "stride": lambda w, c: (_strides(w, c), _strides(w, c)),
     "even_odd": lambda w, c: ([range(b, b + len(w) * n, len(w)) for b, n in enumerate(w)], None),
 }
-AXIS_MAPS = tuple(_PLACES)  # of the channels of every head; "head" shares out the heads
+AXIS_MAPS = tuple(_PLACES)  # axis maps within each head; "head" distributes whole heads
 ONE_SERIES = ("chunk", "stride", "even_odd")
 
 
 def one_series(axis_map: AxisMap) -> bool:
-    """Tell whether the axes share one series over all channels."""
+    """Return whether the axes share a single series over all channels."""
     return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
-    """Blocks of channels, between which there may be gaps."""
+    """Return the number of blocks of channels that gaps can separate."""
     if not isinstance(axis_map, str):
         return len(axis_map)
     return 1 if axis_map in ("alternate", "stride", "head") else num_axes
 
 
 def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
-    """The channels of each axis, where the axes of a group take turns until each has its section."""
+    """Return the channels of each axis; the axes of a group alternate until each has its section."""
     owners: list[int] = []
     for group in axis_map:
         left = {axis: sections[axis] for axis in group}
@@ -86,12 +86,12 @@ def check_map(axis_map: Any, num_axes: int) -> None:
 
 
 def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int | None = None) -> tuple[int, ...]:
-    """Channels (or pairs) of each axis, in proportion to ``shares``.
+    """Split channels (or pairs) among axes, in proportion to ``shares``.
 
     Args:
-        num_channels: what is shared out.
-        shares: one whole number an axis: (2, 3, 3) gives the first axis two eighths.
-        remainder: the axis that takes what is left over; None: nothing may be.
+        num_channels: the total to split.
+        shares: one integer per axis: (2, 3, 3) gives the first axis two eighths.
+        remainder: the axis that gets the rest; None: the split must be exact.
 
     Raises:
         ValueError: the shares don't divide ``num_channels`` and no axis takes the remainder.
@@ -123,40 +123,38 @@ def axial_omega(
     gaps: Sequence[int] | None = None,
     num_heads: int | None = None,
 ) -> Tensor:
-    """Lay theta over the channels, one axis a channel; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
+    """Assign the series theta to channels, one axis each; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
 
     Args:
-        theta: (E,) or (H, E), shared by the axes. Or one tensor for each axis, slowest axis first like
-            ``Grid.shape``.
+        theta: (E,) or (H, E), shared by the axes, or one tensor per axis, slowest axis first like ``Grid.shape``.
         num_channels: C: head_dim for cosine, half the rotated width for rotate.
         num_axes: K.
         axis_order: which axis is first. ``"minor_first"``: the fastest (W), the order of the LRPE document;
             ``"major_first"``: the slowest (T), as in most vision models.
         axis_map: how the axes share the channels.
 
-            - ``"block"``: a block an axis, each from the start of its series;
-            - ``"alternate"``: the axes take turns, each from the start of its series;
-            - ``"chunk"``: one series over all channels, cut into a section an axis (Qwen2-VL);
-            - ``"stride"``: one series, channel c to the (c mod K)-th axis until that has its section, and from
-              there to the first (Qwen3-VL); the first axis's section is not used;
-            - ``"even_odd"``: one series dealt out to the axes, a block an axis (Pixtral for K = 2);
+            - ``"block"``: one block per axis, each from the start of its series;
+            - ``"alternate"``: the axes alternate, each from the start of its series;
+            - ``"chunk"``: one series over all channels, split into one section per axis (Qwen2-VL);
+            - ``"stride"``: one series; channel c belongs to axis c mod K until that axis has its section, later
+              channels to the first axis (Qwen3-VL). The first axis's section is not used;
+            - ``"even_odd"``: one series dealt out to the axes in turn, one block per axis (Pixtral for K = 2);
             - ``"head"``: each head has one axis on all its channels (MHRoPE);
-            - groups of axes by their numbers, 0 the slowest: one series over all channels; the groups come one after
-              the other, and in each the axes take turns until each has its section. ``((1, 2), (0,))`` is h w h w ..
-              and then t (ERNIE-4.5-VL, VideoRoPE), ``((0, 0, 1, 2, 1, 2, 1, 2),)`` t t h w h w h w over and over
-              (MM-RoPE).
-        sections: channels of each axis, slowest axis first, or heads for ``"head"``; what is beyond their sum stays
-            unrotated. Default: all of theta for each axis, cut where it passes C (block), equal sections, the first
-            axis taking the remainder (the others).
-        gaps: channels that stay unrotated before, between and behind the axes' blocks: one number more than there are
-            blocks, as they lie. ``"alternate"`` and ``"stride"`` are one block, a group is one. Default: none.
-        num_heads: of ``"head"``; default: as many as the sections name.
+            - groups of axis numbers, 0 the slowest: one series over all channels. Groups follow one another; within a
+              group the axes alternate until each has its section. ``((1, 2), (0,))`` is h w h w .. and then t
+              (ERNIE-4.5-VL, VideoRoPE); ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w h w (MM-RoPE).
+        sections: channels per axis, slowest axis first, or heads for ``"head"``; channels beyond their sum are not
+            rotated. Default for block: all of theta per axis, cut off at C. Default for the others: equal sections,
+            with the remainder for the first axis.
+        gaps: unrotated channels before, between and after the blocks of the axes, one number more than there are
+            blocks. ``"alternate"`` and ``"stride"`` have one block, groups have one each. Default: none.
+        num_heads: for ``"head"``; default: the sum of the sections.
 
     Returns:
         omega (H or 1, C, K), with theta's dtype and device; differentiable with respect to theta.
 
     Raises:
-        ValueError: theta has fewer members than the map takes, sections that pass C, an unknown name.
+        ValueError: too few members in theta, sections that exceed C, or an unknown name.
     """
     if axis_order not in AXIS_ORDERS:
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
@@ -210,7 +208,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """The members that each axis takes, one axis after the other: (H, C, K)."""
+    """Lay out the series members of each axis in consecutive blocks of channels: (H, C, K)."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0
@@ -226,7 +224,7 @@ def _laid(
 def _by_head(
     thetas: Sequence[Tensor], num_channels: int, sections: Sequence[int] | None, num_heads: int | None
 ) -> Tensor:
-    """One axis a head, on all channels; heads beyond the sections are not rotated."""
+    """Assign one axis to each head, on all its channels; heads beyond the sections are not rotated."""
     num_axes = len(thetas)
     if sections is None:
         sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
@@ -260,7 +258,7 @@ def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
 
 
 def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Tensor:
-    """Zeros before, between and behind blocks of channels."""
+    """Insert zeros before, between and after blocks of channels."""
     if not any(gaps):
         return omega
     blocks = [*blocks[: len(gaps) - 2], omega.shape[1] - sum(blocks[: len(gaps) - 2])]
@@ -271,7 +269,7 @@ def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Ten
 
 
 def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
-    """Blocks of these widths until they reach C."""
+    """Truncate the widths of the blocks so that they add up to C."""
     if sum(widths) < num_channels:
         raise ValueError(
             f"theta: {num_axes} axes of {widths} frequencies give {sum(widths)} channels, "
@@ -281,18 +279,18 @@ def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """theta[:, members], a view of a range: an index would have to travel to the device."""
+    """Return theta[:, members]. A range gives a view; an index tensor would have to be copied to the device."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
 
 
 def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) -> Tensor:
-    """theta (C,), (1, C), (H, C) or (H,), one frequency a head, on one axis: omega (H or 1, C, 1), a view.
+    """Expand theta (C,), (1, C), (H, C), or (H,) for one frequency per head, to omega (H or 1, C, 1), as a view.
 
     Args:
-        num_pairs: C. A theta of that length is (C,), also where H = C.
-        num_heads: H; None: whatever theta says.
+        num_pairs: C. A theta of this length is read as (C,), even if H = C.
+        num_heads: H; None: any.
     """
     check_dense("theta", theta, "(C,), (H, C) or (H,)")
     check_at_least(1, num_pairs=num_pairs)

@@ -16,7 +16,7 @@ __all__ = [
 
 
 def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
-    """Magnitudes times directions: theta (C,) or (H, C), directions (C, K) or (H, C, K) → omega (H or 1, C, K)."""
+    """Scale directions (C, K) or (H, C, K) by magnitudes theta (C,) or (H, C), giving omega (H or 1, C, K)."""
     check_dense("theta", theta, "(C,) or (H, C)")
     check_dense("directions", directions, "(C, K) or (H, C, K)")
     theta = theta if theta.ndim == 2 else theta[None]
@@ -31,7 +31,7 @@ def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
 def random_directions(
     num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """A random orthonormal frame a head, its vectors taken by K blocks of channels: (H, C, K)."""
+    """Draw a random orthonormal frame per head, one vector for each of K blocks of channels: (H, C, K)."""
     check_at_least(1, num_channels=num_channels, num_axes=num_axes, num_heads=num_heads)
     device = None if generator is None else generator.device
     normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator, device=device)
@@ -54,11 +54,11 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 
 
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Directions that stay evenly spread however many channels are taken, for K = 2 or 3: (C, K), float64.
+    """Return directions that are evenly spread for any number of channels, for K = 2 or 3: (C, K), float64.
 
-    On the half circle each channel is turned by the golden section of it from the one before; on the half sphere
-    height and azimuth follow the sequence that generalises it (Roberts 2018; for RoPE: Xiong 2025, "On
-    N-dimensional rotary positional embeddings"). Halves, since v and -v turn a pair alike but for the sense.
+    On the half circle, successive channels differ by the golden section. On the half sphere, height and azimuth follow
+    its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional embeddings"). Half is
+    enough, because v and -v rotate a pair by the same angle in opposite senses.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
@@ -75,12 +75,12 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
 
 
 def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Channels take turns at the K + 1 corners of a regular simplex around the origin: (C, K), float64.
+    """Return the K + 1 corners of a regular simplex around the origin, repeated over the channels: (C, K), float64.
 
-    For K = 2 three directions 120° apart, as in the hexagonal codes of grid cells.
+    For K = 2 these are three directions 120° apart, as in the hexagonal codes of grid cells.
     """
     check_at_least(1, num_channels=num_channels, num_axes=num_axes)
-    # Along axis j corner j stands out, and those after it balance it.
+    # On axis j, corner j is nonzero and later corners balance it.
     corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
     for j in range(num_axes):
         corners[j, j] = (1 - corners[j].square().sum()).sqrt()
@@ -97,12 +97,12 @@ def mixed_omega(
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Dense frequencies: each channel turns along a direction of its own, random by head.
+    """Return dense frequencies: each channel has its own direction, drawn per head.
 
-    A head draws a random orthonormal frame of the K axes; channels fall into K blocks, one for each vector of
-    the frame, each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the
-    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle a head, directions a and a + π/2), up to
-    the sense of rotation.
+    Each head draws a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame,
+    each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the initialisation of
+    RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle per head, directions a and a + π/2), up to the sense of
+    rotation.
 
     Returns:
         omega (H, C, K).

@@ -1,4 +1,4 @@
-"""Frequencies from ``rope_parameters`` (``rope_scaling`` in older ones), as the configs of transformers have them."""
+"""Frequencies from ``rope_parameters`` (formerly ``rope_scaling``) in a transformers config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a rule beside the series: the fields of the dict, and the lengths."""
+    """Inputs of a scaling rule besides the series: the config fields and the lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int
@@ -33,7 +33,7 @@ class _Model(NamedTuple):
 
     @property
     def original(self) -> float:
-        """The length that the model was trained at."""
+        """Sequence length that the model was trained at."""
         return self.fields.get("original_max_position_embeddings") or self.maximum
 
     @property
@@ -46,7 +46,7 @@ class _Model(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Given, or the ratio of the lengths, which must then both be there."""
+        """Scaling factor: the config's, or the ratio of maximum to original length."""
         if self.fields.get("original_max_position_embeddings") is None:
             return self.need("factor")
         return self.fields.get("factor") or self.maximum / self.original
@@ -96,7 +96,7 @@ def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
 
 
 def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
-    """The fastest frequencies of the whole head's series, and zeros: the other pairs don't turn."""
+    """Keep the fastest frequencies of the full head's series; set the others to zero (not rotated)."""
     num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
     theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
     return F.pad(theta[:num], (0, len(theta) - num)), amplitude
@@ -112,7 +112,7 @@ RULES: dict[str, Rule] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-WHOLE = ("proportional",)  # whose partial_rotary_factor leaves out frequencies, not channels
+WHOLE = ("proportional",)  # partial_rotary_factor limits the frequencies here, not the channels
 
 
 def rope_frequencies(
@@ -124,7 +124,7 @@ def rope_frequencies(
     base: float = 10000.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, float]:
-    """theta (R/2,) and the amplitude of a text model, from the fields of its configuration.
+    """Return theta (R/2,) and the amplitude of a text model from its config fields.
 
         theta, amplitude = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
         rope = Rotate1d(head_dim, theta=theta, amplitude=amplitude, rotary_dim=2 * len(theta))
@@ -132,25 +132,25 @@ def rope_frequencies(
 
     Args:
         rope_parameters: ``rope_type`` (or ``type``) "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"
-            or "proportional", and what the type takes of ``rope_theta``, ``partial_rotary_factor``, ``factor``,
+            or "proportional", and the fields that the type uses: ``rope_theta``, ``partial_rotary_factor``, ``factor``,
             ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``, ``truncate``,
             ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are left alone. None: the default.
-        head_dim: D. R is D, or ``int(D * partial_rotary_factor)`` (except "proportional", where the rest has θ = 0).
-        max_position_embeddings: of the configuration: what "dynamic" stretches from, and the default of
+            ``high_freq_factor``. Other fields are ignored. None: the default.
+        head_dim: D. R is D, or ``int(D * partial_rotary_factor)`` (for "proportional" R is D, and the rest has θ = 0).
+        max_position_embeddings: the config's maximum length: the length that "dynamic" scales from, and the default of
             ``original_max_position_embeddings``.
-        seq_len: present length, for "dynamic" (default: the maximum) and "longrope" (default: the short factors).
-        base: where there is no ``rope_theta``, as in a ``rope_scaling``.
+        seq_len: current length, for "dynamic" (default: the maximum) and "longrope" (default: the short factors).
+        base: used if there is no ``rope_theta``, as in ``rope_scaling``.
 
     Returns:
         theta (R/2,) on the CPU, computed in float64, and the factor of the rotated channels of q and k. Positions stay
-        whole numbers under every type.
+        integers for every type.
 
     Raises:
-        ValueError: an unknown type, a field that is missing, an odd width.
+        ValueError: an unknown type, a missing field, or an odd width.
 
-    Source: the papers at :func:`lrpe_md.linear_scaling` and its neighbours; the fields are those of transformers 5.23,
-    ``modeling_rope_utils.py``, whose values these equal to float32's rounding. "ntk" is not among its types.
+    Source: the papers at :func:`lrpe_md.linear_scaling` and its neighbours; fields of transformers 5.23,
+    ``modeling_rope_utils.py``, whose values match these up to float32 rounding. "ntk" is not one of its types.
     """
     fields = rope_parameters or {}
     kind = _type(fields)
@@ -162,7 +162,7 @@ def rope_frequencies(
             f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
             f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
         )
-    with torch.device("cpu"):  # a model may be made on the meta device
+    with torch.device("cpu"):  # the default device may be meta
         theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
         theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude

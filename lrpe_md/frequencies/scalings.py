@@ -1,7 +1,7 @@
-"""A trained series for longer sequences or larger grids.
+"""Scalings that extend a trained frequency series to longer sequences or larger grids.
 
-Each function takes the series of one axis, (E,) or (H, E), and returns the edited one and the amplitude of q and k that
-goes with it. With several axes each gets its own. Differentiable with respect to theta.
+Each function takes the series of one axis, (E,) or (H, E), and returns the edited series and the amplitude for q and k.
+Scale each axis separately. Differentiable with respect to theta.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = [
 
 
 def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al., arXiv 2306.15595): θ / factor, amplitude 1."""
+    """Interpolate positions (Chen et al., arXiv 2306.15595): θ / factor, amplitude 1."""
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
     return theta / factor, 1.0
 
 
 def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
-    """NTK-aware: the base b becomes b · factor^(d / (d - 2)), d = 2E; the slowest turns ``factor`` times slower.
+    """Apply NTK-aware scaling: the base b becomes b · factor^(d / (d - 2)), d = 2E.
 
-    On a geometric series that is θ_i · factor^(-i / (E - 1)), which needs no base. Amplitude 1. Source: bloc97,
-    "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
+    On a geometric series that is θ_i · factor^(-i / (E - 1)), which does not need the base; the slowest frequency
+    is divided by ``factor``. Amplitude 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
@@ -39,7 +39,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
-    """NTK-aware by the present length: :func:`ntk_scaling` with s·L/L0 - (s - 1), and no change up to L0."""
+    """Apply :func:`ntk_scaling` with s·L/L0 - (s - 1) for the current length L; nothing changes up to L0."""
     _check_positive(factor=factor, length=length, original_length=original_length)
     return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
 
@@ -53,10 +53,11 @@ def yarn_scaling(
     slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., arXiv 2309.00071): θ / factor below ``slow`` turns in ``original_length``, θ above ``fast``.
+    """Apply YaRN (Peng et al., arXiv 2309.00071).
 
-    Between, a ramp over the index; its ends are rounded outwards with ``truncate``, as in the authors' code.
-    Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
+    θ / factor below ``slow`` turns in ``original_length``, θ above ``fast``. A linear ramp over the index joins the
+    two; ``truncate`` rounds its ends outwards, as in the authors' code. Amplitude 0.1 ln(factor) + 1. ``theta`` must be
+    a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
@@ -86,9 +87,9 @@ def longrope_scaling(
     length: int,
     original_length: int,
 ) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i, λ ``long`` beyond the original length, else ``short``.
+    """Apply LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i.
 
-    Amplitude √(1 + ln factor / ln original_length).
+    λ is ``long`` beyond the original length, else ``short``. Amplitude √(1 + ln factor / ln original_length).
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, length=length, original_length=original_length)
@@ -104,9 +105,10 @@ def longrope_scaling(
 def llama3_scaling(
     theta: Tensor, factor: float = 8.0, *, low: float = 1.0, high: float = 4.0, original_length: float = 8192
 ) -> tuple[Tensor, float]:
-    """Llama 3.1 (arXiv 2407.21783): θ / factor where the wavelength passes L0 / low, θ where it is below L0 / high.
+    """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
-    Between, a blend that is linear in the turns made over L0 = ``original_length``. Amplitude 1.
+    With L0 = ``original_length``: θ / factor for wavelengths above L0 / low, θ for those below L0 / high, and in
+    between a linear blend in the number of turns over L0. Amplitude 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
@@ -119,17 +121,17 @@ def llama3_scaling(
 def riflex_scaling(
     theta: Tensor, length: float, *, repeats_at: float | None = None, index: int | None = None, share: float = 0.9
 ) -> tuple[Tensor, float]:
-    """RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): the intrinsic frequency alone becomes share · 2π / length.
+    """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): set the intrinsic frequency to share · 2π / length.
 
-    So ``length`` frames fill no more than ``share`` of its period, and a longer video does not repeat. Frequencies are
-    left alone up to the length of its period, as in the authors' code without finetuning. For the axis of time.
+    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. Lengths within
+    the original period change nothing, as in the authors' code without finetuning. Use it for the time axis.
 
     Args:
-        length: frames (of the latent grid) to be generated.
-        repeats_at: the frame where a longer video is seen to repeat: the intrinsic frequency is the one whose period,
-            rounded, is nearest (eq. 7).
-        index: or its index in theta, from 0 (the authors' k - 1).
-        share: 1 in the paper; the authors' code takes 0.9.
+        length: frames (of the latent grid) to generate.
+        repeats_at: frame at which a longer video starts to repeat. The intrinsic frequency is the one whose rounded
+            period is nearest (eq. 7).
+        index: alternatively, its index in theta, from 0 (the authors' k - 1).
+        share: 1 in the paper, 0.9 in the authors' code.
 
     Amplitude 1.
     """
@@ -152,11 +154,11 @@ def riflex_scaling(
 def dype_ntk_scaling(
     theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
 ) -> tuple[Tensor, float]:
-    """DyPE on NTK-aware scaling (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
+    """Apply DyPE (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
 
     Args:
-        factor: of the length beyond that of the training; up to 1 theta stays as it is.
-        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
+        factor: length divided by the training length; up to 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
 
     Amplitude 1.
     """
@@ -175,19 +177,18 @@ def dype_yarn_scaling(
     interpolated: tuple[float, float] = (0.75, 1.25),
     kept: tuple[float, float] = (2.0, 16.0),
 ) -> tuple[Tensor, float]:
-    """DyPE on YaRN (Issachar et al., arXiv 2510.20766), as in the authors' code: three ranges by the turns made in
-    ``original_length``.
+    """Apply DyPE to YaRN (Issachar et al., arXiv 2510.20766), with three ranges of turns in ``original_length``.
 
-    Below ``interpolated`` θ / factor, above it :func:`ntk_scaling`, above ``kept`` θ itself, with ramps within both;
-    the bounds are multiplied by t², so that towards t = 0 all of θ is kept. Ends of a ramp are rounded outwards to
-    whole indices. Where all frequencies are on one side of a ramp, as they are close to t = 0, the authors' turns over
-    and takes them for those of the other side; here they stay.
+    Below ``interpolated``: θ / factor. Above it: :func:`ntk_scaling`. Above ``kept``: θ itself. Both pairs of bounds
+    are ramps, multiplied by t², so that all of θ is kept towards t = 0. Ramp ends are rounded outwards to whole
+    indices. This follows the authors' code, except where all frequencies lie on one side of a ramp, as close to t = 0.
+    Their ramp then flips and assigns them to the other side; here they stay.
 
     Args:
-        factor: of the length beyond that of the training; up to 1 theta stays as it is.
-        time: t of the diffusion, from 1 (noise) to 0; a tensor () is read on its device alone, with no wait for it.
+        factor: length divided by the training length; up to 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
 
-    Amplitude 0.1 ln(factor) + 1. ``theta`` is a geometric series.
+    Amplitude 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length)
@@ -202,7 +203,7 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Ramp down from 1, at the index with the second number of turns (times share) in the length, to 0 at the first."""
+    """Ramp over the index from 1, where θ makes turns[1] · share turns in the length, to 0 at turns[0] · share."""
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
@@ -215,7 +216,7 @@ def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: 
 
 
 def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
-    """NTK-aware; nothing is looked at."""
+    """Apply NTK-aware scaling without reading theta's values."""
     num = theta.shape[-1]
     if num < 2:
         raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")
@@ -223,7 +224,7 @@ def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _check_time(theta: Tensor, time: float | Tensor) -> Tensor:
-    """Return the time as float64 on theta's device, checked."""
+    """Check the time, and return it as float64 on theta's device."""
     if isinstance(time, Tensor):
         if time.ndim:
             raise ValueError(f"time: expected one number, got {tuple(time.shape)}")

@@ -1,4 +1,4 @@
-"""Series of frequencies, theta: float64 unless asked otherwise."""
+"""Frequency series theta, float64 by default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def geometric_theta(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """``base ** (-i / num)`` for i < num: RoPE's geometric series (arXiv 2104.09864), shape (num,)."""
+    """Return RoPE's geometric series ``base ** (-i / num)`` for i < num (arXiv 2104.09864): (num,)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
     if not 0 < base < math.inf:
@@ -29,9 +29,9 @@ def geometric_theta(
 
 
 def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """``num`` frequencies from ``first`` to ``last``, both included, evenly spaced in their logarithm: (num,).
+    """Return ``num`` frequencies from ``first`` to ``last`` inclusive, evenly spaced in their logarithm: (num,).
 
-    DINOv3 with the periods p to P is ``log_linspace_theta(num, 2π / p, 2π / P)``.
+    For DINOv3 with periods p to P, use ``log_linspace_theta(num, 2π / p, 2π / P)``.
     """
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
@@ -42,13 +42,13 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
 
 
 def period_theta(periods: Tensor) -> Tensor:
-    """Frequencies 2π / periods, for series that are given as wavelengths; any shape, differentiable."""
+    """Convert wavelengths to frequencies, 2π / periods; any shape, differentiable."""
     check_dense("periods", periods, "of any shape")
     return 2 * math.pi / periods
 
 
 def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """One geometric series over all heads, a band a head: (num_heads, num), head 0 the fastest.
+    """Split one geometric series into a band per head: (num_heads, num), head 0 the fastest.
 
     TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
     """
@@ -57,11 +57,11 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
 
 
 def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
-    """Return what a scaling makes of theta (E,) or (H, E), and its amplitude.
+    """Apply a scaling to theta (E,) or (H, E), and return the checked result and amplitude.
 
     Raises:
-        TypeError: something else than a tensor and an amplitude.
-        ValueError: frequencies or an amplitude of another shape, or an amplitude that is not finite.
+        TypeError: the scaling does not return a tensor and an amplitude.
+        ValueError: frequencies or an amplitude of another shape, or a non-finite amplitude.
     """
     try:
         found = scaling(theta)

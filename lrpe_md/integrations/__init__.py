@@ -1,4 +1,4 @@
-"""The library in models of timm, diffusers and transformers, and in your own."""
+"""Adapters for models of timm, diffusers and transformers, and for your own models."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

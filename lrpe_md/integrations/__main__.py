@@ -1,8 +1,8 @@
-"""Print what ``adapt_rotary`` does with a model, without allocating its weights.
+"""Print how ``adapt_rotary`` would change a model, without allocating its weights.
 
-python -m lrpe_md.integrations Qwen/Qwen3-0.6B            a configuration of transformers or diffusers: the name of one
-python -m lrpe_md.integrations path/to/any_name.json      on the hub, a file, or a folder with a config.json
-python -m lrpe_md.integrations vit_small_patch16_dinov3   a model of timm
+python -m lrpe_md.integrations Qwen/Qwen3-0.6B            a transformers or diffusers configuration: its name on the
+python -m lrpe_md.integrations path/to/any_name.json      hub, a file, or a folder with a config.json
+python -m lrpe_md.integrations vit_small_patch16_dinov3   a timm model
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status: 1 for a model that is refused, 2 for one that can't be made."""
+    """Run the command, and return its exit status: 1 if the model is not supported, 2 if it cannot be built."""
     parser = argparse.ArgumentParser(
         "python -m lrpe_md.integrations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make(name: str) -> nn.Module:
-    """Make a model from a configuration or timm; raise ValueError or OSError if there is none of this name."""
+    """Build a model from a configuration or a timm name; raise ValueError or OSError if there is none."""
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     config: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if config is None and "/" not in name:

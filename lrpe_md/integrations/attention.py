@@ -1,4 +1,4 @@
-"""Softmax and linear attention of a backbone's q, k and v, and what it tells its attentions.
+"""Softmax and linear attention for backbones, and the context that a backbone passes to its attentions.
 
 Shapes: B batch, N tokens, H heads, D head_dim.
 """
@@ -30,19 +30,20 @@ __all__ = [
     "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
 
-torch.fx.wrap("softmax_attention")  # one step of a traced graph
+torch.fx.wrap("softmax_attention")  # a single node in traced graphs
 
 
 NOTHING = Activation()
 
 
 class Context:
-    """Inputs that a backbone's forward passes to each attention, through its ``attn_mask`` argument.
+    """Inputs that a backbone's forward passes to each attention through the ``attn_mask`` argument.
 
-    No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
+    This is not a tuple, because mixed precision of FSDP and DDP would cast the tensors inside, including positions.
 
-    block, carried: where frames see earlier ones alone, see :func:`lrpe_md.linear_attention`, :func:`attend_frames` and
-    :class:`Carried`. window: of softmax attention, the frames that one sees, itself among them; None: all.
+    block, carried: for frames that see only themselves and earlier frames; see :func:`lrpe_md.linear_attention`,
+    :func:`attend_frames` and :class:`Carried`. window: number of frames that softmax attention sees, its own included;
+    None: all.
     """
 
     def __init__(
@@ -60,14 +61,13 @@ class Context:
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
-    """The SDPA backends to try, in order, or None for PyTorch's own choice.
+    """Return the SDPA backends to try, in order, or None for PyTorch's default.
 
-    The cosine map makes q and k 2D wide and leaves v D wide. Flash attention refuses unequal widths, and by default
-    PyTorch then prefers the memory-efficient kernel. On Hopper cuDNN takes them several times as fast
-    (docs/tuning.md), so there, and in 16 bits, it comes first; where it refuses (a mask, a width) the next is
-    taken. Everything else, other devices and equal widths among it, is left to PyTorch.
-
-    Under a function transform or a dual number it is the plain one: the fused ones have no forward mode.
+    The cosine map doubles the width of q and k, but not of v. Flash attention rejects unequal widths, and PyTorch then
+    falls back to the memory-efficient kernel. On Hopper, cuDNN is several times faster for 16-bit inputs of unequal
+    width (docs/tuning.md), so it is tried first there; if it rejects a mask or a width, the next backend is used. In
+    all other cases PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
+    ones have no forward-mode derivative.
     """
     if transforming():
         return [SDPBackend.MATH]
@@ -88,27 +88,27 @@ def softmax_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D), on the backends of :func:`sdpa_backends`.
+    """Compute SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D) with the backends of :func:`sdpa_backends`.
 
-    ``scale`` is D**-0.5 of the head_dim before any map, so that zero frequencies are no encoding.
+    ``scale`` is D**-0.5 for the head_dim before any map, so that zero frequencies equal no encoding.
     """
     if attn_mask is not None and attn_mask.is_floating_point():
-        attn_mask = attn_mask.to(q.dtype)  # a block's mixed precision casts q, but not what a Context holds
+        attn_mask = attn_mask.to(q.dtype)  # mixed precision casts q, but not the contents of a Context
     backends = sdpa_backends(q, v)
     with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale
-        )  # ONNX's older exporter hands it on as a tensor
+        )  # is_causal is a tensor in ONNX's older exporter
 
 
 def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Softmax attention of q, k, v (B, H, N, ..) as one of timm's attentions has it: fused or not, with its dropout."""
+    """Compute softmax attention of q, k, v (B, H, N, ..) with a timm attention's settings (fused, dropout)."""
     if attn.fused_attn:
         dropout_p = attn.attn_drop.p if attn.training else 0.0
         return softmax_attention(
             q, k, v, scale=attn.scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
         )
-    # timm.layers.set_fused_attn(False): for export and for hooks on the weights.
+    # timm.layers.set_fused_attn(False), for export and for hooks on the attention weights.
     from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 
     weights = (q * attn.scale) @ k.transpose(-2, -1)
@@ -123,14 +123,14 @@ def attend_encoded(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """``attend(*encode(q, k), v)``, whose backward encodes q and k a second time.
+    """Compute ``attend(*encode(q, k), v)``, and encode q and k again in the backward to save memory.
 
-    Softmax attention keeps the encoded q and k for its backward; here they are made again from q and k, which v's
-    projection holds in memory anyway. What else the attention keeps, its output, sums and state of the random numbers
-    among it, it keeps: nothing but the encoding runs twice, on the same values, and the gradients are the same.
+    Softmax attention would keep the encoded q and k for its backward. Here they are recomputed from q and k, which the
+    projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
+    still saved, so only the encoding runs twice, and the gradients are identical.
 
-    encode: must not draw random numbers. Under a function transform, where nothing needs a gradient, and where other
-    hooks decide what is kept (activation checkpointing), this is the plain call.
+    encode: must not draw random numbers. This is the plain call under function transforms, without gradients, and with
+    other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not exporting():
@@ -154,14 +154,14 @@ def _attend_plain(encode: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 class _Again:
-    """Stands in for encoded tensors among those that a backward keeps."""
+    """Placeholder for encoded tensors among the saved tensors of a backward."""
 
     def __init__(self, encode: Any, xs: tuple[Tensor, ...], encoded: tuple[Tensor, ...]) -> None:
         self.encode, self.xs = encode, tuple(x.detach() for x in xs)
         self.versions = [x._version for x in self.xs]
         self.storages = [y.untyped_storage()._cdata for y in encoded if not _shares_memory(y, xs)]
         self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
-        self.made: dict[int, Tensor] = {}  # and not yet asked for
+        self.made: dict[int, Tensor] = {}  # recomputed tensors that are not unpacked yet
 
     def pack(self, t: Tensor) -> Any:
         storage = t.untyped_storage()._cdata
@@ -199,15 +199,16 @@ _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "ber
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of an attention's operators; recompute everything else, which is the encoding."""
+    """Save the results of attention operators; recompute everything else, which is the encoding."""
     name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
     kept = name in _KEPT or name.startswith("_scaled_dot_product") or not name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
 
 class Carried:
-    """State that passes from one chunk of a sequence to the next, one entry per attention in their order: sums of
-    linear attention, keys and values of softmax attention."""
+    """State passed from one chunk of a sequence to the next, one entry per attention in order.
+
+    An entry holds the sums of linear attention, or the keys and values of softmax attention."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
@@ -219,12 +220,11 @@ class Carried:
 
 
 def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Softmax attention of raw q, k, v (B, H, N, D) in which tokens see their frame and those before it.
+    """Compute softmax attention of raw q, k, v (B, H, N, D), where tokens see their own frame and earlier ones.
 
-    Frames have ``context.block`` tokens each, behind the prefix, which sees itself and is seen by all. What is carried
-    on are keys as they came, not encoded: with a window of so many frames its first is at position 0, wherever it is
-    in the video, so that positions stay in the range of such a window and keys are encoded anew as it moves
-    (block-relativistic RoPE, arXiv 2511.20649).
+    Frames have ``context.block`` tokens each and follow the prefix, which sees only itself and is seen by all. Carried
+    keys are not encoded. With a window, its first frame is always at position 0 and its keys are encoded again as it
+    moves, so that positions stay in the range of the window (block-relativistic RoPE, arXiv 2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
     assert grid is not None
@@ -245,7 +245,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
     if context.carried is not None:
         kept = frames if window is None else min(frames, window - 1)
         parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))
-        # Not as a part of something larger, a projection or frames that are dropped, which it would keep alive.
+        # Clone slices, because a view would keep the whole projection, or dropped frames, alive.
         whole = before is not None and kept == frames
         context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
     if not isinstance(grid, Grid) and (window is not None or before is not None):
@@ -266,7 +266,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
 
 
 def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> None:
-    """Keys and values of earlier frames, as they were kept of samples like these."""
+    """Check that keys and values of earlier frames match the new ones."""
     fits = type(before) is tuple and len(before) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in before)
     if fits:
         fits = all(
@@ -285,13 +285,13 @@ def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> No
 
 
 def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Tensor:
-    """The prefix and these frames."""
+    """Return the prefix and the frames from ``first`` to ``last``."""
     frames = t[:, :, prefix + first * size : prefix + last * size]
     return torch.cat([t[:, :, :prefix], frames], dim=2) if prefix else frames
 
 
 def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Mask of the keys that the last queries see."""
+    """Return a mask of the keys that each of the last queries sees."""
     frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
     return frame[num_keys - num_queries :, None] >= frame
 
@@ -300,7 +300,7 @@ def _attend_window(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """frames: those of the keys, and of them, the last, those of the queries; None: q is of the same tokens as k."""
+    """Encode and attend. frames: number of frames of the keys, and of the queries at their end; None: same tokens."""
     encoding, grid, size = context.encoding, context.positions, context.block
     if encoding is not None:
         check_causal(encoding)
@@ -329,20 +329,20 @@ def attend_linearly(
     carried: Carried | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """Linear attention of raw q, k, v (B, H, N, D) as a backbone's :class:`Context` says, in v's dtype.
+    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype, as a backbone's :class:`Context` specifies.
 
-    norm: of q and k, where it is taken with them.
+    norm: norm of q and k, if it is fused.
     """
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: expected None, because linear attention has no weights to mask (is_causal works), "
             f"got a mask of shape {tuple(attn_mask.shape)}; use attention='softmax'"
         )
-    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast their norms give float32
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return float32
     own = NOTHING if encoding is None else encoding
     attend = partial(attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm)
     if carried is None:
-        return attend(is_causal=bool(is_causal))  # ONNX's older exporter hands it on as a tensor
+        return attend(is_causal=bool(is_causal))  # is_causal is a tensor in ONNX's older exporter
     o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)
     carried.after.append(after)
     return o

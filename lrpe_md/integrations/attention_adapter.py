@@ -1,17 +1,17 @@
-"""An encoding for a model that has none, where q and k enter ``scaled_dot_product_attention``.
+"""Add an encoding to a model that has none, at its calls of ``scaled_dot_product_attention``.
 
     from lrpe_md import Grid
     from lrpe_md.integrations import adapt_attention
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-Code and classes stay as they are. The model and its attentions get a ``forward`` of their own: that of the model asks
-for the positions and remembers them, that of an attention runs the original under a ``TorchFunctionMode`` that encodes
-q and k. A compiler traces a copy of the original instead, since it refuses a mode inside a checkpoint.
+The model's code and classes are unchanged. The model and its attentions get their own ``forward``. The model's forward
+computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that encodes
+q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
-A checkpoint runs a part of the model again in the backward, when the model's forward is long over. So the positions
-travel with the tensors that autograd saves: each of them is packed with the positions of its forward, and what unpacks
-one, as every checkpoint does with its inputs, finds them again.
+A checkpoint reruns parts of the model in the backward, after the model's forward has ended. The positions therefore
+travel with the tensors that autograd saves. Each saved tensor is packed with the positions of its forward, and
+unpacking it, as every checkpoint does with its inputs, restores them.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 Model = TypeVar("Model", bound=nn.Module)
 Where: TypeAlias = Grid | Coordinates | Tensor
 
-NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # of self-attentions in other people's models
+NAMES = ("attn", "attention", "attn1", "self_attn", "self_attention")  # common attribute names of self-attentions
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads")
 _HEAD_DIM = ("head_dim", "dim_head", "attention_head_size")
 _WIDTH = ("embed_dim", "n_embd", "inner_dim", "hidden_size", "dim")
 
 
-# --- what the forwards of one model share ----------------------------------------------------------------------------
+# --- state shared by the forwards of a model -------------------------------------------------------------------------
 
 
 class _Entry(NamedTuple):
-    """Positions, and the backward in which they were set; -1 outside of one."""
+    """Positions, and the id of the backward that set them, or -1 in a forward."""
 
     positions: Where | None
     task: int
 
 
 class _Local(threading.local):
-    """``running``: of the forward that this thread runs. ``current``: the same, or those that were unpacked last."""
+    """Positions of this thread's forward (``running``), and those in effect (``current``, maybe unpacked ones)."""
 
-    def __init__(self) -> None:  # in each thread; Dynamo's guards would overlook attributes of the class
+    def __init__(self) -> None:  # set per thread, because Dynamo's guards would miss class attributes
         self.running: Any = None  # an _Entry, or None
         self.current: Any = None
-        self.recalled: Any = None  # what ``current`` was made of
+        self.recalled: Any = None  # the entry that ``current`` was set from
 
     def recall(self, entry: _Entry) -> None:
-        """Make positions that were unpacked the current ones, until the backward ends."""
+        """Make unpacked positions the current ones until the backward ends."""
         task = -1 if self.recalled is entry else _current_task()
         if task == -1:
             return
@@ -82,7 +82,7 @@ class _Local(threading.local):
             self.current, self.recalled = self.running, None
 
     def __reduce__(self) -> Any:
-        return _Local, ()  # a copy of the model runs no forward
+        return _Local, ()  # a copy of the model starts without a running forward
 
 
 class _Adaptation:
@@ -100,7 +100,7 @@ class _Adaptation:
 
     @torch.compiler.assume_constant_result
     def prepare(self) -> bool:
-        """Make what a compiler traces. Blocks share what it compiles if all have it from the beginning."""
+        """Prepare the code that a compiler traces, for all attentions at once, so that blocks share compiled code."""
         if not self.is_prepared:
             self.is_prepared = True
             for attention in self.attentions:
@@ -108,7 +108,7 @@ class _Adaptation:
         return True
 
     def locate(self, path: str) -> Where:
-        """Return where the tokens are of an attention that runs now, in a forward or again in its backward."""
+        """Return the positions for an attention that is running, in a forward or recomputed in a backward."""
         if self.is_fixed:
             return self.positions
         if torch.compiler.is_compiling():
@@ -137,16 +137,16 @@ def _check_positions(positions: Any) -> Any:
 
 
 def _current_task() -> int:
-    """Return the number of the backward that runs, or -1."""
+    """Return the id of the running backward, or -1."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 class _Forward:
-    """The forward of one instance, instead of its class'."""
+    """Replacement for the forward of one module instance."""
 
     def __init__(self, module: nn.Module, adaptation: _Adaptation) -> None:
         self.module, self.adaptation = module, adaptation
-        self.original: Any = vars(module).get("forward")  # None: that of the class, which may be patched
+        self.original: Any = vars(module).get("forward")  # None: use the class's forward, which may be patched
         self.of_class: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,17 +159,17 @@ class _Forward:
 
     @property
     def __code__(self) -> CodeType:
-        """Code object of this call, which ``torch.export`` asks for."""
+        """Code object of this call, which ``torch.export`` reads."""
         return self.run.__code__
 
     @torch.compiler.assume_constant_result
     def look_up(self) -> bool:
-        """Find the class' forward, which Dynamo does not where the class is one that it allows in graphs."""
+        """Look up the class's forward, which Dynamo does not do for classes that it allows in graphs."""
         self.of_class = type(self.module).forward
         return True
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original."""
+        """Call the original forward."""
         self.look_up()
         if self.original is None:
             return self.of_class(self.module, *args, **kwargs)
@@ -193,7 +193,7 @@ class _Forward:
 
 
 class _ModelForward(_Forward):
-    """The forward of a model: it knows where the tokens are while it runs."""
+    """Forward of the model, which provides the positions while it runs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, local = self.adaptation, self.adaptation.local
@@ -222,9 +222,9 @@ class _ModelForward(_Forward):
 
 
 def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
-    """Pack the tensors that autograd saves together with the positions of the forward that runs.
+    """Pack the tensors that autograd saves together with the positions of the running forward.
 
-    Hooks that the caller has set go on working. Where none can be set, nothing is checkpointed with them either.
+    Existing hooks of the caller keep working. If hooks are disabled, checkpoints cannot use them either.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforming():
         return nullcontext()
@@ -253,11 +253,11 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
 
 
 class _Encoder:
-    """Stands for ``scaled_dot_product_attention``, with q and k encoded.
+    """Replacement for ``scaled_dot_product_attention``, which encodes q and k first.
 
     Args:
-        adaptation: whose encoding it is.
-        layer: the number of the attention where each has a module of its own; else None, for all of them.
+        adaptation: provides the encoding and positions.
+        layer: index of the attention if each has its own module; None if all share one.
     """
 
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
@@ -266,9 +266,9 @@ class _Encoder:
         self.copies: dict[Any, ForwardCopy] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "copies": {}}  # they call this object
+        return {**vars(self), "copies": {}}  # the copies refer to this object
 
-    # A compiler runs these two when it traces, which is when SDPA is called or not.
+    # A compiler runs these two at trace time, which is also when SDPA is or is not called.
 
     @torch.compiler.assume_constant_result
     def count_calls(self) -> int:
@@ -293,7 +293,7 @@ class _Encoder:
         *,
         path: str = "an attention",
     ) -> Tensor:
-        """Encode q and k, and call ``scaled_dot_product_attention``, whose arguments these are but for ``path``."""
+        """Encode q and k, then call ``scaled_dot_product_attention`` with the given arguments (except ``path``)."""
         self._note_call()
         _check_self_attention(path, query, key)
         encoding = getattr(self.adaptation.model, self.adaptation.name)
@@ -326,7 +326,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """The forward of an attention: q and k are encoded where they enter SDPA."""
+    """Forward of an attention, which encodes q and k at its SDPA call."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -338,7 +338,7 @@ class _Attention(_Forward):
 
     @property
     def forward(self) -> Any:
-        return self.call  # a method: Dynamo tells objects apart by their id, and would compile each block by itself
+        return self.call  # a method: Dynamo guards on an object's id, and would compile each block separately
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.encoder.count_calls()
@@ -363,7 +363,7 @@ class _Attention(_Forward):
 
     @torch.compiler.assume_constant_result
     def refresh(self) -> bool:
-        """Bring the copy of the forward up to date with the original, which may have been patched."""
+        """Update the copy of the forward, because the original may have been patched."""
         self.look_up()
         copies, forward = self.encoder.copies, self.of_class
         if self.original is not None:
@@ -377,13 +377,13 @@ class _Attention(_Forward):
 
 
 def _checkpoint_state() -> tuple[Any, bool]:
-    """Return what a checkpoint would change between an attention's forward and its SDPA: hooks, and the grad mode."""
+    """Return the saved-tensor hooks and the grad mode, which a checkpoint inside the attention would change."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks, torch.is_grad_enabled()
 
 
 class _Encode(TorchFunctionMode):
-    """Encodes q and k in the calls of SDPA under it. ``state``: around it, or None, which is not compared."""
+    """Mode that encodes q and k in SDPA calls. ``state``: :func:`_checkpoint_state` outside, or None for no check."""
 
     def __init__(self, attention: _Attention, state: tuple[Any, bool] | None) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class _Encode(TorchFunctionMode):
         return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
     def _check(self, hooks: Any, grad_enabled: bool) -> None:
-        """Refuse to encode in a part that the backward runs again, which would be without this mode."""
+        """Refuse to encode inside a checkpoint, whose recomputation would run without this mode."""
         now, is_enabled = _checkpoint_state()
         is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
         if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
@@ -423,38 +423,38 @@ def adapt_attention(
     num_heads: int | None = None,
     name: str = "encoding",
 ) -> Model:
-    """Put an encoding into a model that has none, without editing its forwards; returns the model.
+    """Add an encoding to a model that has none, in place and without editing its forwards; returns the model.
 
-    In place: q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
-    self-attentions. Only this model changes, and it works under checkpointing, autocast, ``torch.compile``, DDP and
-    FSDP2, and in copies and pickles of the model. Weights, their names, hooks and classes stay as they are; frequencies
-    that learn are parameters at ``model.encoding``, so call it before you build the optimizer. Positions that the model
-    adds to its tokens stay, too: remove them yourself if you want to.
+    q and k are encoded where they enter ``torch.nn.functional.scaled_dot_product_attention`` inside the
+    self-attentions. Only this model changes. It works under checkpointing, autocast, ``torch.compile``, DDP and FSDP2,
+    and in copies and pickles of the model. Weights, their names, hooks and classes are unchanged. Learned frequencies
+    are parameters at ``model.encoding``, so call this before you build the optimizer. Position embeddings that the
+    model adds to its tokens remain; remove them yourself if you want to.
 
     Args:
-        model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For a plain ViT of timm, :func:`lrpe_md.adapt` does more.
-        encoding: "rotate", "cosine", "mixed", the name of a preset, a ``Scheme``, a factory, or a module that is called
-            as ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`. It
-            is moved to the model's device.
-        positions: where the tokens are: a :class:`Grid` or :class:`Coordinates`, the same for all inputs, or a function
-            of the arguments of the model's forward that returns it. It counts all tokens of the attention, so
-            ``Grid((H, W), prefix=1)`` where there is a class token. With a preset return what its ``positions()``
-            gives. None where the model's own code knows them, and calls :func:`set_positions`.
-        modules: patterns of the self-attentions' names, such as "blocks.*.attn"; the default takes modules named attn,
-            attn1, attention, self_attn or self_attention. Of modules inside each other the outermost is taken.
-        encoding_kwargs: for the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each layer
-            its own.
-        num_axes: of the positions, for an encoding that is made here; default: that of fixed positions, else 2.
+        model: DiT, SiT, U-ViT, MAE, nanoGPT, .. For timm's plain ViT, :func:`lrpe_md.adapt` offers more.
+        encoding: "rotate", "cosine", "mixed", a preset name, a ``Scheme``, a factory, or a module called as
+            ``encoding(q, k, positions=positions)`` with q, k (B, H, N, D): see :func:`.encoding.build_encoding`. It is
+            moved to the model's device.
+        positions: a :class:`Grid` or :class:`Coordinates` for all inputs, or a function of the model's forward
+            arguments that returns one. It must cover all tokens of the attention: ``Grid((H, W), prefix=1)`` with a
+            class token. For a preset, return the result of its ``positions()``. None if the model's code calls
+            :func:`set_positions` itself.
+        modules: name patterns of the self-attentions, such as "blocks.*.attn". The default matches modules named attn,
+            attn1, attention, self_attn or self_attention. Of nested matches, the outermost is used.
+        encoding_kwargs: options of the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each
+            layer its own.
+        num_axes: number of axes for an encoding that is built here; default: that of fixed positions, else 2.
         head_dim, num_heads: of the attentions; default: read from them.
-        name: the attribute of the model that holds the encoding. Call ``adapt_attention`` twice with two names where
-            two groups of modules differ, as the encoder and the decoder of an MAE do.
+        name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
+            the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
-    The cosine map makes q and k twice as wide; attention keeps the scale of their original head_dim. An attention whose
-    q and k differ in length is an error: leave cross-attention out, and key caches off.
+    The cosine map doubles the width of q and k; attention keeps the scale of the original head_dim. If q and k differ
+    in length, the attention raises an error: exclude cross-attention, and disable key caches.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, no such modules, or modules that are adapted already; the
-            model is as it was.
+        TypeError, ValueError: an invalid argument, no matching modules, or modules that are already adapted; the model
+            is left unchanged.
         RuntimeError: in the forward, if an attention does not call ``scaled_dot_product_attention``.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "_orig_mod"):
@@ -478,10 +478,10 @@ def adapt_attention(
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo :func:`adapt_attention`, in place; a model that is not adapted stays as it is.
+    """Undo :func:`adapt_attention`, in place; a model that is not adapted is unchanged.
 
     Raises:
-        ValueError: a forward was replaced since then, by an offloading hook for one; the model is as it was.
+        ValueError: a forward was replaced since, for example by an offloading hook; the model is left unchanged.
     """
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
@@ -501,18 +501,18 @@ def restore_attention(model: Model) -> Model:
 
 
 def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
-    """Say where the tokens are, from inside the forward of an adapted model.
+    """Set the positions from inside the forward of an adapted model.
 
-    For models that choose their tokens themselves: an MAE calls it where it draws the patches that it keeps. It holds
-    for the attentions that follow, until the forward ends. Call it outside of what is checkpointed.
+    For models that choose their tokens in the forward: an MAE calls it after drawing the patches to keep. It applies to
+    the attentions that follow, until the forward ends. Call it outside of checkpointed code.
 
     Args:
-        model: what :func:`adapt_attention` was given.
-        positions: of all tokens that the following attentions see.
-        name: that ``adapt_attention`` was given.
+        model: the model passed to :func:`adapt_attention`.
+        positions: positions of all tokens that the following attentions see.
+        name: the name passed to ``adapt_attention``.
 
     Raises:
-        ValueError: no such adaptation, one whose positions are fixed, or no forward that runs.
+        ValueError: no such adaptation, one with fixed positions, or no running forward.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
@@ -530,14 +530,14 @@ def _attention_of(module: nn.Module) -> _Attention | None:
 
 
 def _forwards_of(model: nn.Module) -> Iterator[_ModelForward]:
-    """Yield those that adapt_attention set, the last one first."""
+    """Yield the forwards set by adapt_attention, latest first."""
     forward = vars(model).get("forward")
     while isinstance(forward, _ModelForward):
         yield forward
         forward = forward.original
 
 
-# --- which modules, and what they are made of ------------------------------------------------------------------------
+# --- modules to adapt ------------------------------------------------------------------------------------------------
 
 
 def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -577,7 +577,7 @@ def _build(
     positions: Any,
     given: tuple[int | None, int | None, int | None],
 ) -> nn.Module:
-    """Return a module for all attentions, or one each. given: num_axes, head_dim and num_heads, or None."""
+    """Build one module for all attentions, or one for each. given: num_axes, head_dim and num_heads, or None."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)
@@ -600,7 +600,7 @@ def _build(
 
 
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
-    """Return head_dim and num_heads of somebody else's attention."""
+    """Read head_dim and num_heads from a third-party attention."""
     for source in (module, getattr(module, "config", None)):
         heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
         if heads and (size or width):

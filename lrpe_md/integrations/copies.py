@@ -1,10 +1,10 @@
-"""Copies of functions and classes in which some of the functions that they look up by name are replaced.
+"""Copies of functions and classes, with some of the functions they call replaced.
 
-A copy shares the globals of its original, so that whatever is patched there later reaches both. Where the original
-looks up ``apply_rotary_emb``, the copy looks up a private name, which is added to where the original one is found: the
-globals of a function, a module, or a module that a function imports from when it runs.
+A copy shares the globals of its original, so that later patches reach both. Where the original looks up
+``apply_rotary_emb``, the copy looks up a private name. That name is added next to the original one: in the globals of a
+function, in a module, or in a module that a function imports from at run time.
 
-:class:`ForwardCopy` has globals of its own instead, because a private name in ``torch.nn.functional`` would keep the
+:class:`ForwardCopy` uses separate globals, because a private name in ``torch.nn.functional`` would keep the
 replacement's model alive.
 """
 
@@ -30,24 +30,24 @@ __all__ = [
 ]  # fmt: skip
 
 SDPA = F.scaled_dot_product_attention
-_ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # of a class that is derived here
+_ORIGINAL, _RECIPE, _EXTRAS = "_lrpe_original", "_lrpe_recipe", "_lrpe_extras"  # attributes of derived classes
 _PRIVATE = "_lrpe_"
 _ROTARY = re.compile(r"(^|_)(rot|rotary|rotate|rope|ropes|cos|sin|freqs?|cis|pe|pos_emb|image_rotary)(_|\d|$)", re.I)
-_DEPTH = 3  # of functions that call functions
-_LARGEST_TABLE = 32  # entries of a dict of functions that is looked at
+_DEPTH = 3  # maximum depth of nested calls
+_LARGEST_TABLE = 32  # largest dict of functions that is searched
 
 
-# --- what a code object looks up -----------------------------------------------------------------------------------
+# --- names that a code object looks up -----------------------------------------------------------------------------
 
 
 class Lookups(NamedTuple):
     """Names that a code object looks up.
 
     Args:
-        chains: (kind, variable, attribute, ..) for ``self.rope.rotate`` and what it begins with. A variable is a
-            "global", a "local" one, or one of an enclosing function, a "cell".
-        imports: (module, name) of what is imported when it runs, ``("2:embeddings", "apply")``: 2 is the level.
-        others: names of attributes of anything else.
+        chains: (kind, variable, attribute, ..), such as for ``self.rope.rotate``, and all prefixes. The kind is
+            "global", "local", or "cell" for a variable of an enclosing function.
+        imports: (module, name) of imports at run time, such as ``("2:embeddings", "apply")``; 2 is the relative level.
+        others: attribute names looked up on anything else.
     """
 
     chains: frozenset[tuple[str, ...]]
@@ -55,7 +55,7 @@ class Lookups(NamedTuple):
     others: frozenset[str]
 
 
-_SHIFTS = {  # of an argument that is the index of a name, and flags
+_SHIFTS = {  # flag bits in arguments that are name indices
     "LOAD_GLOBAL": int(sys.version_info >= (3, 11)), "LOAD_ATTR": int(sys.version_info >= (3, 12)),
     "LOAD_SUPER_ATTR": 2,
 }  # fmt: skip
@@ -63,15 +63,15 @@ _SHIFTS = {  # of an argument that is the index of a name, and flags
 
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
-    """Return what a code object looks up, without what is nested in it."""
+    """Return the names that a code object looks up, without those of nested functions."""
     chains, imports, others = set(), set(), set()
-    chain: tuple[str, ...] | None = None  # what the last instruction loaded
-    constants: tuple[Any, Any] = (0, None)  # the last two
+    chain: tuple[str, ...] | None = None  # the chain loaded by the last instruction
+    constants: tuple[Any, Any] = (0, None)  # the last two constants loaded
     local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    if sys.version_info >= (3, 11):  # one numbering, with cells that are parameters where these are
+    if sys.version_info >= (3, 11):  # one numbering; parameters that are cells keep their place
         local = cells = (*dict.fromkeys((*local, *cells)),)
     module, extended = "", 0
-    # The bytes themselves, since dis.get_instructions resumes a generator for each of them, which adds up in a model.
+    # Read the raw bytes, because the generator of dis.get_instructions is too slow for a whole model.
     for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         operation, arg = dis.opname[op], low | extended << 8
         extended = arg if operation == "EXTENDED_ARG" else 0
@@ -104,7 +104,7 @@ def read_lookups(code: CodeType) -> Lookups:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions that are defined in it."""
+    """Yield a code object and those of all functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -113,7 +113,7 @@ def _nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def looks_rotary(code: CodeType) -> bool:
-    """Return whether a function is not a method, and has a name or a parameter such as rotary functions have."""
+    """Return whether a function is not a method, and its name or parameters suggest a rotary function."""
     names = (code.co_name, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return names[1:2] not in (("self",), ("cls",)) and any(map(_ROTARY.search, names))
 
@@ -124,7 +124,7 @@ def _package_of(space: Mapping[str, Any]) -> str:
 
 
 def _contents(cell: CellType) -> Any:
-    """Return what a cell holds; None if it is empty."""
+    """Return the contents of a cell, or None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -134,27 +134,28 @@ def _contents(cell: CellType) -> Any:
 # --- copies of functions -------------------------------------------------------------------------------------------
 
 Exchange = Callable[[Any], Any]  # a callable -> its replacement, or None
-Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement of one of its values
+Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a value in it
 
 
 class Copier:
-    """Copies functions in which the functions that ``exchange`` takes are replaced.
+    """Copier of functions, which replaces the functions they call by ``exchange(function)``.
 
     Args:
-        exchange: called with each function, ``functools.partial`` or other callable that is looked up by name.
-        names: other names by those that the functions look up; they must be found where these are.
+        exchange: called with each function, ``functools.partial`` or other callable that is looked up by name; returns
+            its replacement or None.
+        names: additional replacements, name → other name; both must exist in the same place.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
         self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
-        self.seen: list[Any] = []  # what it was called with
-        self._replaced: dict[int, Any] = {}  # by the id of what is looked up, which lives as long as this
+        self.seen: list[Any] = []  # all callables passed to it
+        self._replaced: dict[int, Any] = {}  # by the id of the original, which lives as long as this object
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
-        """Return a copy of a function, or None where it looks up nothing that is replaced."""
+        """Return a copy of a function, or None if it looks up nothing that is replaced."""
         if function not in self._copies:
-            self._copies[function] = None  # of a function that calls itself
+            self._copies[function] = None  # ends the recursion of a function that calls itself
             code = self._replace_names(function.__code__, function, depth)
             wrapped, values = vars(function).get("__wrapped__"), map(_contents, function.__closure__ or ())
             cells = [self.replace(value, depth, value is wrapped) for value in values]
@@ -164,7 +165,7 @@ class Copier:
         return self._copies[function]
 
     def _replace_names(self, code: CodeType, function: FunctionType, depth: int) -> CodeType:
-        """Return the code of a function, or of one that is nested in it, with private names."""
+        """Return the code of a function, or of one nested in it, with private names for replaced functions."""
         constants = list(code.co_consts)
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
@@ -184,7 +185,7 @@ class Copier:
         return self._replace_names(code, function, depth)
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
-        """Return where each name is found that stands for a replaced function wherever the code has it."""
+        """Return the places of each name that refers to a replaced function everywhere in the code."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
         for kind, base, *attributes in lookups.chains:
@@ -207,7 +208,7 @@ class Copier:
         return {name: found for name, found in places.items() if None not in found}
 
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
-        """Return a namespace with the replacement of one of its values; None for none."""
+        """Return a namespace and the replacement for the value of ``name`` in it, or None."""
         value = space.get(name)
         if type(value) is dict and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
             ours = {key: ours for key, each in value.items() if (ours := self.replace(each, depth)) is not None}
@@ -223,7 +224,7 @@ class Copier:
         return None if ours is None else (space, ours)
 
     def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False) -> Any:
-        """Return the replacement of a value, or its copy; a function that a decorator wraps is copied only."""
+        """Return the replacement of a value, or its copy. The function inside a decorator is only copied."""
         if isinstance(value, (type, ModuleType)) or not callable(value):
             return None
         ours = None if is_wrapped else self._exchange(value)
@@ -249,7 +250,7 @@ def _is_same(known: Any, ours: Any) -> bool:
 
 
 def _publish(name: str, places: Sequence[Place]) -> str:
-    """Add the replacement of ``name`` to where that is found, and return the private name that it has there."""
+    """Add the replacement of ``name`` under a private name in all its places, and return that name."""
     number = 0
     while True:
         private = f"{_PRIVATE}{name}{number or ''}"
@@ -266,15 +267,15 @@ def _call_global(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _nested_function(code: CodeType, function: FunctionType) -> FunctionType:
-    """Return a function that another one defines when it runs; the same each time."""
+    """Return a function that another one defines when it runs; always the same object."""
     return FunctionType(code, function.__globals__, code.co_name)
 
 
 @functools.cache
 def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[int, Any], ...]) -> FunctionType:
-    """Return a function with other code and other contents of its cells, by their numbers; the same each time."""
+    """Return a function with other code and other cell contents, by cell index; always the same object."""
     cells = list(function.__closure__ or ())
-    replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # among them __wrapped__
+    replaced = {id(cells[i].cell_contents): ours for i, ours in changed}  # may include __wrapped__
     for i, ours in changed:
         cells[i] = CellType(ours)
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, tuple(cells) or None)
@@ -290,7 +291,7 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 
 @functools.cache
 def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
-    """Return what a method looks up in its object, ``("rope", "rotate")`` for ``self.rope.rotate``."""
+    """Return what a method looks up on its object: ``("rope", "rotate")`` for ``self.rope.rotate``."""
     code = function.__code__
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
@@ -303,13 +304,13 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the functions that another one finds in its closure."""
+    """Return the functions in another one's closure."""
     values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
 
 def find_method(cls: type, name: str) -> Any:
-    """Return what a class has under a name, a ``staticmethod`` as such; None for none."""
+    """Return the class attribute of a name, keeping a ``staticmethod`` wrapped, or None."""
     for base in cls.__mro__:
         if name in vars(base):
             return vars(base)[name]
@@ -317,7 +318,7 @@ def find_method(cls: type, name: str) -> Any:
 
 
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
-    """Return the functions of a class' methods by name: those of ``entries`` and what they call in the same object."""
+    """Return methods by name: those in ``entries``, and those they call on the same object."""
     found: dict[str, FunctionType] = {}
     seen: set[str] = set()
     waiting = list(entries)
@@ -335,9 +336,9 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """Recipe to derive one of our classes from another class, also in a process that unpickles one of its objects."""
+    """Recipe to derive an adapted class from another class, also when an object is unpickled in another process."""
 
-    exchange: Any  # an Exchange that can be pickled, with ``refine(method, copy) -> method, attributes``
+    exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]
 
     def derive(self, cls: type) -> Any:
@@ -345,7 +346,7 @@ class Recipe(NamedTuple):
 
 
 def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
-    """Return a class of the same name that calls what ``recipe.exchange`` gives; ``cls`` where that is nothing."""
+    """Return a class of the same name with replaced calls, or ``cls`` if ``recipe.exchange`` replaces nothing."""
     copier = copier or Copier(recipe.exchange)
     methods: dict[str, Any] = {}
     for name, function in find_methods(cls, recipe.entries).items():
@@ -363,12 +364,12 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
 def derive_class(
     cls: type, methods: tuple[tuple[str, tuple[Any, Any]], ...], recipe: Any, extras: tuple[str, ...] = ()
 ) -> Any:
-    """Return a class of the same name with other methods; the same each time.
+    """Return a class of the same name with other methods; always the same object.
 
     Args:
         methods: name -> function and kind of method: None, ``staticmethod`` or ``classmethod``.
-        recipe: whose ``derive(cls)`` gives this class again.
-        extras: attributes that its objects have beside those of ``cls``.
+        recipe: its ``derive(cls)`` recreates this class.
+        extras: additional attributes of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
@@ -379,7 +380,7 @@ def derive_class(
 
 
 def _reduce(part: Any, protocol: Any) -> Any:
-    """Return what copies and files keep of an object whose class can't be imported by its name."""
+    """Reduce an object for copies and pickles, because its class cannot be imported by name."""
     cls, recipes = type(part), []
     while is_adapted(cls):
         recipes.append(getattr(cls, _RECIPE))
@@ -394,7 +395,7 @@ def _rebuild(cls: Any, *recipes: Any) -> Any:
 
 
 def restore_class(part: Any) -> None:
-    """Give an object the class that it had; it must not have been derived further, see :func:`original_class`."""
+    """Restore an object's original class. The class must not have been subclassed since; see :func:`original_class`."""
     while is_adapted(type(part)):
         for name in getattr(type(part), _EXTRAS):
             delattr(part, name)
@@ -412,7 +413,7 @@ def replaced_names(cls: type) -> set[str]:
 
 
 def _private_names(function: Any) -> set[str]:
-    """Return the names that a function looks up under private ones."""
+    """Return the original names of the private names that a function looks up."""
     waiting, found = [function], set[str]()
     while waiting:
         if isinstance(function := waiting.pop(), FunctionType):
@@ -422,31 +423,30 @@ def _private_names(function: Any) -> set[str]:
 
 
 def is_adapted(cls: type) -> bool:
-    """Return whether a class is one that :func:`adapt_class` made, or is derived from one."""
+    """Return whether a class was made by :func:`adapt_class`, or is a subclass of such a class."""
     return hasattr(cls, _ORIGINAL)
 
 
 def original_class(cls: type) -> Any:
-    """Return the class that an adapted one was made of, or None where it was derived further since."""
+    """Return the original of an adapted class, or None if it is a subclass of one."""
     return vars(cls).get(_ORIGINAL)
 
 
-# --- copies with globals of their own ---------------------------------------------------------------------------------
+# --- copies with separate globals -------------------------------------------------------------------------------------
 
 
 class ForwardCopy:
-    """A copy of a module's forward with globals of its own, in which SDPA is ``ours``.
+    """Copy of a module's forward, with separate globals in which SDPA is replaced by ``ours``.
 
-    A compiler traces it where it can't trace a ``TorchFunctionMode``: inside a checkpoint. It follows what the code
-    looks up by name: torch's modules, SDPA itself, and other functions that lead to it. ``function`` is None where SDPA
-    is not found that way, where other methods or the module's children lead to it, too, or where a function assigns
-    globals.
+    A compiler can trace it inside a checkpoint, where it rejects a ``TorchFunctionMode``. The search follows names in
+    the code to torch's modules, SDPA itself, and functions that lead to it. ``function`` is None if SDPA is not found
+    this way, if other methods or child modules also lead to it, or if a function assigns globals.
     """
 
     def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
         self.ours, self.function = ours, None
         self._copies: dict[FunctionType, FunctionType | None] = {}
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, the original's, changes
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, original, changes
         kind = type(module)
         if isinstance(kind.forward, FunctionType):
             names = {name for code in _nested_codes(kind.forward.__code__) for name in code.co_names}
@@ -456,7 +456,7 @@ class ForwardCopy:
                 self.function = self._copy(kind.forward)
 
     def refresh(self) -> None:
-        """Take over what was assigned to the globals of the originals since."""
+        """Copy assignments made to the originals' globals since the last call."""
         for space, original, changed in self._spaces:
             space.update({name: value for name, value in original.items() if name not in changed})
 
@@ -476,7 +476,7 @@ class ForwardCopy:
         cells = tuple(self._copy_cell(cell, names, depth) for cell in function.__closure__ or ())
         if not changed and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
             return None
-        # Without __name__, by which Dynamo would look up the original's globals.
+        # Leave out __name__, which Dynamo would use to look up the original's globals.
         space = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
         self._spaces.append((space, function.__globals__, {"__name__", *changed}))
         made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
@@ -487,22 +487,22 @@ class ForwardCopy:
     def _copy_cell(self, cell: CellType, names: Collection[str], depth: int) -> CellType:
         try:
             ours = self._take(cell.cell_contents, names, depth)
-        except ValueError:  # empty
+        except ValueError:  # an empty cell
             return cell
         return cell if ours is None else CellType(ours)
 
     def _take_all(self, space: Mapping[str, Any], names: Collection[str], depth: int) -> dict[str, Any]:
-        """Return what takes the place of values in a namespace, by their names."""
+        """Return the replacements for values of a namespace, by name."""
         found = {name: self._take(space[name], names, depth) for name in names if name in space}
         return {name: ours for name, ours in found.items() if ours is not None}
 
     def _take(self, value: Any, names: Collection[str], depth: int) -> Any:
-        """Return what takes the place of a value, or None."""
+        """Return the replacement for a value, or None."""
         if value is SDPA:
             return self.ours
         if isinstance(value, FunctionType):
             return self._copy(value, depth + 1)
-        if isinstance(value, MutableMapping):  # of functions by name, as transformers has
+        if isinstance(value, MutableMapping):  # a dict of functions, as in transformers
             functions = {name: own for name, own in value.items() if isinstance(own, FunctionType)}
             changed = self._take_all(functions, functions, depth)
             if changed:
@@ -520,7 +520,7 @@ class ForwardCopy:
 
 
 def _leads(module: ModuleType, value: Any) -> bool:
-    """Return whether SDPA is looked for in a value of a module: a function, or a module inside it."""
+    """Return whether a module's value may lead to SDPA: a function, or a submodule."""
     if isinstance(value, ModuleType):
         return value.__name__.startswith(f"{module.__name__}.")
     return value is SDPA or isinstance(value, FunctionType)

@@ -1,8 +1,8 @@
-"""Replace somebody else's rotary function by an equal one that runs our kernel.
+"""Replacement of third-party rotary functions by equivalent ones that run our kernel.
 
-The function is called with small tensors to find out which entry of which table turns which channel
-(:mod:`.probing`). The function in its place arranges the caller's own tables as views and hands them to
-:func:`lrpe_md.rotate` (:mod:`.plans`). Calls that were found to be anything else go to the original.
+The function is called with small tensors to find which table entry rotates which channel (:mod:`.probing`). Its
+replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Calls that do anything else
+go to the original.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from .probing import find_plan, quietly
 
 __all__ = ["drop_in"]
 
-_MOST_PLANS = 256  # of one function; calls beyond go to the original
+_MOST_PLANS = 256  # per function; further kinds of calls go to the original
 _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|value|queries|keys|values)(_\w+)?")
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
-_HEAD_DIM = 24  # of the first probes: halves, thirds and quarters are even or whole
+_HEAD_DIM = 24  # head_dim of the first probes: its half, third and quarter are integers
 _EMPTY = inspect.Parameter.empty
-_MOST_ANSWERS = 4  # kinds of arguments for which it runs and is no rotation, before it is given up
-_MOST_RECIPES = 64  # of one function, kept from call to call
-_GPU = "cuda"  # for functions that take no tensors on the CPU
+_MOST_ANSWERS = 4  # kinds of arguments that run without being a rotation, before giving up
+_MOST_RECIPES = 64  # cached per function
+_GPU = "cuda"  # for functions that reject CPU tensors
 _MISSING: Any = object()
 _CONSTANTS = (int, float, bool, str, type(None))
 
 
 def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..., Any]:
-    """Return an equal function that runs our kernel, with the same signature.
+    """Return an equivalent function with the same signature that runs our kernel.
 
     Args:
-        function: turns x, or q and k, by tables: cos and sin as two arguments, a tuple or one tensor, complex numbers,
-            2 × 2 matrices, or angles; of any usual layout. Or a module, or a method of an object, that reads cos and
-            sin from tensors of its own; these are read again at each call. It is called with small tensors on the CPU
-            (on a GPU if it takes no others), on a copy of its object.
+        function: rotates x, or q and k, with tables: cos and sin as two arguments, a tuple or one tensor; complex
+            numbers; 2 × 2 matrices; or angles; in any common layout. It may also be a module or bound method that reads
+            cos and sin from its own tensors, which are then read at each call. It is probed with small tensors on the
+            CPU (on a GPU if it rejects those), on a copy of its object.
         impl: see :func:`lrpe_md.rotate`.
 
     Returns:
-        A function with the attribute ``original``. Kinds of arguments (ranks, widths, dtypes, values of flags) are
-        probed when they first come, also while a graph is compiled; those that the kernel can't do go to the original.
-        Outputs have the original's dtype, and x's memory order. Arithmetic is float32 (float64 for float64), where the
-        original may round to bfloat16 in between. Tables get their gradient where the original gives them one.
+        A function with the attribute ``original``. Each new kind of arguments (ranks, widths, dtypes, flags) is probed
+        at its first call, also while a graph is compiled. Kinds that the kernel does not support go to the original.
+        Outputs have the original's dtype and x's memory order. Arithmetic is float32 (float64 for float64), where the
+        original may round to bfloat16 in between. Tables get a gradient if the original gives them one.
 
     Raises:
-        TypeError: the function does not turn pairs of channels by its tables; says what it does.
+        TypeError: the function does not rotate pairs of channels by its tables; the message says what it does.
     """
     result = quietly(lambda: _search(function, "cpu"))
     if isinstance(result, Unlike) and result.depth == 0 and torch.cuda.is_available():
@@ -69,7 +69,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 
 class _Probed:
-    """A function, which of its parameters are turned, and the plans for the kinds of arguments that came so far.
+    """A function, which of its parameters are rotated, and the plans for the kinds of arguments seen so far.
 
     It may read tensors and settings (numbers, flags and strings) of its ``owner``.
     """
@@ -88,30 +88,30 @@ class _Probed:
             held |= {**self.owner._buffers, **self.owner._parameters}
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
-        self.attributes: tuple[str, ...] = ()  # those of own_tensors that are tables
+        self.attributes: tuple[str, ...] = ()  # the own_tensors that are tables
         self.plans: dict[Any, Plan | Unlike] = {}
-        self.key: tuple[Any, ...] = ()  # the first kind of arguments that it took
-        self.relation = EQUAL  # of its rows to tokens
+        self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
+        self.relation = EQUAL  # relation of the tables' rows to the tokens
 
     def describe_owner(self) -> list[tuple[Any, ...]]:
-        """Return what a plan depends on of the owner."""
+        """Return the parts of the owner that a plan depends on."""
         tensors = [getattr(self.owner, name) for name in self.attributes]
         entries = [("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",) for t in tensors]
         return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
 
     def find(self, key: tuple[Any, ...], relations: str) -> Plan | None:
-        """Return the plan for a kind of arguments, probed when it first comes; None for what we can't do."""
+        """Return the plan for a kind of arguments, probed at first use, or None if it is not supported."""
         if (key, relations) not in self.plans and len(self.plans) < _MOST_PLANS:
             quietly(lambda: self.probe(key, relations))
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, Plan) else None
 
-    # As torch.compiler.assume_constant_result does (torch 2.15), which would import the compiler: called while a graph
-    # is traced, with what the trace knows as constants.
+    # Same mark as torch.compiler.assume_constant_result sets (torch 2.15), without importing the compiler: the method
+    # is called while a graph is traced, with constants of the trace.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
-        """Probe one kind of arguments, and note the plan."""
+        """Probe one kind of arguments, and store the plan."""
         try:
             plan: Plan | Unlike = find_plan(self.call, key, relations, self.device)
         except Unlike as e:
@@ -120,13 +120,13 @@ class _Probed:
         return plan
 
     def call(self, values: list[Any], tensors: list[Tensor]) -> Any:
-        """Call the original, on a copy of its object with other tensors."""
+        """Call the original, on a copy of its object with the given tensors."""
         args, names = values[: self.num_positional], self.names[self.num_positional :]
         kwargs = dict(zip(names, values[self.num_positional :], strict=True))
         if self.owner is None:
             return self.function(*args, **kwargs)
         replaced = copy.copy(self.owner)
-        if hasattr(replaced, "__dict__"):  # what the function stores must not arrive in the object
+        if hasattr(replaced, "__dict__"):  # the function must not modify the original object
             vars(replaced).update({n: copy.copy(v) for n, v in vars(replaced).items() if type(v) in (dict, list, set)})
         for name, t in zip(self.attributes, tensors, strict=True):
             group = next((g for g in ("_parameters", "_buffers") if name in vars(replaced).get(g, {})), None)
@@ -136,7 +136,7 @@ class _Probed:
         return unbound(replaced, *args, **kwargs)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Return the arguments in the order of the parameters; None for a call that the function does not take."""
+        """Return the arguments in parameter order, or None if the function does not accept the call."""
         values, given = [*args, *self.defaults[len(args) :]], 0
         for i in range(len(args), len(self.names)):
             if self.names[i] in kwargs:
@@ -146,7 +146,7 @@ class _Probed:
         return values if given == len(kwargs) and len(args) <= self.num_positional else None
 
     def measure(self, values: Sequence[Any]) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """Return all that a recipe depends on, the tensors that are turned, and all others."""
+        """Return everything that a recipe depends on, the tensors to rotate, and all other tensors."""
         sizes: list[Any] = []
         xs: list[Tensor] = []
         leaves: list[Tensor] = []
@@ -168,14 +168,14 @@ class _Probed:
                 for each in reversed(value):
                     todo.append((each, tensors))
             elif isinstance(value, Tensor):
-                sizes.append(object())  # of no other call
+                sizes.append(object())  # never equal to another call's sizes
                 tensors.append(value)
             else:
                 sizes.append(value if kind in _CONSTANTS else describe(value, False))
         return tuple(sizes), xs, leaves
 
     def resolve(self, values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]) -> Recipe | None:
-        """Find the plan for a call, and return it worked out for its sizes; None for what goes to the original."""
+        """Return the recipe for a call's kind and sizes, or None if the call goes to the original."""
         entries, offset = [], 0
         for i, value in enumerate(values):
             is_offset = i in self.offsets and isinstance(value, int) and value
@@ -195,7 +195,7 @@ class _Probed:
 
 
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
-    """Try roles of the parameters, and kinds of arguments, until one is a rotation."""
+    """Try roles of the parameters and kinds of arguments until one is a rotation."""
     failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
@@ -215,7 +215,7 @@ def _forward(function: Any) -> Callable[..., Any]:
 
 
 def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
-    """Yield which parameters may be turned, and kinds of arguments to try; by their names first."""
+    """Yield candidate parameters to rotate and kinds of arguments to try; likely names come first."""
     try:
         parameters = list(inspect.signature(_forward(function)).parameters.values())
     except (TypeError, ValueError) as e:
@@ -237,7 +237,7 @@ def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tupl
 
 
 def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield kinds of arguments to try; ``rest`` are other parameters without a default."""
+    """Yield kinds of arguments to try; ``rest`` are the other required parameters."""
     owner = probed.describe_owner()
     own_widths = {n * m for e in owner if e[0] == "attribute" for n in e[1][-2:] for m in (1, 2)}
     head_dims = sorted(n for n in own_widths if n % 2 == 0 and n > 2) if own_widths else [_HEAD_DIM]
@@ -255,7 +255,7 @@ def _first_keys(probed: _Probed, tables: set[int], rest: set[int]) -> Iterator[t
 
 
 def _table_forms(count: int) -> list[tuple[Any, ...]]:
-    """Return descriptions of so many arguments that are tables."""
+    """Return possible descriptions of ``count`` table arguments."""
     real, width = torch.float32, _HEAD_DIM
     if count != 1:
         return [(("table", n, real, w),) * count for n in (3, 2, 4) for w in (width, width // 2)] if count else [()]
@@ -279,7 +279,7 @@ def _other_values(name: str) -> list[Any]:
     return [*ids, coordinates, ("tuple", *ids[:1] * 3)] if is_place else [None]
 
 
-# --- the function in its place ------------------------------------------------------------------------------------
+# --- the replacement ----------------------------------------------------------------------------------------------
 
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The encoding of a backbone: by name, module or factory, made for its heads and layers; and where its tokens are."""
+"""Construction of a backbone's encoding from a name, module or factory, and layout of its tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Encoding: TypeAlias = str | Preset | Scheme | nn.Module | Callable[..., nn.Modul
 
 
 class Activation(nn.Module):
-    """``encoding=None`` with an activation: q, k → act(q), act(k), whatever the positions."""
+    """Activation without an encoding: q, k → act(q), act(k), regardless of positions."""
 
     describes = True
 
@@ -63,28 +63,29 @@ class Activation(nn.Module):
 def build_encoding(
     encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, depth: int, num_axes: int
 ) -> nn.Module | None:
-    """One module for all layers, a ModuleList of one a layer, or None: what a backbone registers as ``encoding``.
+    """Build the ``encoding`` of a backbone: one module for all layers, a ModuleList with one per layer, or None.
 
     Args:
-        encoding: "cosine" or "rotate": axial frequencies, shared by all heads and layers; with ``frequencies="mixed"``
-            each head has its own; with a phase each layer and head has its own phase and, where they are learned or
-            mixed, frequencies. "mixed": rotate with learned frequencies for each layer and head, base 10 (RoPE-ViT,
-            arXiv 2403.13298). A name of
-            :func:`lrpe_md.list_presets`, or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, for each layer
-            where it learns. What :func:`lrpe_md.preset` gives, for this head_dim. A module, shared by all layers. A
-            factory, called once a layer with ``head_dim``, ``num_heads`` and ``num_axes``, by name and those that it
-            takes (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else with ``(head_dim, num_heads)``. None
-            or "none": no encoding.
-        kwargs: for "cosine", "rotate" and "mixed" of :class:`lrpe_md.CosineMd` and :class:`lrpe_md.RotateMd`; for the
-            first two also ``split``, the axes' shares of the channels, (2, 3, 3) gives time two eighths, and
-            ``remainder``, the axis that takes what the shares leave over; ``learnable`` then trains ω. For a preset of
-            :func:`lrpe_md.preset` and PresetMd. For None: act, dim. For a factory its own. For all that are made here
-            ``sharing``, "model" (one module for all layers) or "layer" (one a layer), and for the three names
-            ``heads``, "shared" or "own", in place of what is said above.
+        encoding: one of these:
+
+            - "cosine" or "rotate": axial frequencies, shared by all heads and layers. With ``frequencies="mixed"`` each
+              head has its own; with a phase, each layer and head has its own phase (and learned or mixed frequencies);
+            - "mixed": rotate with learned frequencies per layer and head, base 10 (RoPE-ViT, arXiv 2403.13298);
+            - a name from :func:`lrpe_md.list_presets` or a :class:`lrpe_md.Scheme`: a :class:`lrpe_md.PresetMd`, or one
+              per layer if it learns; or the result of :func:`lrpe_md.preset` for this head_dim;
+            - a module, shared by all layers;
+            - a factory, called once per layer. It gets those of ``head_dim``, ``num_heads`` and ``num_axes`` that its
+              signature names (``CosineMd``, ``partial(CosineMd, learnable=True)``), or else ``(head_dim, num_heads)``;
+            - None or "none": no encoding.
+        kwargs: for "cosine", "rotate" and "mixed": options of :class:`lrpe_md.CosineMd` or :class:`lrpe_md.RotateMd`.
+            The first two also accept ``split``, the axes' shares of the channels ((2, 3, 3) gives time two eighths),
+            and ``remainder``, the axis that gets the rest; ``learnable`` then trains ω. For a preset: options of
+            :func:`lrpe_md.preset` and PresetMd. For None: act, dim. For a factory: its own. If the module is built
+            here: ``sharing``, "model" or "layer"; for the three names also ``heads``, "shared" or "own".
         head_dim, num_heads, depth, num_axes: of the backbone.
 
     Raises:
-        ValueError, TypeError: an unknown name, an argument that does not fit.
+        ValueError, TypeError: an unknown name or an invalid argument.
     """
     if encoding is None or encoding == "none":
         if kwargs.keys() - {"act", "dim"}:
@@ -115,7 +116,7 @@ def build_encoding(
     return nn.ModuleList(layers) if sharing == "layer" else layers[0]
 
 
-Maker: TypeAlias = Callable[[int], nn.Module]  # number of a layer → its module
+Maker: TypeAlias = Callable[[int], nn.Module]  # layer index → its module
 
 
 def _of_series(
@@ -136,7 +137,7 @@ def _of_series(
 
 
 def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = None, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of a module whose axes have unequal shares of the channels."""
+    """Return arguments for a module whose axes have unequal shares of the channels."""
     if split is None:
         if remainder is not None:
             raise ValueError(
@@ -157,7 +158,7 @@ CHANGES = ("base", "split", "scaling", "rotary_dim", "seed")  # arguments of pre
 def _of_preset(
     encoding: str | Scheme | Preset, kwargs: dict[str, Any], head_dim: int, num_heads: int
 ) -> tuple[Maker, Sharing]:
-    """Shared by all layers where nothing is learned, or where the scheme shares it."""
+    """Build a preset, shared by all layers if nothing is learned or the scheme shares it."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, which defines it, got {kwargs['heads']!r}")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
@@ -176,7 +177,7 @@ def _of_preset(
 def _of_made(
     made: Preset, kwargs: dict[str, Any], changes: dict[str, Any], head_dim: int, num_heads: int
 ) -> tuple[Maker, Sharing]:
-    """Use a preset as it is: all layers start with its frequencies."""
+    """Use a built preset; all layers start with its frequencies."""
     if changes:
         raise ValueError(
             f"encoding_kwargs: expected none of {', '.join(CHANGES)} with a Preset, which is already built, got "
@@ -197,11 +198,11 @@ def _of_made(
 def _of_factory(
     factory: Callable[..., Any], kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
 ) -> Maker:
-    """Call a factory with the names that its signature has: the second positional argument of CosineMd is num_axes."""
+    """Call a factory with the names in its signature, because the order differs (num_axes is second in CosineMd)."""
     known = {"head_dim": head_dim, "num_heads": num_heads, "num_axes": num_axes}
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # some that are written in C tell none
+    except ValueError:  # some C functions have no signature
         parameters = ()
     bound = factory.keywords if isinstance(factory, partial) else {}
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -218,18 +219,18 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     return value
 
 
-# --- what a backbone does with it ------------------------------------------------------------------------------------
+# --- use in a backbone -----------------------------------------------------------------------------------------------
 
 
 class EncodingStack:
-    """The encoding of a backbone's layers: one for all of them, one a layer, or none.
+    """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
-    ``EncodingStack(model.encoding)[i]`` is that of layer i. The backbone itself registers the module, or the ModuleList
-    of one a layer, so that its parameters have one name, that of the state_dict, everywhere: for optimizers,
-    ``torch.func`` and FSDP.
+    ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
+    ModuleList, so that its parameters have a single name everywhere: in the state_dict, optimizers, ``torch.func`` and
+    FSDP.
 
     Args:
-        encoding: what :func:`build_encoding` returns, or a sequence of modules, one a layer.
+        encoding: the result of :func:`build_encoding`, or a sequence of modules, one per layer.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -241,30 +242,30 @@ class EncodingStack:
 
     @property
     def distinct(self) -> list[nn.Module | None]:
-        """Each of them once."""
+        """List of the encodings, each once."""
         return list(self.encoding) if self.by_layer else [self.encoding]
 
     @property
     def sharing(self) -> Sharing:
-        """Scope of an encoding: all layers of the "model", or one "layer"."""
+        """Scope of an encoding: all layers ("model") or one ("layer")."""
         return "layer" if self.by_layer else "model"
 
     @property
     def heads(self) -> Heads:
-        """Frequencies and phases of the heads: "own" if they differ by head, else "shared"."""
+        """Whether frequencies or phases differ by head ("own") or not ("shared")."""
         found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
         return "own" if any(isinstance(m, FrequencyModule) and _by_head(m) for m in found) else "shared"
 
     @property
     def preset(self) -> Preset | None:
-        """The preset that the encoding was made from, if it also places tokens."""
+        """The preset that the encoding was built from, if any."""
         first = self.distinct[0] if self.distinct else None
         return first.preset if isinstance(first, PresetMd) else None
 
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
-        """A preset must have a place for images (2 axes) or videos (3), row by row.
+        """Check that a preset can place images (2 axes) or videos (3) in row-major order.
 
-        preset_axes: the axes that it must have itself; None: more will do, an image is a frame.
+        preset_axes: exact number of axes required; None: more are fine, because an image is a video of one frame.
         """
         made = self.preset
         if made is None:
@@ -282,16 +283,16 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
 
     def check_linear(self, normalizer: NormalizerName) -> None:
-        """The activations must suit linear attention with this normalizer."""
+        """Check that the activations suit linear attention with this normalizer."""
         for module in self.distinct:
             check_normalizer(normalizer, getattr(module, "act", "none"))
 
     def lay_out(self, size: Sequence[int], before: int | Tokens = 0, **options: Any) -> Grid | Coordinates:
-        """:func:`lay_out` by the rule of this encoding."""
+        """Call :func:`lay_out` with this encoding."""
         return lay_out(self.encoding, size, before, **options)
 
     def no_weight_decay(self, backbone: nn.Module) -> set[str]:
-        """Names in the backbone of frequencies and phases, wherever in it they are."""
+        """Return the names, within the backbone, of all frequencies and phases."""
         own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
         names = set()
         for path, module in backbone.named_modules():
@@ -301,10 +302,10 @@ class EncodingStack:
         return names
 
     def locate(self, positions: Any) -> Any:
-        """Positions of a grid with what :meth:`FrequencyModule.set_places` says; once a forward, not once a layer.
+        """Apply :meth:`FrequencyModule.set_places` to a grid; call it once per forward, not per layer.
 
         Raises:
-            ValueError: a table, in which tokens have no place on an axis.
+            ValueError: a table of coordinates, whose tokens have no index on an axis.
         """
         first = self.distinct[0] if self.distinct else None
         if not isinstance(first, FrequencyModule) or not first.moved:
@@ -334,16 +335,16 @@ def lay_out(
     reference: Sequence[int | None] | None = None,
     device: torch.device | str = "cpu",
 ) -> Grid | Coordinates:
-    """Positions of tokens off the grid, and behind them in the sequence those of a grid of this size.
+    """Return positions of tokens outside the grid, followed by a grid of this size.
 
-    By the rule of a preset where the encoding has one, else one unit a token.
+    A preset defines its own placement; other encodings use one unit per token.
 
     Args:
-        before: a number of tokens, placed as the preset has it, else not rotated; or with a rule of their own.
-        after: axes on which the grid is behind the tokens; None: it stands at the origin. A preset has its own.
-        reference: a size for each axis of ``size``, or None for one: positions of that axis are laid over a grid of
-            this size. Default: as the preset has it.
-        device: of a table.
+        before: number of tokens before the grid, placed as the preset defines, else unrotated; or tokens with a rule.
+        after: axes on which the grid continues after the tokens; None: it starts at the origin. A preset defines its
+            own.
+        reference: per axis of ``size``, the size to interpolate positions to, or None. Default: as the preset defines.
+        device: device of a table.
     """
     size, made = tuple(size), EncodingStack(encoding).preset
     if made is not None:
@@ -358,12 +359,12 @@ def lay_out(
 
 
 def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:
-    """Sizes of the axes of an image or video as sizes of the preset's axes, None for those that it adds."""
+    """Convert sizes per image or video axis to sizes per preset axis, with None for axes that the preset adds."""
     if reference is None:
         return None
     if len(reference) == made.num_axes:
         return tuple(reference)
-    probe = tuple(range(2, 2 + len(reference)))  # no two alike, and none of size 1
+    probe = tuple(range(2, 2 + len(reference)))  # distinct sizes, none of them 1
     placed: Any = made.scheme.grid(probe)
     if not isinstance(placed, Grid):
         raise ValueError(f"reference: expected None, since {made.name} has a table of positions, got {reference}")

@@ -1,4 +1,4 @@
-"""Optional dependencies: each is an extra of this package under the library's name."""
+"""Optional dependencies; each is an extra of this package with the library's name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["require"]
 
 
 def require(library: str) -> None:
-    """Raise a ModuleNotFoundError that says what to install if ``library`` is missing."""
+    """Raise a ModuleNotFoundError with install instructions if ``library`` is missing."""
     try:
         found = find_spec(library)
     except ValueError:  # a module without a spec

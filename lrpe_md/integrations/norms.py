@@ -1,4 +1,4 @@
-"""The norms of q and k that models have, as a :class:`lrpe_md.Norm` of their own parameters."""
+"""Conversion of a model's q and k norms to a :class:`lrpe_md.Norm` with the same parameters."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def norm_of(
     heads: tuple[int, int] | None = None,
     device: torch.device | None = None,
 ) -> Norm | None:
-    """Return the norms of q and k as one, or None where they must be called.
+    """Return the norms of q and k as one Norm, or None if they must be called as modules.
 
-    The parameters stay the modules'. The norms must be of a known class, without hooks, a forward of their own or
-    weights on another device than q, at the time of the call.
+    The parameters remain in the modules. At call time, the norms must be of a known class, without hooks, without an
+    instance-level forward, and with weights on q's device.
 
     Args:
         dtype: of q and k.
-        heads: of q and of k, where the norms are over all of them.
+        heads: numbers of heads of q and k, if the norms are over all heads.
         device: of q and k; None: that of the weights.
     """
     q, k = _read(q_norm, dtype), _read(k_norm, dtype)
@@ -60,7 +60,7 @@ def _by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor,
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Return the norms over a head of prefix, grid and suffix tokens as one; None if one is None or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens; None if one is None or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None
@@ -70,7 +70,7 @@ def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
 
 
 def is_plain(norm: nn.Module) -> bool:
-    """Return whether calling a module is calling the forward of its class: no hooks, and no forward of its own."""
+    """Return whether calling a module only runs its class's forward: no hooks, no instance-level forward."""
     return not (
         norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
         or "forward" in norm.__dict__ or global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks
@@ -79,7 +79,7 @@ def is_plain(norm: nn.Module) -> bool:
 
 
 def _read(norm: Any, dtype: torch.dtype) -> Norm | None:
-    """Return one module's norm; None where it is not plain or not known."""
+    """Read the norm of one module, or return None if it is not plain or not known."""
     kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if kind is None or (kind == "rms" and bias is not None):
@@ -93,7 +93,7 @@ _KINDS: dict[tuple[type, Any], NormName | None] = {}
 
 @torch.compiler.assume_constant_result
 def _kind(cls: type, forward: Any) -> NormName | None:
-    """Return what a class computes, recognised by the code of its forward; None where that is not known."""
+    """Return the kind of norm that a class computes, recognised by its forward's code, or None."""
     if (cls, forward) not in _KINDS:
         kinds: dict[Any, NormName] = {_code_of(known): kind for known, kind in _known()}
         code = _code_of(forward)
@@ -107,7 +107,7 @@ def _code_of(forward: Any) -> tuple[Any, ...] | None:
 
 
 def _known() -> Iterator[tuple[Any, NormName]]:
-    """Yield the forwards of known classes, as far as their libraries are loaded and nobody has patched them."""
+    """Yield the forwards of known classes, for libraries that are loaded and not patched."""
     yield nn.LayerNorm.forward, "layer"
     yield nn.RMSNorm.forward, "rms"
     for name, classes in _LIBRARIES.items():
@@ -121,7 +121,7 @@ def _known() -> Iterator[tuple[Any, NormName]]:
 
 
 def takes_norm(encoding: Any, attention: str = "softmax") -> bool:
-    """Return whether a module encodes q and k with ``norm=``, or linear attention takes the norm that it describes."""
+    """Return whether a module, or linear attention with its description, accepts ``norm=``."""
     if getattr(encoding, "dim", None) == -2:
         return False
     if attention == "linear":

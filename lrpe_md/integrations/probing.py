@@ -1,7 +1,7 @@
-"""Find out what a rotary function computes, by calling it with small tensors.
+"""Probing of a rotary function with small tensors, to find out what it computes.
 
-Tables get entries that are all different. Where x is one on one channel of each pair and zero on the other, the output
-is the entry that multiplied it, which says where in the tables cos and sin of that channel are taken from.
+All table entries get distinct values. For x that is one on one channel of each pair and zero on the other, the output
+is the entry that multiplied it. This shows which table entries are that channel's cos and sin.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     2: [(5, 3), (4, 4), (1, 5), (3, 1), (1, 1)],
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
-_MOST_ENTRIES = 2**20  # of all tables; an entry is then exact in float32
-_MOST_TOKENS = 5  # along each axis, whose entries are looked up
+_MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in float32
+_MOST_TOKENS = 5  # per axis, whose entries are looked up
 _MOST_LAYOUTS = 300
-_MOST_ANSWERS = 6  # of other functions, before a kind of arguments is given up
+_MOST_ANSWERS = 6  # results that are no rotation, before giving up a kind of arguments
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
 
-Shapes = tuple[list[Any], list[Any]]  # of each x without its channels, and of each leaf
+Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
 
 
 def quietly(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own, which has no autocast, modes, transforms or compiler of the caller's.
+    """Call a function in a separate thread, without the caller's autocast, modes, transforms or compiler.
 
-    The default dtype is float32 meanwhile, and the random state is left as it was.
+    The default dtype is float32 meanwhile, and the random state is preserved.
     """
 
     def body() -> Any:
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
-        is_compiling = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+        is_compiling = "torch._dynamo" in sys.modules  # skip the slow import if the compiler is not in use
         try:
             torch.set_default_dtype(torch.float32)
             stance = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
@@ -66,7 +66,7 @@ def quietly(function: Callable[[], Any]) -> Any:
 
 
 def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Make an argument from its description; ``tensor`` gives each of its tensors, and the offset."""
+    """Build an argument from its description; ``tensor`` supplies each tensor, and the offset."""
     if not isinstance(entry, tuple):
         return entry
     if entry[0] in ("tuple", "list"):
@@ -78,13 +78,13 @@ def fill(entry: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 class Probe:
-    """A function with arguments of one kind: called with tensors in the places of theirs.
+    """A function to call with arguments of one kind.
 
     Args:
-        call: takes the arguments in order, and the tensors in place of its object's own.
+        call: takes the arguments in order, and the tensors that replace its object's own.
         key: descriptions of the arguments, then of the object's tensors and settings.
-        device: where it is called; all tensors here are on the CPU.
-        widths: of the outputs, as multiples of x's.
+        device: device of the calls; all tensors here are on the CPU.
+        widths: allowed widths of the outputs, as multiples of x's.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Probe:
         self.axes = _AXES[ranks.pop() - 1]
 
     def arguments(self, xs: list[Tensor], leaves: list[Any]) -> list[Any]:
-        """Return the arguments of a call with these tensors."""
+        """Return the arguments for a call with these tensors."""
         of = {"data": iter(xs), "table": (inner := iter(leaves)), "integers": inner, "offset": iter([self.offset])}
         return [fill(e, lambda e: next(of[e[0]])) for e in self.entries]
 
@@ -130,7 +130,7 @@ class Probe:
         return outs
 
     def inputs(self, shapes: Shapes, seed: int) -> Tensors:
-        """Return random tensors of these shapes, in float32."""
+        """Return random float32 tensors of these shapes."""
         g = torch.Generator().manual_seed(seed)
         xs = [torch.randn(*s, e[3], generator=g) for s, e in zip(shapes[0], self.data, strict=True)]
         leaves = []
@@ -148,11 +148,11 @@ class Probe:
 
 
 class Layout(NamedTuple):
-    """Shapes of the leaves, and how many rows they have.
+    """Shapes of the leaves, and their number of rows.
 
-    labels: for each leaf and dimension the axis of x whose size it has, or minus the size.
-    token: the axis along which the tables may have more or fewer rows than x has tokens.
-    rows: their number where an object owns the tables.
+    labels: for each leaf and dimension, the axis of x with the same size, or the negative of a fixed size.
+    token: the axis along which tables may have more or fewer rows than x has tokens.
+    rows: number of rows, if an object owns the tables.
     """
 
     labels: tuple[tuple[int, ...], ...]
@@ -161,7 +161,7 @@ class Layout(NamedTuple):
     rows: int | None = None
 
     def shapes(self, axes: tuple[int, ...], one_row: int | None = None, more_heads: int | None = None) -> Shapes:
-        """Return shapes, with one row along ``one_row``, and the first x twice as long along ``more_heads``."""
+        """Return shapes, with a single row along ``one_row``, and the first x twice as long along ``more_heads``."""
         table, xs = [*axes], [[*axes] for _ in self.relations]
         tokens = axes[self.token]
         rows = table[self.token] = self.rows or tokens + (0 if set(self.relations) == {EQUAL} else 2 + tokens % 2)
@@ -176,10 +176,10 @@ class Layout(NamedTuple):
 
 
 def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
-    """Yield shapes for the first probe, likely ones first.
+    """Yield shapes for the first probe, most likely first.
 
-    Dimensions that are not channels follow axes of x in order, or have the size 1, or that of the heads that x has in
-    its last dimension, or in front the number of sections, or 2 for cos and sin.
+    Dimensions other than channels follow the axes of x in order, or have size 1, or the number of heads in x's last
+    dimension. A leading dimension may also be the number of sections, or 2 for cos and sin.
     """
     num_axes, lists = len(probe.axes), [e for e in probe.entries if isinstance(e, tuple) and e[0] == "list"]
     sections = [len(e) - 1 for e in lists if all(type(n) is int for n in e[1:])]
@@ -212,8 +212,8 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
 
 
 class Pairs(NamedTuple):
-    """Rotation of one x: the span of channels, the distance between those of a pair in the output and in x, and cos and
-    sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
+    """Rotation of one x: its span of channels, the distance between the channels of a pair in the output and in x, and
+    cos and sin (axes of x, these channels). Distances are 0 for a map of each channel to its cos and sin.
     """
 
     span: tuple[int, int]
@@ -224,10 +224,10 @@ class Pairs(NamedTuple):
 
 
 def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
-    """Read how a function turns the channels of x.
+    """Measure how a function rotates the channels of x.
 
     Raises:
-        Unlike: it does not turn pairs of channels.
+        Unlike: it does not rotate pairs of channels.
     """
     out, zeros = call(x), torch.zeros_like(x)
     if not torch.equal(out, call(x)):
@@ -269,12 +269,12 @@ def find_channels(t: Tensor) -> list[int]:
 
 
 def firsts(width: int, distance: int) -> Tensor:
-    """Say for each channel whether it is the first of its pair."""
+    """Return for each channel whether it is the first of its pair."""
     return torch.arange(width) // distance % 2 == 0
 
 
 def name_pairs(width: int, distance: int) -> Any:
-    """Return the layout as :func:`lrpe_md.rotate` takes it."""
+    """Return the ``pairs`` argument of :func:`lrpe_md.rotate` for this layout."""
     half = width // 2
     return "half" if distance == half else "interleaved" if distance == 1 else (distance,) * (half // distance)
 
@@ -287,9 +287,9 @@ def as_real(t: Tensor) -> Tensor:
 
 
 class Reading:
-    """Read turns from calls with coded tables, whose entries all differ: from 0.5 up by one step, below 1.
+    """Reading of rotations with coded tables, whose entries are distinct: evenly spaced from 0.5 up to 1.
 
-    The result is a guess from these sizes and values; :func:`compare` confirms it at others.
+    The result is a guess from one set of sizes and values; :func:`compare` confirms it with others.
     """
 
     def __init__(self, probe: Probe, layout: Layout) -> None:
@@ -313,7 +313,7 @@ class Reading:
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
     def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the leaf of an entry, and its place in the leaf's dimensions."""
+        """Return the leaf of an entry, and its index in that leaf."""
         for leaf, shape in self.shapes.items():
             if number < shape.numel():
                 places = zip(self.strides[leaf], shape, strict=True)
@@ -322,7 +322,7 @@ class Reading:
         raise IndexError(number)
 
     def turn(self, pairs: Pairs) -> Turn:
-        """Look up the entries that cos and sin are, or are the cosine and sine of."""
+        """Find the table entries that cos and sin equal, or whose cosine and sine they are."""
         rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
@@ -355,7 +355,7 @@ class Reading:
         return min(turns, key=lambda turn: len(turn.cos[0]) + len(turn.sin[0]))
 
     def turn_of_heads(self, pairs: Pairs, codes: tuple[Tensor, ...], box: tuple[slice, ...], head: int) -> Turn:
-        """Read the turn of heads of this width in x's last dimension; 0 for x's whole width."""
+        """Read the rotation for heads of this width in x's last dimension; 0 means its whole width."""
         (start, stop), num_axes, width = pairs.span, len(box), head or self.probe.data[0][3]
         if head:
             codes = tuple(t.unflatten(-1, (-1, head)) for t in codes)
@@ -369,7 +369,7 @@ class Reading:
                     candidates[Follow(axes, leaf)] = [
                         int(t[tuple(at[a] - box[a].start for a in axes)]) for at in tokens
                     ]
-        begins: dict[Follow, int] = {}  # the index for the first token, less its place
+        begins: dict[Follow, int] = {}  # the index of the first token, minus its place
 
         @cache
         def follow(column: tuple[int, ...]) -> Any:
@@ -382,7 +382,7 @@ class Reading:
             raise Unlike(5, "reads its tables in a different order than the tokens'")
 
         def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
-            """Return leaf, sign and the place in its dimensions of a channel whose entries have these numbers."""
+            """Return leaf, sign and index of a channel whose entries have these numbers."""
             leaves, places = zip(*map(self.place, numbers), strict=True)
             return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
 
@@ -399,7 +399,7 @@ class Reading:
         if not followed:
             raise Unlike(5, "rotates all tokens by the same angles")
         axes = [a for a in range(len(box)) if a != followed[-1]]
-        if len(axes) == 1:  # batch where the tables vary along it, else heads
+        if len(axes) == 1:  # batch if the tables vary along it, else heads
             axes.insert(axes[0] in followed, -1)
         axes = (*range(len(axes) - 2, 0), *axes, followed[-1])
         labels = [*range(len(box)), "channels"]
@@ -421,7 +421,7 @@ class Reading:
         )  # fmt: skip
 
     def view(self, entries: list[Any], axes: tuple[int, ...], may_alternate: bool) -> tuple[tuple[Run, ...], bool]:
-        """Return the entries of channels in as few runs as possible, and whether these alternate."""
+        """Return the entries of the channels as few runs, and whether the runs alternate."""
         found, alternate = gather(entries), False
         if may_alternate and len(found) > 1:
             by_turns = [run for i in (0, 1) for run in gather(entries[i::2])]
@@ -434,7 +434,7 @@ class Reading:
                 is_follow, is_channels = isinstance(at, Follow), isinstance(at, slice)
                 labels += at.axes if is_follow else ["channels"] if is_channels else []
                 index += [slice(None)] * len(at.axes) if is_follow else [slice(None) if at == slice(0, size, 1) else at]
-            # rotate takes tables without heads, and without batch and heads
+            # rotate accepts tables without heads, and without batch and heads.
             first_axes = axes[:2] if axes[1] in labels else [a for a in axes[:1] if a in labels]
             follows = tuple((dim, at) for dim, at in enumerate(place) if isinstance(at, Follow))
             gathers, target = any(at.positions is not None for _, at in follows), [*first_axes, axes[2], "channels"]
@@ -443,7 +443,7 @@ class Reading:
 
 
 def gather(entries: list[Any]) -> list[Any]:
-    """Join entries that follow each other along one dimension of a leaf, in steps of one size, which gets a slice."""
+    """Merge entries that are evenly spaced along one dimension of a leaf into slices."""
     runs: list[Any] = []
     start = 0
     while start < len(entries):
@@ -469,7 +469,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
-        Unlike: something that is no rotation by its tables, or none that tables in the operator can do.
+        Unlike: it is not a rotation by its tables, or not one that the operator supports.
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
@@ -479,9 +479,9 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
             return make(probe)
         except Unlike as e:
             error = e
-        except Exception as e:  # whatever somebody else's function raises
+        except Exception as e:  # a third-party function may raise anything
             error = Unlike(0, f"raises {type(e).__name__}: {e}")
-            if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not because of sizes
+            if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not caused by the sizes
                 num_answers = _MOST_ANSWERS
         failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)
         if num_answers >= _MOST_ANSWERS:
@@ -490,7 +490,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
 
 
 def make_plan(probe: Probe, layout: Layout) -> Plan:
-    """Read the turns of one layout, then try the plan at other sizes, in the dtypes of the call, and its gradients."""
+    """Read the rotations for one layout, then verify the plan at other sizes, with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
     probe.offset *= 2
@@ -517,7 +517,7 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
 
 
 def make_grid_plan(probe: Probe) -> Plan:
-    """Return the plan of a function that turns samples by grids as Wan's does."""
+    """Return the plan of a function that rotates each sample by its own grid, like Wan's."""
     refusal, kinds = Unlike(-1, "takes no grids"), [e[:2] for e in probe.leaves]
     if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
         raise refusal
@@ -537,7 +537,7 @@ def make_grid_plan(probe: Probe) -> Plan:
 
 
 def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
-    """Return the dimensions of leaves whose sizes matter, without following an axis of x; see :class:`Plan`."""
+    """Return the dimensions of leaves whose sizes matter although they follow no axis of x; see :class:`Plan`."""
     runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
     follows = {(run.leaf, dim): at for run in runs for dim, at in run.follows}
     tables, positions = {run.leaf for run in runs}, {at.positions for at in follows.values()}
@@ -547,7 +547,7 @@ def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple
         if leaf in tables and any(label >= 0 for *_, label in sizes):
             raise Unlike(0, "expects tables of a different shape")
         if leaf not in tables | positions:
-            with suppress(Exception):  # not even looked at
+            with suppress(Exception):  # arguments that the function ignores
                 probe.run(xs, [*leaves[:leaf], object(), *leaves[leaf + 1 :]])
                 continue
         required += [] if leaf in positions else sizes
@@ -555,11 +555,11 @@ def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple
 
 
 def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
-    """Compare the plan with the function; False where either does not take these sizes."""
+    """Return whether plan and function agree; False if either rejects these sizes."""
     xs, leaves = inputs
     try:
         expected = probe.run(xs, leaves)
-    except Exception:  # the function does not take them
+    except Exception:  # the function rejects these sizes
         return False
     recipe = prepare(plan, xs, leaves, probe.offset)
     if recipe is None or recipe.relations != plan.relations:
@@ -572,14 +572,14 @@ def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
 
 
 def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> bool:
-    """Compare outputs in any form with tensors."""
+    """Compare outputs, in any form, with tensors."""
     outs = [outs] if isinstance(outs, Tensor) else [o for o in outs or () if o is not None]
     pairs = [(as_real(a).double(), as_real(b).double()) for a, b in zip(outs, expected, strict=True)]
     return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)
 
 
 def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> Plan:
-    """Compare gradients, and outputs in the dtypes of the call, and note whether autocast changes these."""
+    """Compare gradients, and outputs in the call's dtypes; record whether autocast changes these."""
 
     def ours() -> list[Tensor]:
         out = run(cast(Recipe, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")

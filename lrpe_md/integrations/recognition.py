@@ -1,4 +1,4 @@
-"""Tell what somebody's own rotary code computes, as arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`."""
+"""Recognition of third-party rotary code as arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .probing import Probe, firsts, name_pairs, quietly, read_pairs
 
 __all__ = ["Arguments", "Recognised", "recognise"]
 
-_ANGLE = 1e-3  # radians: what rounding of a float32 table may add up to over a grid
+_ANGLE = 1e-3  # radians: allows for rounding of a float32 table over a grid
 
 
 class Arguments(dict[str, Any]):
-    """Keyword arguments of rotate or cosine, which print as the call that they are for."""
+    """Keyword arguments of rotate or cosine, printed as the corresponding call."""
 
     def __init__(self, function: str, values: dict[str, Any], notes: str) -> None:
         super().__init__(values)
@@ -42,16 +42,15 @@ def _show_grid(grid: Grid) -> str:
 
 @dataclass(frozen=True)
 class Recognised:
-    """Result of recognising a function: its arguments in this library's terms.
+    """A recognised function, as arguments of this library.
 
     Args:
-        arguments: of rotate or cosine: ``rotate(x, **found.arguments)`` is what the function gives for x.
-        map: which of the two.
-        axes: for each pair (of the cosine map: channel) the axis whose position it follows; None where it follows
-            several, or none.
-        axis_order: "major_first" where the slowest axis has the first channels, "minor_first" for the fastest; None
-            for any other order.
-        theta: for each axis the base of its geometric series, None where it has none.
+        arguments: arguments of rotate or cosine: ``rotate(x, **found.arguments)`` equals the function of x.
+        map: "rotate" or "cosine".
+        axes: for each pair (cosine map: channel), the axis it depends on; None if it depends on several or none.
+        axis_order: "major_first" if the slowest axis has the first channels, "minor_first" for the fastest; None for
+            any other order.
+        theta: base of the geometric series of each axis, or None if the series is not geometric.
         error: largest difference from the function, for x of standard deviation 1.
     """
 
@@ -75,23 +74,23 @@ def recognise(
     prefix: int = 0,
     device: torch.device | str = "cpu",
 ) -> Recognised:
-    """Find the arguments of :func:`rotate` or :func:`cosine` that give what a function computes.
+    """Find arguments of :func:`rotate` or :func:`cosine` that reproduce a function.
 
     Args:
-        function: takes x (1, H, N, D), or q and k, and returns them rotated; positions are its own.
+        function: takes x (1, H, N, D), or q and k, and returns them rotated; it determines its own positions.
         head_dim: D.
-        shape: the grid of its tokens, slowest axis first: (H, W), (T, H, W), or (N,) for a sequence.
-        num_heads: H; more than 1 where frequencies differ by head.
+        shape: grid of its tokens, slowest axis first: (H, W), (T, H, W), or (N,) for a sequence.
+        num_heads: H; more than 1 if frequencies differ by head.
         prefix: number of unrotated tokens in front.
-        device: where to call it.
+        device: device to call it on.
 
     Returns:
-        A :class:`Recognised`; printed, it is the call. Frequencies of more than half a turn from token to token are
-        found as smaller ones that are equal on this grid.
+        A :class:`Recognised`, which prints as the call. Frequencies above half a turn per token are reported as smaller
+        ones that are equivalent on this grid.
 
     Raises:
-        TypeError: the function is no rotation (or cosine map) whose angles are positions times frequencies; says what
-            it does.
+        TypeError: the function is not a rotation (or cosine map) with angles linear in the positions; the message says
+            what it does.
     """
     grid = Grid(tuple(shape), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
@@ -122,7 +121,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
             out, *others = probe.run([x.to(dtype)] * count, [])
         except Unlike:
             raise
-        except Exception as e:  # whatever somebody else's function raises
+        except Exception as e:  # a third-party function may raise anything
             raise Unlike(0, f"raises {type(e).__name__}: {e}") from e
         if any(not torch.equal(o, out) for o in others):
             raise Unlike(3, "rotates q and k differently")
@@ -134,7 +133,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
     except Unlike as e:
         if e.__cause__ is None:
             raise
-        dtype = torch.float32  # some functions take this alone
+        dtype = torch.float32  # some functions accept only this dtype
     (start, stop), distance, distance_in_x, cos, sin = read_pairs(call, x)
     values: dict[str, Any] = {}
     if distance:
@@ -160,7 +159,7 @@ def _recognise(function: Callable[..., Any], grid: Grid, sizes: tuple[int, ...],
 
 
 def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
-    """Fit positions times frequencies, a phase and an amplitude to (H, N, C)."""
+    """Fit frequencies, a phase and an amplitude to cos and sin (H, N, C)."""
     amplitude = torch.hypot(cos, sin)
     if (amplitude - amplitude[:1, :1]).abs().max() > _ANGLE:
         raise Unlike(4, "scales x by a factor that depends on the token, head or channel")
@@ -175,7 +174,7 @@ def _fit(cos: Tensor, sin: Tensor, grid: Grid) -> dict[str, Any]:
     omega[omega.abs() < 1e-7] = 0
     shift = _find_shift(omega, phase)
     sign = -1 if (omega <= 0).all() and (omega < 0).any() else 1
-    if torch.allclose(omega, omega[:1]) and torch.allclose(phase, phase[:1], atol=1e-5):  # all heads alike
+    if torch.allclose(omega, omega[:1]) and torch.allclose(phase, phase[:1], atol=1e-5):  # all heads are equal
         omega, phase = omega[:1], phase[:1]
     where = Grid(grid.shape, prefix=grid.prefix, shift=shift if shift and any(shift) else None)
     values: dict[str, Any] = {"omega": sign * omega, "positions": where}
@@ -198,7 +197,7 @@ def _mean_angle(t: Tensor, dim: int) -> Tensor:
 
 
 def _measure(angles: Tensor, dim: int) -> Tensor:
-    """Return the angle from one position to the next along a dimension, (H, C): first over one step, then over more."""
+    """Return the angle per step along a dimension, (H, C), refined over increasing distances."""
     size = angles.shape[dim]
     step, lag = torch.zeros(angles.shape[:2], dtype=angles.dtype), 1
     while lag < size:
@@ -209,7 +208,7 @@ def _measure(angles: Tensor, dim: int) -> Tensor:
 
 
 def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
-    """Return the position of the first token on each axis, where this is what the phase comes from."""
+    """Return the position of the first token on each axis, if that explains the phase."""
     flat, angles = omega.flatten(0, 1), phase.flatten()
     for slow in (flat.norm(dim=-1).argsort()[:n] for n in (2 * flat.shape[-1], len(flat))):
         shift = torch.linalg.lstsq(flat[slow], angles[slow, None], driver="gelsd").solution[:, 0]
@@ -220,7 +219,7 @@ def _find_shift(omega: Tensor, phase: Tensor) -> tuple[float, ...] | None:
 
 
 def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[float | None, ...], str]:
-    """Return the axis that each channel follows, the order of axes, the base for each axis, and these as a comment."""
+    """Return each channel's axis, the order of axes, the base of each axis, and a comment describing them."""
     used = (omega.abs().amax(0) > 0).tolist()
     axes = tuple(row.index(True) if sum(row) == 1 else None for row in used)
     known = [a for a in axes if a is not None]
@@ -236,7 +235,7 @@ def _describe(omega: Tensor) -> tuple[tuple[int | None, ...], str | None, tuple[
 
 
 def _find_base(series: Tensor) -> float | None:
-    """Return the base of ω_i = scale · base^(-i / n)."""
+    """Return the base of ω_i = scale · base^(-i / n), or None if the series is not geometric."""
     if len(series) < 3:
         return None
     logs = series.log()

@@ -1,9 +1,9 @@
 """Change frequencies, amplitudes and places of a whole model between two steps of a diffusion or a stream.
 
-It works in models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``), and
-in those of other libraries whose cos and sin follow a known formula (:mod:`.table_modules`): timm's ViTs with fixed
-frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, vision towers of transformers.
-Language models scale by their configuration.
+This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
+It also works for models of other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
+with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
+transformers. Scale language models in their configuration.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Scalings = Scaling | Sequence[Scaling | None] | None
 
 
 class Scaled(NamedTuple):
-    """Frequencies and amplitudes to be put in place, from :func:`prepare_scaling`."""
+    """Prepared frequencies and amplitudes from :func:`prepare_scaling`."""
 
     pairs: list[tuple[Tensor, Tensor]]
 
     def apply(self) -> None:
-        """Copy them on the device in one launch (one a dtype), which nothing waits for."""
+        """Copy them into the model, in one launch per dtype and without synchronisation."""
         with torch.no_grad():
             copy_together(self.pairs)
 
@@ -39,34 +39,33 @@ class Scaled(NamedTuple):
 def set_scaling(model: Any, scaling: Scalings) -> None:
     """Scale the trained frequencies of all encodings in ``model`` from now on, in place.
 
-    Nothing waits for the device, and nothing is compiled or captured again, except the first time: then a model gets
-    buffers that an earlier program does not read. So call ``set_scaling(model, None)`` before ``torch.compile`` and
-    before a capture. The buffers are not in the state_dict. Frozen programs (Inductor's ``freezing``, exported ones)
-    keep what they had.
+    This does not synchronise, recompile or recapture, except the first time, when the model gets new buffers. Call
+    ``set_scaling(model, None)`` once before ``torch.compile`` or a CUDA graph capture. The buffers are not in the
+    state_dict. Frozen programs (Inductor's ``freezing``, exported ones) keep their values.
 
     Args:
-        model: a module with encodings, or a pipeline of diffusers.
-        scaling: theta (E,), or (H, E) where heads differ → scaled theta of the same shape, and an amplitude, a number
-            or (E,): one of ``lrpe_md.frequencies``' ``*_scaling`` with its numbers bound. One for all axes, or one for
-            each axis, slowest first, None for an axis that stays as it is. It is given the frequencies of an axis in
-            the order of the channels, in float64 on their device. None: all as trained. Learned frequencies go on
-            learning, and are scaled as they are now.
+        model: a module with encodings, or a diffusers pipeline.
+        scaling: a function of theta (E,), or (H, E) if heads differ, that returns a scaled theta of the same shape and
+            an amplitude, a number or (E,). Typically a ``*_scaling`` of ``lrpe_md.frequencies`` with its arguments
+            bound. Pass one for all axes, or one per axis, slowest first, with None for unchanged axes. It receives the
+            frequencies of an axis in channel order, in float64 on their device. None restores the trained ones.
+            Learned frequencies stay trainable; their present values are scaled.
 
-    The amplitude applies to the pairs of its axis and to rotated tokens: a prefix, such as text that a preset has at
+    The amplitude applies to the pairs of its axis and to rotated tokens. A prefix, such as text that a preset places at
     zero, keeps 1.
 
     Raises:
-        ValueError: no encoding, another number of axes, frequencies that have no axis each, as mixed ones, or those of
-            an adapted language model.
+        ValueError: no encoding, a wrong number of axes, frequencies without a single axis each (mixed), or those of an
+            adapted language model.
     """
     prepare_scaling(model, scaling).apply()
 
 
 @torch.no_grad()
 def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
-    """Compute what :func:`set_scaling` would put in place; ``prepare_scaling(..).apply()`` in a loop costs one launch.
+    """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(..).apply()`` in a loop costs one launch.
 
-    It holds for what the model has learned so far and for its device: prepare again after an optimizer step or ``.to``.
+    The result depends on the present frequencies and device: prepare again after an optimizer step or ``.to``.
 
         steps = [prepare_scaling(dit, (partial(dype_ntk_scaling, factor=2.0, time=t),) * 2) for t in times]
         for step, t in zip(steps, times):
@@ -85,15 +84,15 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
 
 
 def set_places(model: Any, axis: int, places: Tensor | None) -> None:
-    """Put index i of an axis of all encodings' grids at ``places[i]`` from now on; None: as it was.
+    """Place index i of a grid axis at ``places[i]`` in all encodings from now on; None restores the original positions.
 
-    For coordinates that change between two steps: :func:`lrpe_md.positions.relative_times` of a stream, a jump between
-    scenes. As :meth:`FrequencyModule.set_places` for each: in place where there were as many before.
+    For coordinates that change between steps: :func:`lrpe_md.positions.relative_times` of a stream, or a jump between
+    scenes. Calls :meth:`FrequencyModule.set_places` of each, which works in place if the length is unchanged.
 
     Raises:
-        ValueError: no encoding, an axis that one of them lacks, or no (n,).
+        ValueError: no encoding, an axis that one of them lacks, or places that are not (n,).
     """
-    modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # not of text
+    modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # text has one axis
     if not modules:
         raise ValueError(
             f"model: expected a model with encodings of images or videos, got none in {type(model).__name__}"
@@ -106,7 +105,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return encodings by their names; modules that make tables get one."""
+    """Return encodings by name, and add them to modules that make tables."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
@@ -121,7 +120,7 @@ def _find(model: Any) -> dict[str, Any]:
 
 
 def _scale(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
-    """Return the factors of a module's frequencies (H, C, K), and its amplitude (1, C)."""
+    """Return the factors for a module's frequencies (H, C, K), and its amplitude (1, C)."""
     if not any(scalings):
         return None, None
     trained = module.trained().double()
@@ -136,9 +135,9 @@ def _scale(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tens
 
 
 def _scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
-    """Return what frequencies (H or 1, E) are multiplied by, and the amplitude. A frequency of 0 stays 0.
+    """Return the factors for frequencies (H or 1, E), and the amplitude. A frequency of 0 stays 0.
 
-    The scaling is given (E,) if all heads share them.
+    The scaling receives (E,) if all heads share them.
     """
     shared = theta.shape[0] == 1
     scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
@@ -146,7 +145,7 @@ def _scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
-    """Return the channels of each axis, read once for a device: what is zero stays zero."""
+    """Return the channels of each axis, read once per device; channels with frequency zero belong to none."""
     known = vars(module).setdefault("_channels_of_axes", {})
     if trained.device not in known:
         used = (trained != 0).any(0)

@@ -1,8 +1,8 @@
-"""Frequencies of other libraries' rotary modules, so that they can be scaled at run time (:mod:`.run_time`).
+"""Frequencies of other libraries' rotary modules, to scale them at run time (:mod:`.run_time`).
 
-A module goes on computing its tables. What ``set_scaling`` and ``set_places`` change is applied to them as a rotation
-by the difference of the angles, which is exactly zero while nothing is changed. The frequencies and the positions come
-from a formula that is known for the module, and that is checked against its tables.
+The module still computes its own tables. Changes by ``set_scaling`` and ``set_places`` are applied to them as a
+rotation by the difference of the angles, which is exactly zero as long as nothing is changed. Frequencies and positions
+come from a known formula for the module, which is checked against its tables.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .copies import derive_class, find_method
 
 __all__ = ["TableFrequencies", "makes_tables", "stand_in"]
 
-_BOUND = 1e-4  # of entries of a table: modules that form angles in float32 round them
+_BOUND = 1e-4  # tolerance of table entries: some modules compute angles in float32
 
 
 class TableFrequencies(RotateMd):
-    """The frequencies of a module that makes tables; float64 whatever the model is cast to.
+    """Frequencies of a module that makes tables; float64 even if the model is cast.
 
     Args:
         omega: (C, K).
-        device: of the frequencies.
+        device: device of the frequencies.
     """
 
     def __init__(self, omega: Tensor, device: torch.device | str | None = None) -> None:
@@ -41,7 +41,7 @@ class TableFrequencies(RotateMd):
 
     def get_omega(self) -> Tensor:
         omega = super().get_omega()
-        if omega.dtype != self.dtype:  # FSDP1 and DDP cast buffers by their data
+        if omega.dtype != self.dtype:  # FSDP1 and DDP cast buffers through their data
             if "trained_omega" in self._buffers:
                 raise ValueError(
                     f"omega: expected {self.dtype}, got {omega.dtype}: the model's buffers were cast after its "
@@ -69,7 +69,7 @@ def _return_omega(omega: Tensor, channels: int, heads: int, seed: int) -> Tensor
 
 
 def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
-    """Return (N, C) in float64, without a matrix product, which autocast and TF32 would touch."""
+    """Return angles (N, C) in float64, without a matrix product, which autocast and TF32 would affect."""
     where = where.explicit(device) if isinstance(where, Grid) else where
     return (where.coords.to(device, torch.float64)[..., None, :] * omega.to(device)).sum(-1)
 
@@ -78,13 +78,13 @@ def _angles(where: Any, omega: Tensor, device: torch.device) -> Tensor:
 
 
 class Formula(NamedTuple):
-    """Formula of a module's tables: cos and sin, or one tensor of sines and then cosines.
+    """Formula of a module's tables: cos and sin, or one tensor with sines followed by cosines.
 
     Args:
         omega: frequencies (C, K), float64.
         locate: (module, settings, \\*arguments of the method) → positions of the tokens.
-        settings: of ``locate``.
-        order: of the entries of a table, "interleaved" or "half".
+        settings: extra argument for ``locate``.
+        order: channel order of the tables, "interleaved" or "half".
         method: name of the method that returns the tables.
     """
 
@@ -95,7 +95,7 @@ class Formula(NamedTuple):
     method: str = "forward"
 
     def agrees(self, rope: Any, args: Sequence[Any]) -> bool:
-        """Return whether a module makes these tables for some arguments."""
+        """Return whether a module's tables for these arguments match the formula."""
         made = _split(getattr(rope, self.method)(*args))
         angles = _angles(self.locate(rope, self.settings, *args), self.omega, torch.device("cpu"))
         bound = max(_BOUND, 4 * torch.finfo(made[0].dtype).eps)
@@ -103,12 +103,12 @@ class Formula(NamedTuple):
         return all(t.shape[-1] == 2 * a.shape[-1] and (t - self.expand(a, t)).abs().max() < bound for t, a in pairs)
 
     def expand(self, t: Tensor, like: Tensor) -> Tensor:
-        """Bring (N, C) into the shape of a table, (.., 2 C)."""
+        """Expand (N, C) to the shape of a table, (.., 2 C)."""
         t = t.repeat_interleave(2, -1) if self.order == "interleaved" else torch.cat([t, t], -1)
         return t.reshape(*like.shape[:-1], t.shape[-1])
 
     def apply_changes(self, rope: Any, made: Any, *args: Any) -> Any:
-        """Return the tables that a module made, with its changed frequencies and places."""
+        """Apply changed frequencies and places to the tables that a module made."""
         cos, sin = _split(made)
         change, gain = rope.rotation.difference(self.locate(rope, self.settings, *args), cos.device)
         wide = torch.promote_types(cos.dtype, torch.float32)
@@ -126,7 +126,7 @@ def _split(made: Any) -> tuple[Tensor, Tensor]:
 
 
 def _axial(*series: Tensor) -> Tensor:
-    """Return frequencies (C, K) of the series of each axis, one after another."""
+    """Return frequencies (C, K), with the series of the axes in consecutive channels."""
     return torch.block_diag(*[s.double()[:, None] for s in series])
 
 
@@ -135,13 +135,13 @@ def _powers(dims: Sequence[int], base: float) -> Tensor:
 
 
 def _locate_ids(rope: Any, settings: tuple[int, bool], *args: Any) -> Coordinates:
-    """Return the argument that has the positions; settings: its number, and whether it is (K, N) instead of (N, K)."""
+    """Return the positions argument; settings: its index, and whether it is (K, N) instead of (N, K)."""
     index, axes_first = settings
     return Coordinates((args[index].T if axes_first else args[index]).float())
 
 
 def _locate_patches(rope: Any, settings: tuple[Sequence[int], Any], x: Tensor, *args: Any) -> Grid:
-    """Return the grid of an image or a video (B, C, ..); settings: the patch size, and how coordinates are scaled."""
+    """Return the grid of an image or a video (B, C, ..); settings: patch size, and normalisation of coordinates."""
     patch, by = settings
     grid = Grid(tuple(n // p for n, p in zip(x.shape[-len(patch) :], patch, strict=True)))
     return grid if by is None else grid.cells(by)
@@ -154,11 +154,11 @@ def _locate_timm(rope: Any, by: Any, shape: Any = None, *args: Any) -> Grid:
     return grid if rope.ref_feat_shape is None else grid.interpolate(rope.ref_feat_shape)
 
 
-# Each returns the formula of a module on the CPU with arguments for a comparison; None for another kind of module.
+# Each returns a module's formula on the CPU and arguments to check it with, or None for other kinds of modules.
 
 
 def _read_ids(rope: Any) -> _Found:
-    """diffusers' FLUX and models like it: ids (N, K) of text and image."""
+    """Read the formula of diffusers' FLUX and similar models, with ids (N, K) of text and image."""
     if not (hasattr(rope, "axes_dim") and hasattr(rope, "theta")):
         return None
     ids = torch.arange(3.0)[:, None] + torch.arange(len(rope.axes_dim))
@@ -166,12 +166,12 @@ def _read_ids(rope: Any) -> _Found:
 
 
 def _read_patches(rope: Any) -> _Found:
-    """diffusers' HunyuanVideo and Wan: a video (B, C, T, H, W); transformers' DINOv3: an image (B, C, H, W)."""
+    """Read the formula of diffusers' HunyuanVideo and Wan (video inputs) or transformers' DINOv3 (image inputs)."""
     by, order = None, "interleaved"
     if hasattr(rope, "rope_dim") and hasattr(rope, "patch_size_t"):
         omega, patch = _powers(rope.rope_dim, rope.theta), (rope.patch_size_t, rope.patch_size, rope.patch_size)
     elif hasattr(rope, "t_dim") and hasattr(rope, "freqs_cos"):
-        omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # it keeps tables, no base
+        omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # it keeps no base
         sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
         if (sin - omega.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
             omega = (omega != 0) * torch.atan2(sin, cos)[:, None]
@@ -186,7 +186,7 @@ def _read_patches(rope: Any) -> _Found:
 
 
 def _read_timm(rope: Any) -> _Found:
-    """timm's axial tables and DINOv3's, of a grid (H, W)."""
+    """Read the formula of timm's axial or DINOv3 tables for a grid (H, W)."""
     is_dino = hasattr(rope, "periods")
     series = 2 * math.pi / rope.periods.double() if is_dino else getattr(rope, "bands", None)
     if series is None or not hasattr(rope, "grid_indexing") or getattr(rope, "in_pixels", False):
@@ -200,7 +200,7 @@ def _read_timm(rope: Any) -> _Found:
 
 
 def _read_places(rope: Any) -> _Found:
-    """transformers' vision towers: places of patches, (N, K) or (K, N). Frequencies are the angles of single steps."""
+    """Read the formula of transformers' vision towers, with patch positions (N, K) or (K, N), from single steps."""
     code = getattr(find_method(type(rope), "forward"), "__code__", None)
     if code is None or code.co_varnames[1:3] != ("x", "position_ids") or not hasattr(rope, "inv_freq"):
         return None
@@ -223,10 +223,10 @@ def _read_places(rope: Any) -> _Found:
 
 @torch.no_grad()
 def read_formula(path: str, module: nn.Module) -> Formula:
-    """Return how a module computes its tables.
+    """Return the formula of a module's tables.
 
     Raises:
-        ValueError: no formula gives its tables, or they have no values yet.
+        ValueError: no formula matches its tables, or it is on the meta device.
     """
     twin = copy.deepcopy(module) if any(b.is_meta for b in module.buffers()) else copy.deepcopy(module).cpu().eval()
     with torch.device("cpu"):
@@ -240,7 +240,7 @@ def read_formula(path: str, module: nn.Module) -> Formula:
 
 
 def makes_tables(module: Any) -> bool:
-    """Return whether a module looks like one that makes cos and sin."""
+    """Return whether a module looks as if it makes cos and sin tables."""
     name = type(module).__name__.lower()
     return "rope" in name or "rotary" in name or (hasattr(module, "axes_dim") and hasattr(module, "theta"))
 
@@ -268,14 +268,14 @@ def _with_changes(method: Any) -> Any:
 
 
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
-    """Make the tables of modules follow frequencies that can be scaled, and return these by the modules' names.
+    """Make the tables of modules follow scalable frequencies, and return these by module name.
 
     Args:
         modules: by name.
-        device: of the frequencies of a module without tensors.
+        device: device of the frequencies for a module without tensors.
 
     Raises:
-        ValueError: the tables of one of them are not known; all stay as they were.
+        ValueError: the tables of a module do not match a known formula; all modules are left unchanged.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():

@@ -1,11 +1,11 @@
-"""timm's VisionTransformer with relative positions: ``adapt(model, "cosine")`` turns one into the class that is here.
+"""Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
-The weights and their names are timm's; learned frequencies (``encoding.*``) are the only additional keys of the
-state_dict. ``lrpe_md.models.vit`` registers entries of timm's for new models.
+Weights and their names are timm's; learned frequencies (``encoding.*``) are the only additional keys of the state_dict.
+``lrpe_md.models.vit`` registers entries of timm's for new models.
 
-The backbone owns the encoding, computes the positions once a forward, and hands both to its blocks as an argument:
-timm's blocks pass ``attn_mask`` on to their attention untouched, so a :class:`Context` travels there, the mask inside.
-Nothing of a forward is kept on a module, so that activation checkpointing recomputes with the positions of its own.
+The backbone owns the encoding, computes the positions once per forward, and passes both to its blocks. timm's blocks
+pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. No
+state of a forward is stored on a module, so that activation checkpointing recomputes with the right positions.
 
 Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers), C embed_dim, H heads, D head_dim.
 """
@@ -50,28 +50,28 @@ __all__ = [
     "LrpeAttention", "LrpePatchEmbed", "LrpeVisionTransformer", "adapt", "checkpoint_filter_fn", "with_own_frequencies",
 ]  # fmt: skip
 
-# torch.fx, and so create_feature_extractor, takes each of these as one step.
+# torch.fx, and so create_feature_extractor, treats each of these as one node.
 torch.fx.wrap("attend_linearly")
 torch.fx.wrap("encode")
 torch.fx.wrap("grid_size")
 torch.fx.wrap("lay_out_patches")
 
-BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  # those that pass attn_mask on
+BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)  # block classes that pass attn_mask on
 
 
 class LrpeAttention(Attention):
-    """timm's attention, with its parameters and their names, encoding q and k as the :class:`Context` says.
+    """timm's attention, with the same parameters, which encodes q and k as the :class:`Context` specifies.
 
-    Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
-    ``normalizer`` that of :func:`lrpe_md.linear_attention`.
+    Without a Context (``attn_mask`` is None or a mask) it is timm's attention. ``attention`` is "softmax" or "linear";
+    ``normalizer`` is that of :func:`lrpe_md.linear_attention`.
 
-    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
-    five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
-    here, too, for one unit more read and written a layer. An encoding with an activation or learned frequencies needs
-    the projection's output itself, and keeps five either way. With ``keep_encoded=False`` the backward encodes q and k
-    again, from the projection's output, which is all that is kept, whatever the encoding. It takes the encoding's time
-    once more. Not with ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, nor under
-    checkpointing, which runs all of the block again.
+    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output. It
+    therefore keeps five units of B·N·C, where attention without an encoding keeps three. ``copy_v`` copies v to keep
+    only three, for one extra unit of reads and writes per layer. It has no effect if the encoding has an activation or
+    learned frequencies, which need the projection's output. ``keep_encoded=False`` keeps only the projection's output,
+    with any encoding, and encodes q and k again in the backward. It is not available with
+    ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, or under checkpointing, which
+    recomputes the whole block.
     """
 
     attention: Literal["softmax", "linear"] = "softmax"
@@ -80,11 +80,11 @@ class LrpeAttention(Attention):
     keep_encoded: bool = True
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x (B, N, C) → (B, N, C)."""
+        """Compute attention, x (B, N, C) → (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None, attn_mask)
         encoding, positions, mask = context.encoding, context.positions, context.attn_mask
         gate = None if self.gate is None else self.gate(x).sigmoid()
-        # Strided views of the projection: the encoding reads them as they are.
+        # The encoding reads strided views of the projection without a copy.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         frames = context.block is not None and self.attention == "softmax"
         again = not frames and self._encodes_again(x, encoding)
@@ -116,7 +116,7 @@ class LrpeAttention(Attention):
         return self._project(x, gate)
 
     def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
-        """Tell whether the backward encodes again. False in a trace of torch.fx, where x stands for a tensor."""
+        """Return whether the backward encodes again. False in a torch.fx trace, where x is a proxy."""
         return (
             not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
             and isinstance(x, Tensor)
@@ -143,8 +143,8 @@ class LrpeAttention(Attention):
 
 
 def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's weight, or of its output where the weight is quantised."""
-    weight = linear.weight  # a method of torch.ao's quantised layers
+    """Return the dtype of a linear layer's weight, or the output's if the weight is quantised."""
+    weight = linear.weight  # a method in torch.ao's quantised layers
     return weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else output.dtype
 
 
@@ -162,7 +162,7 @@ def encode(
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """Return the grid of (B, H, W, C) inputs, where some embeddings round up; otherwise the expected grid."""
+    """Return the grid of (B, H, W, C) inputs, because some embeddings round up; otherwise the expected grid."""
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
@@ -179,9 +179,9 @@ def lay_out_patches(
 
 
 class LrpePatchEmbed(PatchEmbed):
-    """timm's patch embedding, which compiles into one graph for all sizes.
+    """timm's patch embedding, changed to compile into one graph for all sizes.
 
-    timm's own check of the size formats it into a message, which makes a graph for each size.
+    timm formats the size into the message of its check, which creates a graph for each size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,33 +198,32 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     """timm's VisionTransformer with an encoding of q and k.
 
     Args:
-        encoding: "cosine", "rotate", "mixed"; a name of :func:`lrpe_md.list_presets`, "eva02", or a Scheme or Preset,
-            with its positions; an ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k
-            (B, H, N, D), shared by all layers; a factory ``(head_dim, num_heads) -> nn.Module``, called once a layer.
-            None, the default, or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register tokens
-            are not rotated.
-        encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
-        absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
-        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told
-            otherwise.
-        normalizer: of linear attention: "unrotated", "encoded" or "none".
-        copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
-        keep_encoded: False keeps no encoded q and k for the backward, which encodes again: :class:`LrpeAttention`.
-        dynamic_img_size: any input size that the patch size divides, on by default.
+        encoding: "cosine", "rotate", "mixed"; a name from :func:`lrpe_md.list_presets`, such as "eva02", or a Scheme or
+            Preset, with its positions; an ``nn.Module``, called as ``module(q, k, positions=positions)`` with q, k
+            (B, H, N, D) and shared by all layers; a factory ``(head_dim, num_heads) -> nn.Module``, called once per
+            layer. None (default) or "none": no encoding. See :func:`.encoding.build_encoding`. Class and register
+            tokens are not rotated.
+        encoding_kwargs: options of the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
+        absolute: "none"; "learned": timm's table, resampled to the input's grid; "sincos": computed for it.
+        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`); linear defaults to act="relu".
+        normalizer: for linear attention: "unrotated", "encoded" or "none".
+        copy_v: keep no more memory for the backward than attention without an encoding: :class:`LrpeAttention`.
+        keep_encoded: if False, encode q and k again in the backward instead of keeping them: :class:`LrpeAttention`.
+        dynamic_img_size: accept any input size that the patch size divides; on by default.
         args, kwargs: timm's.
 
     Attributes:
-        reference: may be set at any time. None: one unit a patch, beyond the trained size extrapolated. One size an
-            axis, or None for one: positions of that axis are laid over a grid of this size, and a sin-cos table of it
-            is resampled. ``model.reference = model.patch_embed.grid_size`` keeps positions in the trained range. A
-            learned table is always laid over the grid.
+        reference: interpolation size, may be set at any time. None: one unit per patch, which extrapolates beyond the
+            trained size. Otherwise a size per axis, or None for an axis: positions are interpolated to a grid of this
+            size, and a sin-cos table of this size is resampled. ``model.reference = model.patch_embed.grid_size`` keeps
+            positions in the trained range. A learned table is always resampled to the grid.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an invalid argument.
     """
 
-    num_axes = 2  # of the grid of patches
-    preset_axes: int | None = None  # that a preset must have; None: as many will do as take an image
+    num_axes = 2  # axes of the patch grid
+    preset_axes: int | None = None  # number of axes that a preset must have; None: any that supports images
     _reference: Sequence[int | None] | None = None
     encoding: nn.Module | None
     absolute: Literal["none", "learned", "sincos"]
@@ -268,12 +267,12 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     @reference.setter
     def reference(self, sizes: Sequence[int | None] | None) -> None:
         if sizes is not None:
-            Grid(self.patch_embed.grid_size).interpolate(sizes)  # checks it
+            Grid(self.patch_embed.grid_size).interpolate(sizes)  # validates the sizes
             sizes = tuple(sizes)
         self._reference = sizes
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x (B, in_chans, height, width) → tokens (B, N, C)."""
+        """Compute tokens (B, N, C) from x (B, in_chans, height, width)."""
         x, positions = self._embed(x)
         for i in range(len(self.blocks)):
             x = self._block(i, x, positions, attn_mask, is_causal)
@@ -292,7 +291,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Any:
-        """Arguments and result as timm's ``forward_intermediates``."""
+        """Compute timm's ``forward_intermediates``, with the same arguments and result."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.blocks), indices)
@@ -324,7 +323,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Grid | Coordinates]:
-        """Tokens (B, N, C) and where they are; dropped patches take their positions with them."""
+        """Embed x as tokens (B, N, C), and return their positions; dropped patches also drop their positions."""
         size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self.patch_embed(x)
         size = grid_size(x, size[0], size[1])
@@ -346,7 +345,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return x, table.to(dtype=torch.float32) if whole else table
 
     def _sincos(self, shape: Sequence[int], x: Tensor) -> Tensor:
-        """The table (H W, C), of the reference grid where there is one."""
+        """Compute the sin-cos table (H W, C), resampled from the reference grid if there is one."""
         sizes = self.reference or (None, None)
         own = [n if size is None else size for n, size in zip(shape, sizes, strict=True)]
         table = build_sincos2d_pos_embed(own, self.embed_dim, device=x.device)
@@ -361,17 +360,17 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _run(self, i: int, x: Tensor, context: Context, is_causal: bool = False) -> Tensor:
         args = x, context, is_causal
-        # What carries sums on must not be run a second time.
+        # A context that carries sums must not be recomputed.
         again = self.grad_checkpointing and context.carried is None
         return checkpoint(self.blocks[i], *args) if again else self.blocks[i](*args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Strictly, weights of timm's model load, too, as by ``create_model(.., checkpoint_path=..)``."""
+        """Load a state_dict; in strict mode, weights of timm's model also load, as with ``checkpoint_path=``."""
         return super().load_state_dict(self._fit(state_dict) if strict else state_dict, strict, assign)
 
     def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The absolute table as the model has one, and its own frequencies where there are none at all."""
-        fitted: Any = copy(state_dict)  # with its metadata
+        """Fit the absolute table to the model, and keep the model's frequencies if the checkpoint has none."""
+        fitted: Any = copy(state_dict)  # keeps its metadata
         table, own = fitted.get("pos_embed"), self.pos_embed
         if table is not None and own is None:
             del fitted["pos_embed"]
@@ -386,11 +385,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return fitted
 
     def no_weight_decay(self) -> set[str]:
-        """timm's names, and the frequencies and phases."""
+        """Return timm's names plus those of frequencies and phases."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's groups; a layer's frequencies go with their block, shared ones with the stem."""
+        """Return timm's groups; a layer's frequencies belong to its block, shared ones to the stem."""
         groups = super().group_matcher(coarse)
         return {
             **groups,
@@ -418,21 +417,21 @@ def adapt(
     copy_v: bool = False,
     keep_encoded: bool = True,
 ) -> LrpeVisionTransformer:
-    """Turn a timm VisionTransformer into an :class:`LrpeVisionTransformer`, in place, and return it.
+    """Convert a timm VisionTransformer to an :class:`LrpeVisionTransformer`, in place, and return it.
 
-    Parameters, hooks and the optimizers that hold them stay as they are; only the classes of the model, its patch
-    embedding and its attentions change. An adapted model may be adapted again. The input size stays what timm made it:
-    create the model with ``dynamic_img_size=True`` for any resolution.
+    Parameters, hooks and optimizers that hold them are unchanged; only the classes of the model, its patch embedding
+    and its attentions change. You can adapt a model again. The supported input sizes are unchanged: create the model
+    with ``dynamic_img_size=True`` for any resolution.
 
     Args:
         model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
             ParallelThingsBlock blocks and timm's Attention.
         encoding, encoding_kwargs, attention, normalizer, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`. A
             module is moved to the model's device.
-        absolute: "keep" the learned absolute embedding, or "drop" it.
+        absolute: "keep" or "drop" the learned absolute embedding.
 
     Raises:
-        TypeError, ValueError: a model or an argument that does not fit; the model is as it was.
+        TypeError, ValueError: an invalid model or argument; the model is left unchanged.
     """
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
@@ -457,7 +456,7 @@ def adapt(
     if built is not None:
         built.to(next(vit.parameters()).device)
 
-    # Nothing below can fail.
+    # Nothing below raises.
     if not isinstance(vit, LrpeVisionTransformer):
         vit.__class__ = LrpeVisionTransformer
         vit.absolute = "none" if vit.pos_embed is None else "learned"
@@ -475,7 +474,7 @@ def adapt(
 
 
 def _attentions(model: Any) -> list[Any]:
-    """The attentions of a model that can be adapted, otherwise an error."""
+    """Return the attentions of a model, or raise an error if it cannot be adapted."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
@@ -502,8 +501,10 @@ def _attentions(model: Any) -> list[Any]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """timm's filter, so that timm's ViT weights load: the absolute table is dropped or resampled as the model has one,
-    and learned frequencies that the checkpoint lacks keep their initial values."""
+    """Filter a checkpoint as timm does, so that timm's ViT weights load.
+
+    The absolute table is dropped or resampled to fit the model. Learned frequencies that the checkpoint lacks keep
+    their initial values."""
     if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
         state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
         _warn_of_table()
@@ -516,6 +517,6 @@ def _warn_of_table() -> None:
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The checkpoint, and the model's learned frequencies where it lacks them."""
+    """Add the model's learned frequencies if the checkpoint lacks them."""
     own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
     return {**own, **state_dict}

@@ -1,4 +1,4 @@
-"""Encodings and linear attention as modules."""
+"""Position encodings and linear attention as modules."""
 
 from .encodings import CosineMd as CosineMd
 from .encodings import PresetMd as PresetMd

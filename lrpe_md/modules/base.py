@@ -1,4 +1,4 @@
-"""Base of the modules: their frequencies and phase, and how both keep their values."""
+"""Base class of the encodings, which owns their frequencies and phase and preserves their precision."""
 
 from __future__ import annotations
 
@@ -32,43 +32,42 @@ Phase = bool | Literal["k"]
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Values into tensors, in one launch for those of a dtype and device."""
+    """Copy values into tensors, in one launch per dtype and device."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
         copy_each(list(targets), list(values), non_blocking=True)
 
 
 def _log_magnitude(theta: Tensor) -> Tensor:
-    """Return log |θ|, and 0 where θ is 0."""
+    """Return log |θ|, or 0 for θ = 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
 
 
 def check_unwritten(out: Any) -> None:
-    """Refuse ``out``, which linear attention doesn't have."""
+    """Reject ``out``, which linear attention does not support."""
     if out is not None:
         raise ValueError("out: expected None with attend, which receives q and k unencoded and writes neither")
 
 
 class FrequencyModule(nn.Module):
-    """Base class of the encodings: owns the frequencies, as a buffer or a parameter, and the phase, a parameter.
+    """Base class of the encodings. It owns the frequencies (a buffer or a parameter) and the phase (a parameter).
 
-    What is learned is a parameter with one dimension, marked ``_no_weight_decay``, so that trainers that decay or
-    orthogonalise (Muon) every matrix leave it alone; :func:`lrpe_md.parameter_groups` gives frequencies a learning
-    rate of their own. :meth:`get_omega` and :meth:`get_phase` return both in their shapes.
+    Learned parameters are one-dimensional and marked ``_no_weight_decay``, so that optimisers that decay or
+    orthogonalise (Muon) every matrix skip them. :func:`lrpe_md.parameter_groups` gives frequencies their own learning
+    rate. :meth:`get_omega` and :meth:`get_phase` return both in their full shapes.
 
-    * ``log_theta``: the logarithm of θ, where each channel has one axis. A step of the optimiser then changes every
-      frequency by the same share of it, the slow ones included, and none changes its sign.
-    * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns it so.
-    * ``omega``: ω itself, where channels have directions.
+    * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes every frequency by
+      the same relative amount, including slow ones, and never flips a sign.
+    * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns θ.
+    * ``omega``: ω itself, if channels have directions.
 
-    All of these keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt
-    when a module made on the meta device materialises. Fixed frequencies are not in the state_dict: it stays
-    that of the model without an encoding. A state_dict from before version 0.3, with θ or shaped tensors, loads.
+    These keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt when a
+    module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it matches that of a
+    model without an encoding. State_dicts from before version 0.3, with θ or unflattened tensors, still load.
 
-    FSDP2's mixed precision would cast learned frequencies: call ``fully_shard(model.rope)`` before
-    ``fully_shard(model, mp_policy=...)``, and they are gathered, used and reduced in their own dtype. FSDP1's casts
-    buffers as well: ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` where they are
-    learned.
+    FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before
+    ``fully_shard(model, mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers:
+    use ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if frequencies are learned.
     """
 
     map: str
@@ -84,9 +83,9 @@ class FrequencyModule(nn.Module):
     rotary_dim: int | slice | None = None
     order: Order = "cos_sin"
     phase_range: tuple[float, float] | None = None
-    describes = True  # describe() says all of what it does to q and k
-    takes_norm = True  # of q and k, in forward
-    moved: tuple[int, ...] = ()  # axes of which set_places says where they are
+    describes = True  # whether describe() fully describes the encoding
+    takes_norm = True  # whether forward accepts a norm
+    moved: tuple[int, ...] = ()  # axes whose positions come from set_places
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class FrequencyModule(nn.Module):
         phase_groups: int = 1,
         amplitude: float | Tensor | None = None,
     ) -> None:
-        """Frequencies and phase at their initial values; the arguments are those that the class says."""
-        super().__init__()  # a module's own calls this last, since it asks for the initial values
+        """Initialise frequencies and phase. Subclasses document the arguments."""
+        super().__init__()  # subclasses call this last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
         for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
@@ -131,10 +130,10 @@ class FrequencyModule(nn.Module):
         self.act: Act = act
         self.dim = dim
         self.impl: Impl = impl
-        self.shapes: dict[str, torch.Size] = {}  # of the parameters, which have one dimension
+        self.shapes: dict[str, torch.Size] = {}  # full shapes of the flattened parameters
         if not learnable:
             self.register_buffer("omega", self._initial("omega", device), persistent=False)
-        else:  # one axis a channel learns theta, so that the zeros of omega stay zero
+        else:  # with one axis per channel, learn theta so that the zeros of omega stay zero
             self._learn("omega" if not axial else "theta" if learnable == "raw" else "log_theta", device)
         self.register_parameter("phase", None)
         if phase:
@@ -142,7 +141,7 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # What the buffer is made of again where a module made on the meta device materialises.
+        # Kept to rebuild the buffer when a module made on the meta device materialises.
         self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
@@ -156,7 +155,7 @@ class FrequencyModule(nn.Module):
         self.register_parameter(name, nn.Parameter(values.flatten()))
 
     def _mark(self) -> None:
-        """Mark the parameters, new ones too, for trainers that ask for it."""
+        """Mark all parameters, including new ones, as exempt from weight decay."""
         for parameter in self.parameters(recurse=False):
             parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -167,14 +166,14 @@ class FrequencyModule(nn.Module):
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
 
     def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
-        """Keep signs in a buffer, in the state_dict only where they are not the initial ones."""
+        """Store signs in a buffer; it is saved in the state_dict only if they differ from the initial ones."""
         self._buffers.pop("sign", None)
         self._non_persistent_buffers_set.discard("sign")
         if sign is not None:
             self.register_buffer("sign", sign, persistent=persistent)
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """A new tensor on ``device``, default torch's."""
+        """Return the initial value of a parameter or buffer as a new tensor on ``device`` (default: torch's)."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
@@ -194,10 +193,10 @@ class FrequencyModule(nn.Module):
         return values.to(device or torch.get_default_device(), self._dtype(name), copy=True).contiguous()
 
     def _initial_frequencies(self, name: str) -> Tensor:
-        raise NotImplementedError  # each module's own
+        raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
-        """Zero; groups apart, since equal ones would stay equal."""
+        """Return zeros, or distinct phases for groups, because equal groups would stay equal in training."""
         groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
         phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
         return phase if self.phase_groups > 1 else phase[0]
@@ -214,7 +213,7 @@ class FrequencyModule(nn.Module):
 
     def _reset(self, name: str, tensor: Tensor) -> None:
         values = self._initial(name, "cpu").reshape(tensor.shape).to(tensor.device)
-        if hasattr(tensor, "placements"):  # a DTensor: FSDP2's shards
+        if hasattr(tensor, "placements"):  # a DTensor, sharded by FSDP2
             from torch.distributed.tensor import distribute_tensor
 
             tensor_: Any = tensor
@@ -240,13 +239,13 @@ class FrequencyModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # copies of parameters lose it
+        self._mark()  # copying parameters drops the mark
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Rewrite, in place, what another version or parametrisation saved of this module into what it loads.
+        """Convert, in place, entries saved by another version or parametrisation of this module.
 
-        prefix: of its keys, as "encoding.".
+        prefix: prefix of the module's keys, such as "encoding.".
         """
         theta, log, sign = (f"{prefix}{name}" for name in ("theta", "log_theta", "sign"))
         if "log_theta" in self._parameters and theta in state_dict and log not in state_dict:
@@ -274,28 +273,28 @@ class FrequencyModule(nn.Module):
             self._set_sign(own, persistent=sign is not None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dtype != self._dtype(name):  # assign=True takes what the state_dict has
+            if parameter.dtype != self._dtype(name):  # assign=True adopts the state_dict's dtype
                 setattr(self, name, nn.Parameter(parameter.detach().to(self._dtype(name)), parameter.requires_grad))
-        # load_state_dict(assign=True) materialises a meta model without its non-persistent buffers.
+        # load_state_dict(assign=True) leaves non-persistent buffers of a meta model on meta.
         for name, buffer in list(self.named_buffers(recurse=False)):
             if buffer.is_meta and torch.get_default_device().type != "meta":
                 setattr(self, name, self._initial(name))
         self._mark()
 
     def no_weight_decay(self) -> set[str]:
-        """Frequencies and phases are not weights: a model that says so to its optimiser can ask here."""
+        """Return the names of frequencies and phases, for models that report parameters without weight decay."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:
-        """omega (H or 1, C, K), differentiable with respect to what is learned."""
-        fixed = self._buffers.get("omega")  # past nn.Module.__getattr__, which takes a microsecond
+        """Return omega (H or 1, C, K), differentiable with respect to the learned parameters."""
+        fixed = self._buffers.get("omega")  # nn.Module.__getattr__ would take a microsecond
         if fixed is not None:
             return fixed
         ratio = self._buffers.get("ratio")
         return self._learned() if ratio is None else self._learned() * ratio
 
     def get_phase(self) -> Tensor | None:
-        """Return the phase (H, C), or (P, H, C) of groups, as it is learned; None: there is none."""
+        """Return the learned phase (H, C), or (P, H, C) for groups, or None."""
         return None if self.phase is None else self.phase.reshape(self.shapes["phase"])
 
     def _learned(self) -> Tensor:
@@ -305,7 +304,7 @@ class FrequencyModule(nn.Module):
         return self.omega if "omega" in self._buffers else self._lay()
 
     def _theta(self) -> Tensor:
-        """Return the learned theta in its shape."""
+        """Return the learned theta in its full shape."""
         log, sign = self._parameters.get("log_theta"), self._buffers.get("sign")
         if log is None:
             return self.get_parameter("theta").reshape(self.shapes["theta"])
@@ -313,23 +312,23 @@ class FrequencyModule(nn.Module):
         return theta if sign is None else theta * sign
 
     def _lay(self) -> Tensor:
-        """omega from theta."""
-        raise NotImplementedError  # of the modules that learn one
+        """Compute omega from theta."""
+        raise NotImplementedError  # implemented by subclasses that learn theta
 
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
-        """Other frequencies from now on: those trained times ``ratio``; and other amplitudes. In place, by a few small
-        operators, with no wait for the device.
+        """Multiply the trained frequencies by ``ratio`` and the amplitude by ``amplitude``, in place.
 
-        Nothing is compiled or captured again for other values, but the first call of a module adds buffers that a
-        compiled or captured program does not read yet: ``module.adjust()`` before that. They are not in the state_dict.
+        This runs a few small operators without synchronising. New values cause no recompile or recapture, but the first
+        call adds buffers that an existing compiled or captured program does not read. Call ``module.adjust()`` once
+        before compiling or capturing. The buffers are not in the state_dict.
 
         Args:
-            ratio: broadcast to ω (H or 1, C, K), on its device; None: as trained. What is learned goes on learning.
-            amplitude: times that of the module, a number or (C,) or (1, C); None: 1. Not for tokens that are not
-                rotated.
+            ratio: broadcasts to ω (H or 1, C, K), on its device; None: as trained. Learned frequencies stay trainable.
+            amplitude: factor on the module's amplitude, a number or (C,) or (1, C); None: 1. Unrotated tokens ignore
+                it.
 
         Raises:
-            ValueError: a shape that does not fit.
+            ValueError: an invalid shape.
         """
         copy_together(self.adjusted(ratio, amplitude))
 
@@ -354,7 +353,7 @@ class FrequencyModule(nn.Module):
         return [frequencies, (self.amplitude, self.trained_amplitude * gain)]
 
     def trained(self) -> Tensor:
-        """omega (H or 1, C, K) without what :meth:`adjust` does to it, which can be done from now on."""
+        """Return omega (H or 1, C, K) before :meth:`adjust`, and add the buffers that :meth:`adjust` needs."""
         self._make_adjustable()
         return self.trained_omega if "trained_omega" in self._buffers else self._learned()
 
@@ -367,23 +366,23 @@ class FrequencyModule(nn.Module):
                 own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
                 if own is not None and own.dtype == self.dtype:
                     continue
-                whole = own is None and now is not None and now.dtype == self.dtype  # else cast by FSDP1 or DDP
+                whole = own is None and now is not None and now.dtype == self.dtype  # otherwise FSDP1 or DDP cast it
                 value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
                 self.register_buffer(name, value, persistent=False)
 
     def set_places(self, axis: int, places: Tensor | None) -> None:
-        """Index i of an axis of grids is at ``places[i]`` from now on; None: where the grid has it, again.
+        """Place index i of a grid axis at ``places[i]`` from now on; None restores the grid's own positions.
 
-        In place where there were as many before, so that nothing is compiled or captured again; with no wait for the
-        device. Of grids that the module is called with: coordinates say themselves where tokens are. A grid becomes a
-        table of coordinates at each call, see :meth:`lrpe_md.Grid.along`.
+        If the length is unchanged, this happens in place, without a recompile, recapture or synchronisation. It affects
+        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`).
+        Coordinates are not affected.
 
         Args:
-            axis: 0 is the slowest, of videos time.
-            places: numbers (n,), at least as many as a grid has on this axis.
+            axis: axis number, 0 the slowest (time in videos).
+            places: numbers (n,), at least as many as a grid's size on this axis.
 
         Raises:
-            ValueError: an axis or a shape that does not fit.
+            ValueError: an invalid axis or shape.
         """
         if isinstance(axis, bool) or as_integer(axis) is None or not 0 <= axis < self.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")
@@ -404,7 +403,7 @@ class FrequencyModule(nn.Module):
         self.moved = tuple(sorted({*self.moved, axis}))
 
     def locate(self, positions: Any) -> Any:
-        """Positions, of grids with what :meth:`set_places` says."""
+        """Apply :meth:`set_places` to the positions of grids."""
         if type(positions) is tuple:
             return tuple(self.locate(each) for each in positions)
         if not self.moved or not isinstance(positions, Grid):
@@ -423,22 +422,23 @@ class FrequencyModule(nn.Module):
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
-        """Encode x, or q and k, (B, H, N, D) each: (B, H, N, D) by rotation, (B, H, N, 2D) by the cosine map.
+        """Encode x, or q and k, each (B, H, N, D): (B, H, N, D) for rotation, (B, H, N, 2D) for the cosine map.
 
         Args:
-            positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair for q and for k;
-                or what :func:`lrpe_md.pack` gives, for packed tokens (N, H, D).
+            positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair (for q, for k).
+                For packed tokens (N, H, D), the result of :func:`lrpe_md.pack`.
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
-            inverse: rotate by -Θ; for the cosine map there is none.
-            norm: a :class:`lrpe_md.Norm` of q and k, taken with the map; its weights stay those of their own modules.
-            out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`.
-            attend: return ``attend(self.describe(), *xs)`` instead, the description with ``norm``. So linear attention
-                takes the frequencies within the module's hooks, in which FSDP gathers them.
+            inverse: rotate by -Θ; not available for the cosine map.
+            norm: a :class:`lrpe_md.Norm` of q and k, fused with the map; its weights remain in their own modules.
+            out, out_start: where to write, such as a static key cache: see :func:`lrpe_md.rotate`.
+            attend: return ``attend(self.describe(), *xs)`` instead, with ``norm`` in the description. Linear attention
+                uses this to read the frequencies inside the module's hooks, where FSDP has gathered them.
 
-        Differentiable with respect to xs and what is learned, as :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` are.
+        Differentiable with respect to xs and learned parameters, like :func:`lrpe_md.rotate` and
+        :func:`lrpe_md.cosine`.
 
         Raises:
-            ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
+            ValueError, TypeError: an invalid argument, before anything is launched.
         """
         if attend is not None:
             check_unwritten(out)
@@ -466,7 +466,7 @@ class FrequencyModule(nn.Module):
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
-        """Say what does not fit in the words of the module, whose frequencies nobody passed."""
+        """Report invalid arguments in terms of the module, because the caller did not pass its frequencies."""
         own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
@@ -504,12 +504,12 @@ class FrequencyModule(nn.Module):
         )  # fmt: skip
 
     def _own_phase(self) -> Any:
-        """The phase, on the keys alone as a pair."""
+        """Return the phase, as a pair (None, phase) if it applies to the keys only."""
         phase = self.get_phase()
         if phase is None:
             return None
         if self.phase_range is not None:
-            # The gradient passes the bounds, which else would hold what they caught, or what begins there.
+            # Clamp without blocking the gradient. Otherwise a phase at or beyond its bounds would never move again.
             phase = phase + (phase.clamp(*self.phase_range) - phase).detach()
         return (None, phase) if self.keys_alone else phase
 
@@ -538,7 +538,7 @@ class FrequencyModule(nn.Module):
 
 
 class SeriesModule(FrequencyModule):
-    """Frequencies from a base, a block an axis or random directions, or from a function."""
+    """Frequencies from a base (axial blocks or random directions), or from a function."""
 
     def __init__(
         self,

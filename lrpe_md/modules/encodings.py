@@ -26,26 +26,25 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
 
 class CosineMd(SeriesModule):
-    """:func:`lrpe_md.cosine` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, 2D).
-
-    ``axis_order`` decides which axis the first block of channels belongs to; see :class:`RotateMd` for whose is which.
+    """:func:`lrpe_md.cosine` as a module with its own frequencies: q, k (B, H, N, D) → (B, H, N, 2D).
 
     Args:
         head_dim: D.
         num_axes: K, the length of the grid's shape.
-        base: of the geometric series; 10000, or about 10 for "mixed" as in RoPE-ViT.
-        frequencies: "axial" (a block of channels an axis), "mixed" (dense, random directions by head), or a function
-            (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), whose base and axis_order are its own.
+        base: base of the geometric series; 10000, or about 10 for "mixed" as in RoPE-ViT.
+        frequencies: "axial" (a block of channels per axis), "mixed" (dense, random directions per head), or a function
+            (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), which ignores base and axis_order.
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
-        learnable: train theta, as its logarithm (axial), or omega (others); "raw": theta itself. Otherwise they are a
-            buffer, built once.
-        axis_order: which axis the first block belongs to, see :func:`lrpe_md.axial_omega`.
+        learnable: learn the logarithm of theta (axial) or omega (others); "raw" learns theta itself. If False, the
+            frequencies are a fixed buffer.
+        axis_order: axis of the first block of channels, see :func:`lrpe_md.axial_omega`; :class:`RotateMd` lists the
+            conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
-        phase: learn a phase (num_heads, D), starting at zero, on q and k, or with "k" on the keys alone (PoPE).
-        phase_groups: P > 1: learn P of them, (P, num_heads, D), group g starting at π g / P; see
-            :func:`lrpe_md.cosine` for what they give and cost.
-        seed: of the random directions.
-        dtype: of the frequencies, float32 or float64, whatever the model is cast to.
+        phase: learn a phase (num_heads, D), initially zero, on q and k; "k": on the keys only (PoPE).
+        phase_groups: P > 1: learn P phases, (P, num_heads, D), with group g initialised at π g / P; see
+            :func:`lrpe_md.cosine` for their meaning and cost.
+        seed: seed of the random directions.
+        dtype: dtype of the frequencies, float32 or float64; casting the model does not change it.
 
     Call with ``module(x, positions=grid)`` or ``module(q, k, positions=grid)``.
     """
@@ -87,10 +86,10 @@ class CosineMd(SeriesModule):
 
 
 class RotateMd(SeriesModule):
-    """:func:`lrpe_md.rotate` with frequencies of its own: q, k (B, H, N, D) → (B, H, N, D).
+    """:func:`lrpe_md.rotate` as a module with its own frequencies: q, k (B, H, N, D) → (B, H, N, D).
 
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
-    your other code need theirs:
+    existing code require a specific one:
 
     | convention of | ``pairs`` | ``axis_order`` |
     | --- | --- | --- |
@@ -102,15 +101,15 @@ class RotateMd(SeriesModule):
     | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first" |
     | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
 
-    "minor_first" gives the first block of channels to the last axis of the grid's shape, the columns, "major_first" to
-    its first axis. :class:`PresetMd` sets both, and the base, as the model of its name has them.
+    "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
+    its first axis. :class:`PresetMd` sets both, and the base, to match a named model.
 
-    Args as for :class:`CosineMd`, and
+    The arguments are those of :class:`CosineMd`, except for these:
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
-        phase: learn a phase (num_heads, R/2), starting at zero, on q and k, or with "k" on the keys alone.
-        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,); None: the kernels read none.
+        phase: learn a phase (num_heads, R/2), initially zero, on q and k; "k": on the keys only.
+        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,); None: no amplitude.
     """
 
     map = "rotate"
@@ -157,17 +156,17 @@ class RotateMd(SeriesModule):
 class Rotate1d(RotateMd):
     """RoPE for text: :class:`RotateMd` on one axis, called with an ``offset`` instead of positions.
 
-    ``module(q, k, offset=0)``: token t sits at t + offset, an int or integers (), (1,) or (B,) that are read on the
-    device (:func:`lrpe_md.lrpe_rotate_1d`). ``cu_seqlens=`` for sequences packed end to end, and ``positions=`` for
-    those that were made once for all layers (:func:`lrpe_md.packed_positions`, a model's position_ids (B, N, 1)).
+    ``module(q, k, offset=0)`` places token t at t + offset, an int or integers (), (1,) or (B,) that are read on the
+    device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
+    positions between layers (:func:`lrpe_md.packed_positions`, or a model's position_ids (B, N, 1)).
 
-    Args as for :class:`RotateMd`, and
+    The arguments are those of :class:`RotateMd`, except for these:
 
     Args:
-        scale_base, scale_centre: xPos: q grows and k shrinks with the position, see :func:`lrpe_md.xpos.scale_xpos`.
-        theta: the frequencies instead of ``base``: (R/2,), (1 or num_heads, R/2) or (num_heads,), one a head; learned
-            in that shape where ``learnable``.
-        amplitude: as there. Where it is given, be it 1, :meth:`set_frequencies` can change it.
+        scale_base, scale_centre: for xPos: q grows and k shrinks with position, see :func:`lrpe_md.xpos.scale_xpos`.
+        theta: the frequencies, instead of ``base``: (R/2,), (1 or num_heads, R/2), or (num_heads,) for one per head. If
+            ``learnable``, they are learned in this shape.
+        amplitude: as for :class:`RotateMd`. Pass one, even 1, if :meth:`set_frequencies` is to change it later.
     """
 
     def __init__(
@@ -207,15 +206,17 @@ class Rotate1d(RotateMd):
 
     @torch.no_grad()
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
-        """Change the frequencies in place: another length scaling at run time, also under ``torch.compile`` and in a
-        captured CUDA graph, without a recompile. See :func:`lrpe_md.rope_frequencies`.
+        """Change the frequencies in place, for another length scaling at run time.
+
+        Compiled code and captured CUDA graphs use the new values without a recompile. See
+        :func:`lrpe_md.rope_frequencies`.
 
         Args:
-            theta: in the shape that the module was built with, or another that gives as many heads.
-            amplitude: other than 1 only where the module was built with one.
+            theta: in the shape that the module was built with, or another with as many heads.
+            amplitude: other than 1 only if the module was built with an amplitude.
 
         Raises:
-            ValueError: a shape that does not fit, an amplitude that the module has no place for.
+            ValueError: an invalid shape, or an amplitude for a module built without one.
         """
         omega = sequence_omega(theta, self.num_channels, self.num_heads)
         gain = self._buffers.get("amplitude")
@@ -270,23 +271,23 @@ class Rotate1d(RotateMd):
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
-        """Turn x, or q and k, (B, H, N, D) each, token t by (t + offset) θ: (B, H, N, D) in x's dtype.
+        """Rotate x, or q and k, each (B, H, N, D), token t by (t + offset) θ: (B, H, N, D) in x's dtype.
 
         Args:
-            xs: with cu_seqlens also (N, H, D) each.
+            xs: with cu_seqlens, (N, H, D) is also accepted.
             offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
-            positions: instead of both: a :class:`Grid` or coordinates on one axis, or a pair for q and for k, or what
-                :func:`lrpe_md.pack` gives, for (N, H, D).
+            positions: instead of both: a :class:`Grid` or coordinates on one axis, a pair (for q, for k), or the result
+                of :func:`lrpe_md.pack` for (N, H, D).
             qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ.
             norm: see :meth:`RotateMd.forward`.
-            out, out_start: where to write, a static key cache for one: see :func:`lrpe_md.rotate`. Not with xPos.
+            out, out_start: where to write, such as a static key cache: see :func:`lrpe_md.rotate`. Not with xPos.
             attend: see :meth:`RotateMd.forward`.
 
         Differentiable with respect to xs and a learned theta.
 
         Raises:
-            ValueError, TypeError: what does not fit the module or is no input, before anything is launched.
+            ValueError, TypeError: an invalid argument, before anything is launched.
         """
         if attend is not None:
             check_unwritten(out)
@@ -332,15 +333,15 @@ class PresetMd(FrequencyModule):
     """A published scheme as a module: q, k (B, H, N, D) → (B, H, N, D), or (B, H, N, 2D) for the cosine map.
 
     Args:
-        preset: what :func:`lrpe_md.preset` gives: its frequencies, amplitude, pairs, activation and order, and a phase
-            where the scheme has one. Or its name or a :class:`lrpe_md.Scheme`, made for ``head_dim`` and ``num_heads``.
-        head_dim, num_heads: of a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
-        learnable: train theta (num_heads or 1, C), a frequency a channel, or omega where a channel has a direction;
-            default: where the scheme does. Its logarithm is what is learned, unless the original learns it itself, or
-            with "raw".
-        act, phase: instead of the scheme's; see :class:`CosineMd`.
+        preset: the result of :func:`lrpe_md.preset`, which defines frequencies, amplitude, pairs, activation, order and
+            phase; or a name or :class:`lrpe_md.Scheme`, built for ``head_dim`` and ``num_heads``.
+        head_dim, num_heads: for a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
+        learnable: learn theta (num_heads or 1, C), one frequency per channel, or omega if channels have directions;
+            default: as in the scheme. The logarithm of theta is learned, unless the original learns theta or with
+                "raw".
+        act, phase: override the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
-        dtype: of frequencies and phase; default: float64 for what is fixed, float32 for what is learned.
+        dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.
 
     Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.
     """
@@ -384,7 +385,7 @@ class PresetMd(FrequencyModule):
         self.phase_range = scheme.phase_range
         self.axial = isinstance(scheme.frequencies, Axial)
         if learnable and self.axial and scheme.learned:
-            learnable = "raw"  # the original's parameter
+            learnable = "raw"  # as in the original
         super().__init__(
             preset.omega.shape[1], preset.num_axes, preset.num_heads, axial=self.axial, learnable=learnable,
             phase=(scheme.phase or False) if phase is None else phase, act=own, dim=dim, impl=impl, device=device,
@@ -404,7 +405,7 @@ class PresetMd(FrequencyModule):
         return self._theta()[..., None] * self.axes
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
-        """:meth:`Preset.positions`, a table on the module's device: once a forward, not once a layer."""
+        """Call :meth:`Preset.positions` with tables on the module's device, once per forward (not per layer)."""
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)
 

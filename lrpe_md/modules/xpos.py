@@ -1,4 +1,4 @@
-"""xPos: lengths of q and k that grow and shrink with the position, so that scores decay with the distance."""
+"""xPos: scales of q and k that grow and shrink with position, so that scores decay with distance."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ def scale_xpos(
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pair i of q at position n times ζ_i^((n - centre) / scale_base), of k divided by it; ζ_i = (2i + 0.4 R) / 1.4 R.
+    """Scale pair i of q at position n by ζ_i^((n - centre) / scale_base), and of k by the inverse.
 
-    Rotations keep lengths, so that it is the same before and after :func:`lrpe_md.rotate`. It is a product of its own
-    in torch: a pass over q and k, unless compiled, and in 16 bits a second rounding.
+    ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
+    It runs in PyTorch: an extra pass over q and k unless compiled, and an extra rounding in 16-bit dtypes.
 
     Args:
         q, k: (B, H, N, D) each.
-        positions: on one axis, those of the rotation, or a pair for q and for k. Tokens that are not rotated are not
-            scaled.
-        scale_base: how many tokens make a factor of ζ.
-        scale_centre: the position of factor 1. The scores don't depend on it, but q and k do, which leave float16's
-            range some thousand tokens from it; flash-attn has half of the longest length.
-        pairs, rotary_dim: those of the rotation.
+        positions: positions of the rotation, on one axis, or a pair (for q, for k). Unrotated tokens are not scaled.
+        scale_base: number of tokens over which the scale changes by a factor of ζ.
+        scale_centre: position where the scale is 1. Scores don't depend on it, but q and k leave float16's range some
+            thousand tokens away from it; flash-attn uses half of the maximum length.
+        pairs, rotary_dim: as in the rotation.
 
     Returns:
         q and k, (B, H, N, D) each, in their dtype. Differentiable with respect to them and coordinates.
 
     Raises:
-        ValueError, TypeError: more than one axis, positions of other tokens, what is no number.
+        ValueError, TypeError: more than one axis, positions of another length, or an invalid number.
 
-    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as flash-attn's ``RotaryEmbedding``.
+    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as in flash-attn's ``RotaryEmbedding``.
     """
     check_scale(scale_base, scale_centre)
     here = split_pair("positions", positions)
@@ -77,7 +76,7 @@ def check_scale(value: Any, centre: Any) -> None:
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:
-    """The factor of all tokens, as a DTensor where x is one, which then takes its own part."""
+    """Wrap the factor of all tokens as a replicated DTensor if x is a DTensor, so that x selects its shard."""
     if not hasattr(x, "placements"):
         return factor
     from torch.distributed.tensor import DTensor, Replicate
@@ -86,7 +85,7 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
-    """Positions less the centre, (N,) or (B, N) in float64, 0 where tokens are not rotated."""
+    """Return positions minus the centre, (N,) or (B, N) in float64, and 0 for unrotated tokens."""
     if isinstance(positions, Grid):
         positions = positions.explicit(x.device)
     elif isinstance(positions, Tensor):

@@ -1,4 +1,4 @@
-"""Positions that vary while training, so that a model meets other offsets, sizes and resolutions than its grid's."""
+"""Random position augmentation, so that a model trains on varied offsets, sizes and resolutions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Strength = float | Sequence[float]
 
 
 class AugmentPositions(nn.Module):
-    """Random positions in training, the given ones in eval: one draw a call, for the whole batch and all layers.
+    """Randomly transform positions in training, and leave them unchanged in eval.
 
-    In this order: each token is moved by itself (``perturb``, which makes a table of a grid), all are shifted, each
-    axis is stretched, and all axes are stretched alike. The last three leave a grid a grid, whose scale and shift are
-    tensors, so that a compiled model is not compiled again. A compiler takes the draws into its graph; CUDA graphs
-    don't, since they are the CPU's: for them call this outside.
+    Each call draws once, for the whole batch and all layers. In this order, each token is moved individually
+    (``perturb``, which turns a grid into a table), all tokens are shifted, each axis is stretched, and all axes are
+    stretched alike. The last three steps keep a grid a grid with tensors as scale and shift, so that nothing is
+    recompiled. ``torch.compile`` can capture the draws; CUDA graphs cannot, so call this outside of them.
 
     Args:
-        shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one an axis.
-        jitter: J ≥ 1: each axis is multiplied by exp U(-ln J, ln J). One number, or one an axis.
-        rescale: R ≥ 1: all axes are multiplied by one exp U(-ln R, ln R).
+        shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one per axis.
+        jitter: J ≥ 1: each axis is multiplied by exp U(-ln J, ln J). One number, or one per axis.
+        rescale: R ≥ 1: all axes are multiplied by the same exp U(-ln R, ln R).
         perturb: σ, in steps of the grid (units of position for coordinates): each token is moved on each axis by
-            N(0, (σ/2)²), at most half a step. One number, or one an axis: 0 leaves frames alone.
-        seed: of the draws, which are made on the CPU. Ranks that share a sequence share the seed, others don't.
+            N(0, (σ/2)²), at most half a step. One number, or one per axis; 0 leaves an axis unchanged.
+        seed: random seed; draws happen on the CPU. Use the same seed on ranks that share a sequence.
 
-    Tokens that are not rotated stay so. Call with :class:`Coordinates`, or with a :class:`Grid` and the device that it
-    is used on, where its scale and shift go.
+    Unrotated tokens stay unrotated. Call with :class:`Coordinates`, or with a :class:`Grid` and the device where it is
+    used; the scale and shift are created there.
 
     Sources: shift, jitter, rescale: DINOv3 (arXiv 2508.10104; it trains with ``rescale=2``). perturb: ComRoPE
     (arXiv 2506.03737).
@@ -76,7 +76,7 @@ class AugmentPositions(nn.Module):
         return positions.transform(scale.to(device), shift.to(device))
 
     def _uniform(self, name: str, num: int) -> Tensor:
-        """U(-a, a) a time ``num``, a the strength, or its logarithm where that is a factor."""
+        """Draw U(-a, a) ``num`` times; a is the strength, or the logarithm of a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound
@@ -84,7 +84,7 @@ class AugmentPositions(nn.Module):
     def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
         if isinstance(positions, Coordinates):
             return self._moved(positions, torch.ones((), dtype=torch.float64, device="cpu"))
-        grid = replace(positions, start=0, length=None)  # a shard is moved as the whole sequence is
+        grid = replace(positions, start=0, length=None)  # perturb a shard exactly as the whole sequence
         affine = grid.affine(torch.device(device))
         step = torch.ones((), device="cpu") if affine is None else affine[:, 0]
         moved = self._moved(grid.explicit(device), step)
@@ -111,7 +111,7 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
 
 
 def _draw(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
-    """U(0, 1) or N(0, 1), float64, of a generator on the CPU whose state moves on."""
+    """Draw float64 U(0, 1) or N(0, 1) from a CPU generator, and update its state."""
     generator = torch.Generator("cpu")
     generator.set_state(state)
     drawn = (torch.randn if normal else torch.rand)(size, dtype=torch.float64, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Explicit positions, and the rules that they share with grids."""
+"""Explicit positions, and the operations that they share with grids."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def _keep(coords: Tensor, which: Tensor) -> Tensor:
-    """Zero elsewhere."""
-    if coords.dtype in _SIGNED:  # few operators of torch 2.11 take them
+    """Set coordinates to zero where ``which`` is False."""
+    if coords.dtype in _SIGNED:  # few operators of torch 2.11 support these dtypes
         return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
     return torch.where(which, coords, 0)
 
 
 def larger(a: Any, b: Any) -> Any:
-    """``max``, of sizes that are symbols without a guard; ``torch.sym_max`` takes no plain numbers under dynamo of
-    torch 2.11."""
+    """Return ``max`` of sizes that may be symbolic, without adding a guard.
+
+    Under Dynamo, ``torch.sym_max`` of torch 2.11 rejects plain numbers."""
     return max(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_max(a, b)
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """``min``, as :func:`larger`."""
+    """Return ``min``, like :func:`larger`."""
     return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
 
 
 class Rules:
-    """Operations that grids and coordinates share, affine on each axis."""
+    """Operations shared by grids and coordinates, affine on each axis."""
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
-        """s → scale · s + shift: numbers, one number an axis, or tensors (K,)."""
-        raise NotImplementedError  # a grid's and a table's own
+        """Map s → scale · s + shift; each a number, one number per axis, or a tensor (K,)."""
+        raise NotImplementedError  # overridden by Grid and Coordinates
 
     def offset(self: Self, by: PerAxis) -> Self:
-        """s → s + by."""
+        """Map s → s + by."""
         return self.transform(shift=by)
 
     def rescale(self: Self, by: PerAxis) -> Self:
-        """s → s · by: frame rates, areas."""
+        """Map s → s · by, for example to match another frame rate or area."""
         return self.transform(by)
 
     def __eq__(self, other: object) -> bool:
-        """Equal fields, tensors by their dtype, device and values."""
+        """Compare all fields; tensors by dtype, device and values."""
         if type(other) is not type(self):
             return NotImplemented
         theirs = vars(other)
@@ -71,20 +72,20 @@ class Rules:
 
     def __hash__(self) -> int:
         """Hash the non-tensor fields."""
-        raise NotImplementedError  # a grid's and a table's own
+        raise NotImplementedError  # overridden by Grid and Coordinates
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinates(Rules):
-    """Explicit positions: packed, dropped, warped or arbitrary tokens.
+    """Explicit positions, one row per token: for packed, dropped, warped or arbitrary tokens.
 
     Args:
-        coords: (N, K), or (B, N, K) where each sample has its own; integers, float32 or float64, used at full
-            precision. Floats of 16 bits or fewer are refused: they misplace far tokens.
+        coords: (N, K), or (B, N, K) if samples differ; integers, float32 or float64, used at full precision. Floats of
+            16 bits or fewer are rejected, because they cannot resolve distant tokens.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
-        suffix: number of unrotated tokens at the end, likewise.
-        rotated: (N,) or (B, N), False for tokens that are unrotated like those of the prefix, but have a row: text
-            between images, padding. Their coordinates are set to zero, so that Θ = 0, and get no phase.
+        suffix: number of unrotated tokens at the end, which have no row either.
+        rotated: (N,) or (B, N), False for tokens that have a row but are not rotated, such as text between images or
+            padding. Their coordinates are set to zero, so that Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -146,14 +147,14 @@ class Coordinates(Rules):
         return replace(self, coords=coords * a + b)
 
     def floor(self) -> Coordinates:
-        """s → ⌊s⌋: positions that a model rounds down after scaling (Qwen2.5-VL's seconds)."""
+        """Round down, s → ⌊s⌋, for models that round positions after scaling (Qwen2.5-VL's seconds)."""
         return replace(self, coords=self.coords.floor())
 
     def clamp(self, low: Bound = None, high: Bound = None) -> Coordinates:
-        """s → min(max(s, low), high): a number, or one an axis, None where there is no bound.
+        """Clamp positions, s → min(max(s, low), high). Each bound is a number, or one per axis; None means no bound.
 
         Raises:
-            ValueError: numbers for other axes, or a low beyond its high.
+            ValueError: a wrong number of axes, or low above high.
         """
         bounds = []
         for name, given, missing in (("low", low, -math.inf), ("high", high, math.inf)):
@@ -168,7 +169,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords.maximum(least).minimum(most))
 
     def select(self, axes: Sequence[int | None]) -> Coordinates:
-        """Axes in another order, or on more of them: column j is column ``axes[j]``, or 0 where that is None."""
+        """Reorder or add axes: new axis j is axis ``axes[j]``, or 0 if that is None."""
         check_axes(axes, self.num_axes)
         zero = torch.zeros_like(self.coords[..., 0])
         return replace(
@@ -176,10 +177,10 @@ class Coordinates(Rules):
         )
 
     def take(self, index: Tensor) -> Coordinates:
-        """The rows with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
+        """Select rows by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
 
         Raises:
-            IndexError: an index below 0 or beyond the last row; on a GPU a device-side assertion.
+            IndexError: an index out of range; on a GPU this is a device-side assertion.
         """
         check_index(index, self.coords.shape[-2])
         if self.coords.ndim == 2:
@@ -190,7 +191,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
 
     def explicit(self) -> Coordinates:
-        """The same tokens with a row each: prefix and suffix become rows that are not rotated."""
+        """Give prefix and suffix tokens rows too, marked as unrotated."""
         if self.prefix == self.suffix == 0:
             return self
         ends = (self.prefix, self.suffix)
@@ -200,7 +201,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Tokens start, start + 1, .. of the sequence, prefix and suffix counted."""
+        """Return the tokens from ``start`` on, counting prefix and suffix tokens."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(
@@ -212,12 +213,13 @@ class Coordinates(Rules):
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
-        """Move to another device or dtype (float32 or float64). Converting integers to float32 checks their values,
-        which waits for a GPU.
+        """Move to another device or dtype (float32 or float64).
+
+        Converting integers to float32 checks their values, which waits for a GPU.
 
         Raises:
-            TypeError: a dtype of 16 bits, which misplaces far tokens.
-            ValueError: integers beyond 2^24 and float32, which does not hold them all.
+            TypeError: a 16-bit dtype, which cannot resolve distant tokens.
+            ValueError: integers beyond 2^24, which float32 cannot all represent.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
             raise TypeError(
@@ -225,7 +227,7 @@ class Coordinates(Rules):
             )
         if dtype == torch.float32 and not (self.coords.is_floating_point() or self.coords.is_meta):
             check_reach(int(self.coords.abs().max()) if self.coords.numel() else 0)
-        soon = not self.coords.is_cuda  # what leaves a GPU must have arrived
+        soon = not self.coords.is_cuda  # a copy to the CPU must finish before the values are used
         rotated = None if self.rotated is None else self.rotated.to(device, non_blocking=soon)
         return replace(self, coords=self.coords.to(device, dtype, non_blocking=soon), rotated=rotated)
 
@@ -270,7 +272,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 
 def check_index(index: Tensor, num: int) -> None:
-    """Indices of ``num`` tokens. Where looking at them would wait, the device does, or the compiled graph."""
+    """Check indices of ``num`` tokens, on the device or in the compiled graph if reading them would synchronise."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"

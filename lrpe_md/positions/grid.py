@@ -1,12 +1,11 @@
 """Grids of token positions.
 
-Positions s have one row for each token and one column for each axis. Axes are ordered like a tensor's shape, slowest
-first: for a video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
+Positions s have one row per token and one column per axis. Axes are ordered like a tensor's shape, slowest first: for a
+video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
 
-A rule that is affine on each axis leaves a grid a grid, and no table of positions is stored, whatever the size:
-``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Rules apply one after the other, each to the
-positions that those before it gave. Only true tables are coordinates: dropped or reordered tokens, rounding, several
-grids in one sequence.
+Operations that are affine on each axis keep a grid a grid, so no table of positions is stored, whatever the size:
+``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Operations are applied in order, each to the result
+of the one before. Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positio
 
 @dataclass(frozen=True, eq=False)
 class Grid(Rules):
-    """Tokens in row-major order on a grid, with unrotated tokens before and after them.
+    """Tokens in row-major order on a grid, optionally with unrotated tokens before and after them.
 
-    The flat index s of a grid token maps to integer coordinates (i_1, .., i_k), the last axis fastest, and
-    to the position ``s_j = scale_j * (i_j + origin_j) + shift_j``. Prefix tokens (class, registers, condition) and
-    suffix tokens have the angle zero, and no phase.
+    The flat index of a grid token maps to integer coordinates (i_1, .., i_k), with the last axis fastest, and to the
+    position ``s_j = scale_j * (i_j + origin_j) + shift_j``. Prefix tokens (class, registers, condition) and suffix
+    tokens have angle zero and no phase.
 
     Args:
         shape: size of each axis, slowest first: ``(H, W)``, ``(T, H, W)``.
         prefix: number of unrotated tokens in front.
         suffix: number of unrotated tokens at the end.
-        scale: a number, one number an axis, or a tensor (K,); default 1. Numbers and float64 tensors are used
-            in float64. Under ``torch.compile`` a tensor avoids a recompile for each new value.
+        scale: a number, one per axis, or a tensor (K,); default 1. Numbers and float64 tensors are used in float64.
+            Under ``torch.compile``, a tensor avoids a recompile for each new value.
         shift: like ``scale``; default 0.
         start: first token of this shard, counted over prefix + grid + suffix (sequence parallelism, decoding).
         length: number of tokens of this shard; default: up to the end.
-        origin: integers (K,), or (B, K) where each sample has its own, on x's device. They are read there: a new value
-            costs no synchronisation, no copy and no other kernel (decoding at the length of a cache).
+        origin: integers (K,), or (B, K) if samples differ, on x's device. The kernel reads them there, so a new value
+            needs no synchronisation, copy or recompile (for example the current cache length in decoding).
 
     Raises:
-        ValueError: a size below zero or no integer, a scale, shift or origin that does not fit the number of axes, a
-            shard beyond the end.
-        TypeError: an origin that is not a tensor of integers.
+        ValueError: a negative or non-integer size, a scale, shift or origin with a wrong number of axes, or a shard
+            beyond the end.
+        TypeError: an origin that is not an integer tensor.
     """
 
     shape: tuple[int, ...]
@@ -110,12 +109,12 @@ class Grid(Rules):
 
     @property
     def total(self) -> int:
-        """Tokens of the whole sequence: prefix + grid + suffix."""
+        """Number of tokens of the whole sequence: prefix + grid + suffix."""
         return self.prefix + math.prod(self.shape) + self.suffix
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this shard."""
+        """Number of tokens of this shard."""
         return self.total - self.start if self.length is None else self.length
 
     @property
@@ -123,7 +122,7 @@ class Grid(Rules):
         return self.num_tokens == self.total
 
     def affine(self, device: torch.device) -> Tensor | None:
-        """Scale and shift as a float64 tensor (K, 2), None where they are 1 and 0."""
+        """Return scale and shift as a float64 tensor (K, 2), or None if they are 1 and 0."""
         if self.scale is None and self.shift is None:
             return None
         if isinstance(self.scale, Tensor) or isinstance(self.shift, Tensor):
@@ -140,7 +139,7 @@ class Grid(Rules):
         return affine_on(scale, shift, device)
 
     def coordinates(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-        """Positions (N, K), or (B, N, K) by the origin, of this shard's tokens; zero for prefix and suffix tokens."""
+        """Return positions (N, K), or (B, N, K) with an origin per sample; zero for prefix and suffix tokens."""
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -155,15 +154,15 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """A scale or shift, known to the host."""
+        """Return whether there is a scale or shift whose values the host knows."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 
     def _placed(self, index: Tensor) -> Tensor:
-        """Positions of whole coordinates (.., K), in float64.
+        """Return float64 positions of integer coordinates (.., K).
 
-        Where scale and shift are n-ths, as a reference size over n is, (p i + r) / n is rounded once, so that it is
-        whole where it should be (:meth:`floor`).
+        If scale and shift are multiples of 1/n, as for reference size / n, (p i + r) / n is rounded only once.
+        Positions that should be integers are then exact, which :meth:`floor` needs.
         """
         index = index.double()
         if not self._has_rules:
@@ -181,7 +180,7 @@ class Grid(Rules):
 
     @property
     def origin_row(self) -> Tensor | None:
-        """The origin as (1, K) or (B, 1, K), which the tokens share."""
+        """Return the origin as (1, K) or (B, 1, K), to broadcast over tokens."""
         return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
@@ -194,7 +193,7 @@ class Grid(Rules):
         return replace(self, scale=[x * y for x, _, y, _ in rows], shift=[x * z + w for x, w, _, z in rows])
 
     def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
-        """s → s · reference_j / n_j: laid over a grid of the size ``reference``; None leaves an axis alone (EVA-02)."""
+        """Scale positions to a grid of size ``reference``, s → s · reference_j / n_j; None keeps an axis (EVA-02)."""
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
@@ -205,7 +204,7 @@ class Grid(Rules):
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
         """Shift ``axes`` (default: all) so that the middle, index (n - 1) / 2, is at zero (Mochi).
 
-        whole: index n - n // 2 instead, so that integers stay integers (Qwen-Image).
+        whole: use index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -219,9 +218,9 @@ class Grid(Rules):
         return self.offset([-h * (a * m + b) for h, m, a, b in zip(here, middle, scale, shift, strict=True)])
 
     def cells(self, by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
-        """s → 2 (s + ½) / m - 1: the centres of n cells that fill [-1, 1], m = n (DINOv3).
+        """Map to the centres of n cells that fill [-1, 1], s → 2 (s + ½) / m - 1 with m = n (DINOv3).
 
-        by: "shorter" or "longer" takes for m the size of that axis on all, which keeps the aspect ratio.
+        by: "shorter" or "longer" uses the size of that axis as m for all axes, which keeps the aspect ratio.
         """
         choose: dict[str, Any] = {"axis": None, "shorter": smaller, "longer": larger}
         if by not in choose:
@@ -230,13 +229,13 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """s → start_j + s · step_j, so that the n-th position is at stop_j (n_j - 1) / n_j: a crop of a larger grid.
+        """Position a crop of a larger grid: s → start_j + s · step_j, with the n-th position at stop_j (n_j - 1) / n_j.
 
-        Where start is 0 these are n equal steps to ``stop``, without the end; elsewhere the steps differ a little from
-        that, as they do in CogVideoX: ``rescale((stop - start) / n).offset(start)`` are n equal steps anywhere.
+        With start 0 these are n equal steps to ``stop``, excluding it. Otherwise the step differs slightly, as in
+        CogVideoX. For equal steps from any start use ``rescale((stop - start) / n).offset(start)``.
 
         Raises:
-            ValueError: so few positions, so far from 0, that the n-th would lie in front of the first.
+            ValueError: a crop so small and so far from 0 that the n-th position would precede the first.
         """
         if not len(start) == len(stop) == self.num_axes:
             raise ValueError(f"start, stop: expected a number for each of {self.num_axes} axes, got {start}, {stop}")
@@ -253,19 +252,20 @@ class Grid(Rules):
         return self.transform(steps, start)
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
-        """The same positions as a table."""
+        """Return the same positions as a table."""
         return self._as_table(*self._table(torch.device(device), dtype))
 
     def along(self, places: Mapping[int, Tensor]) -> Coordinates:
-        """Index i of an axis at ``places[axis][i]``, instead of where origin, scale and shift have it; a table.
+        """Place index i of an axis at ``places[axis][i]`` and return a table; other axes are unchanged.
 
-        For times that are no affine map of a frame's index, or that the device alone knows. The others stay.
+        Use it for times that are not affine in the frame index, or that are known only on the device.
 
         Args:
-            places: axis → numbers (n,), at least as many as the grid has on this axis.
+            places: axis → numbers (n,), at least as many as the grid's size on this axis. They replace the positions
+                from origin, scale and shift.
 
         Raises:
-            ValueError: an axis or a number of places that does not fit.
+            ValueError: an invalid axis or too few places.
         """
         for axis, own in places.items():
             check_axes((axis,), self.num_axes)
@@ -289,19 +289,20 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Positions of this shard's tokens (.., N, K), with prefix and suffix where it is whole."""
+        """Make a table from positions (.., N, K) of this shard; a whole grid keeps its prefix and suffix."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
         return Coordinates(coords, rotated=rotated.expand(coords.shape[:-1]))
 
     def take(self, index: Tensor) -> Coordinates:
-        """The grid tokens with these indices, in this order: (n,) or (B, n). Prefix and suffix stay.
+        """Select grid tokens by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
 
-        For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). On the index's device.
+        For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the index's
+        device.
 
         Raises:
-            IndexError: an index below 0 or beyond the grid; on a GPU a device-side assertion.
+            IndexError: an index out of range; on a GPU this is a device-side assertion.
         """
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
@@ -311,17 +312,18 @@ class Grid(Rules):
         return Coordinates(self._placed(coords), self.prefix, self.suffix)
 
     def floor(self, device: torch.device | str = "cpu") -> Coordinates:
-        """s → ⌊s⌋, a table. A reference size over n and the like are exact: i · r // n (CogView4)."""
+        """Round down to a table, s → ⌊s⌋. Scales such as reference size / n are exact: i · r // n (CogView4)."""
         return self.explicit(device).floor()
 
     def clamp(self, low: Bound = None, high: Bound = None, device: torch.device | str = "cpu") -> Coordinates:
-        """s → min(max(s, low), high), a table; a number, or one an axis, None where there is no bound."""
+        """Clamp to a table, s → min(max(s, low), high). A bound is a number, or one per axis; None means no bound."""
         return self.explicit(device).clamp(low, high)
 
     def select(self, axes: Sequence[int | None], device: torch.device | str = "cpu") -> Grid | Coordinates:
-        """Axes in another order, or on more or fewer of them: axis j is axis ``axes[j]``, at 0 where that is None.
+        """Reorder, add or remove axes: new axis j is axis ``axes[j]``, or 0 if that is None.
 
-        Still a grid where all axes stay in their order, (None, 0, 1) makes an image a frame; else a table.
+        The result stays a grid if all axes keep their order ((None, 0, 1) turns an image into a frame); else it is a
+        table.
         """
         check_axes(axes, self.num_axes)
         if [axis for axis in axes if axis is not None] != list(range(self.num_axes)):
@@ -348,7 +350,7 @@ class Grid(Rules):
 
 
 def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, float]:
-    """The numbers as n-ths, where they are that but for the rounding of one rule after another; else over 1."""
+    """Return scale and shift as numerators over n if they equal such fractions up to rounding; otherwise over 1."""
     largest = 2.0**53 / n**2
     if abs(scale) < largest and abs(shift) < largest:
         p, r = float(round(scale * n)), float(round(shift * n))
@@ -358,7 +360,7 @@ def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, floa
 
 
 def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
-    """:func:`_as_fraction` for sizes of a trace."""
+    """Compute positions as :func:`_as_fraction` would, but with traced sizes."""
     scale, shift = affine.unbind(-1)
     p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
     near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
@@ -367,10 +369,10 @@ def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Grid indices window by window, row-major within each and among them: int64 (N,), for :meth:`Grid.take`.
+    """Return grid indices ordered window by window: int64 (N,), for :meth:`Grid.take`.
 
-    ``window=2`` on (H, W), or (1, 2, 2) on (T, H, W), is the 2×2-merge order of Qwen's vision towers. Windows at the
-    far edges are smaller where they don't divide the grid.
+    Windows, and tokens within each, are in row-major order. ``window=2`` on (H, W), or (1, 2, 2) on (T, H, W), is the
+    2×2-merge order of Qwen's vision towers. Windows at the far edges are smaller if they don't divide the grid.
     """
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
@@ -385,14 +387,14 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
 
 
 def relative_times(num_frames: int, horizon: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Times (num_frames,) of the frames that a stream still holds, the newest last: those of a video of ``horizon``.
+    """Return times (num_frames,) for the frames that a stream still holds, oldest first.
 
-    Block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3): the newest is never later than
-    horizon - 1, those before it are moved back with it, and what is further back than that shares time 0. For
-    ``places`` of :meth:`Grid.along` and of the modules. A cut to another scene (eq. 4) is ``times[i:] += gap``.
+    Block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3): the newest frame is at most at
+    horizon - 1, earlier frames shift back with it, and times below 0 become 0. Use it as ``places`` of
+    :meth:`Grid.along` and of the modules. For a cut to another scene (eq. 4) add ``times[i:] += gap``.
 
     Raises:
-        ValueError: less than one frame.
+        ValueError: num_frames or horizon below 1.
     """
     check_at_least(1, num_frames=num_frames, horizon=horizon)
     return (torch.arange(num_frames, device=device) - max(num_frames - horizon, 0)).clamp_min(0).double()
@@ -409,7 +411,7 @@ def grid_coordinates(
     device: torch.device,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The map from flat index to coordinates: positions (N, K) and which tokens are on the grid (N,).
+    """Return positions (N, K) of flat token indices, and a mask (N,) of the tokens on the grid.
 
     origin: (1, K), or (B, 1, K), which makes the positions (B, N, K).
     """
@@ -427,19 +429,19 @@ def grid_coordinates(
 
 
 def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Coordinates (.., K) of flat indices, the last axis fastest."""
+    """Return coordinates (.., K) of flat indices, with the last axis fastest."""
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
-        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a size that varies
+        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a dynamic size
         index = rest
     return torch.stack(columns[::-1], dim=-1)
 
 
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
-    """Tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) that are read on the device.
+    """Position tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) read on the device.
 
-    An int is written to the device, so that a new one is not a new layout.
+    An int is also stored on the device, so that a new value does not create a new layout.
     """
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
@@ -449,12 +451,12 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
             )
         if offset.device != device:
             offset = offset.to(device, non_blocking=not offset.is_cuda)
-        # One number holds for the whole batch.
+        # A single number applies to the whole batch.
         return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")
     if offset == 0:
-        # Dynamo warns of a cache, and shows sizes that vary as ints.
+        # Dynamo warns about caches, and represents dynamic sizes as ints.
         cached = type(num_tokens) is int and not torch.compiler.is_compiling()
         return _from_zero(num_tokens) if cached else Grid((num_tokens,))
     return Grid((num_tokens,), origin=torch.full((1,), offset, dtype=torch.int64, device=device))
@@ -466,7 +468,7 @@ def _from_zero(num_tokens: int) -> Grid:
 
 
 def _alike(*values: Any) -> tuple[Any, ...]:
-    """Convert all tensors to float64 if one of them is float64; otherwise return them as they are."""
+    """Convert all values to float64 tensors if one of them is a tensor; otherwise return them unchanged."""
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
     return values if device is None else tuple(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
 
@@ -485,7 +487,7 @@ def affine_on(scale: tuple[float, ...], shift: tuple[float, ...], device: torch.
     return _rows_on(tuple(zip(scale, shift, strict=True)), device)
 
 
-@cache  # for good: a CUDA graph may hold the address
+@cache  # never evicted: a CUDA graph may hold the address
 def _rows_on(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made there could never take part in training
+    with torch.inference_mode(False):  # an inference tensor could never take part in training
         return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""Sequences of several parts, and batches of them: text, images, videos, each with positions of its own.
+"""Sequences of several parts (text, images, videos), and batches of such sequences.
 
-:func:`compose` lays out one sample, :func:`pack` and :func:`pad` put samples together, each with its own layout, so
-that one call encodes them all. Lay out once a batch, not once a layer.
+:func:`compose` lays out one sample. :func:`pack` and :func:`pad` combine samples with different layouts, so that one
+call encodes them all. Build a layout once per batch, not once per layer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ RULES = ("skip", "zero", "axis", "diagonal")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that are on no grid: text, class tokens, registers, padding.
+    """Tokens outside of grids: text, class tokens, registers, padding.
 
     Args:
-        length: how many.
-        rule: where they are.
+        length: number of tokens.
+        rule: where to place them.
 
-            - ``"skip"``: nowhere: they are not rotated, and get no phase;
-            - ``"zero"``: at the origin;
-            - ``"axis"``: one after the other on one axis, at zero on the others;
-            - ``"diagonal"``: one after the other on all axes at once.
-        axis: the axis of ``"axis"``.
-        start: position of the first one; None: the running position of the sequence.
+            - ``"skip"``: no position: they are not rotated and get no phase;
+            - ``"zero"``: all at the origin;
+            - ``"axis"``: in sequence along one axis, at zero on the others;
+            - ``"diagonal"``: in sequence along all axes at once.
+        axis: the axis for ``"axis"``.
+        start: position of the first token; None: the running position of the sequence.
     """
 
     length: int
@@ -53,7 +53,7 @@ class Tokens:
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
         start = self.start
-        if start is None or torch.compiler.is_compiling():  # a compiler's numbers have no value yet
+        if start is None or torch.compiler.is_compiling():  # values are symbolic while compiling
             return
         is_number = isinstance(start, (Real, Tensor)) and not isinstance(start, bool)
         if not is_number or (isinstance(start, float) and not math.isfinite(start)):
@@ -62,16 +62,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class After:
-    """A grid behind what came before it: the running position of the sequence is added to its positions.
+    """A grid after the preceding segments: the running position is added to its positions.
 
     Args:
-        grid: a grid, its positions from 0 on; or a table (N, K), such as a grid's tokens in another order, whose
-            largest positions are read, which waits for a GPU.
-        axes: the axes on which it is behind; None: all.
-        advance: the axes that say how far the sequence's position moves on: by the largest of the grid's own positions
-            there plus 1; None: those on which it is behind. (1, 2) moves on by the larger of height and width, however
-            many frames there are (Qwen2-VL in transformers 5).
-        whole: moves on by a whole number, rounded up, where positions are fractions (V2PE).
+        grid: a grid with positions from 0 on; or a table (N, K), such as reordered grid tokens. The maxima of a table
+            are read, which waits for a GPU.
+        axes: the axes on which the running position is added; None: all.
+        advance: the axes that determine the next running position: the largest of the grid's positions on them,
+            plus 1. None: the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the
+            number of frames (Qwen2-VL in transformers 5).
+        whole: round the advance up to an integer, for fractional positions (V2PE).
     """
 
     grid: Grid | Coordinates
@@ -88,13 +88,13 @@ class After:
 
 @dataclass(frozen=True)
 class Before:
-    """A grid in front of the sequence's position, which stays where it is: frames that went before, a condition.
+    """A grid before the running position, which does not advance: earlier frames, a condition.
 
-    The grid is moved so that its largest positions plus 1 are at the running position, -1 and less at the beginning.
+    The grid is shifted so that its largest positions plus 1 equal the running position; at the start it ends at -1.
 
     Args:
         grid: a grid or a table (N, K), as for :class:`After`.
-        axes: the axes on which it is in front; None: all. On the others it stands where it says.
+        axes: the axes on which it is shifted; None: all. On the others its positions stay unchanged.
     """
 
     grid: Grid | Coordinates
@@ -109,7 +109,7 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Samples end to end: positions of all tokens, and where each sample starts, (B + 1,) int32."""
+    """Samples packed end to end: positions of all tokens, and cu_seqlens (B + 1,) int32, where each sample starts."""
 
     positions: Coordinates
     cu_seqlens: Tensor
@@ -125,31 +125,30 @@ def compose(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> Coordinates:
-    """One sample from its parts, in the order of its tokens.
+    """Lay out one sample from its segments, in token order.
 
-    A running position p goes along, from 0: :class:`Tokens` on an axis or on the diagonal that start at s leave it at
-    s + length, a grid :class:`After` it at its own largest position on its axes plus 1, or as its rule has it (or at p,
-    where it is empty); plain grids and coordinates stand where they say, and those, like a grid :class:`Before` it,
-    don't move it.
+    A running position p starts at 0. :class:`Tokens` on an axis or the diagonal that start at s set it to s + length.
+    :class:`After` sets it to the grid's largest position plus 1, or as its options say; an empty grid leaves it.
+    Plain grids, coordinates and :class:`Before` do not change it. Plain grids and coordinates ignore it.
 
     Args:
-        segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) where they are, :class:`After` a grid
-            that follows, :class:`Before` one in front. Prefix and suffix of a grid are tokens that are not rotated.
-        num_axes: K, where no grid says it.
-        num_tokens: what the segments must add up to, where that is known.
-        start: the first token of this shard of the sequence (sequence parallelism, decoding).
-        length: tokens of the shard; default: up to the end.
-        order: numbers of the segments in the order in which p goes through them; default: that of the tokens. (1, 0)
-            counts text that comes behind its image before it (Z-Image).
-        device, dtype: of the positions. float32 holds whole positions up to 2^24.
+        segments: :class:`Tokens`; :class:`Grid` or :class:`Coordinates` (N, K) at fixed positions; :class:`After` or
+            :class:`Before` for a grid relative to p. Prefix and suffix of a grid are unrotated tokens.
+        num_axes: K, if no grid determines it.
+        num_tokens: expected total number of tokens, if known.
+        start: first token of this shard of the sequence (sequence parallelism, decoding).
+        length: number of tokens of the shard; default: up to the end.
+        order: indices of the segments in the order in which p visits them; default: token order. (1, 0) gives text
+            that follows an image the earlier positions (Z-Image).
+        device, dtype: of the positions. float32 represents integers up to 2^24.
 
     Returns:
-        coordinates (N, K), with a mask where some tokens are not rotated.
+        coordinates (N, K), with a mask if some tokens are not rotated.
 
     Raises:
-        ValueError: segments with different numbers of axes, lengths that don't add up, a shard beyond the end,
+        ValueError: segments with different numbers of axes, lengths that don't add up, a shard beyond the end, or
             positions beyond 2^24 in float32.
-        TypeError: something else than a segment, another dtype.
+        TypeError: an invalid segment or dtype.
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}")
@@ -185,11 +184,11 @@ def compose(
 
 
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
-    """Samples end to end, for x (1, H, N_1 + .. + N_B, D) and attention that takes cu_seqlens.
+    """Concatenate the layouts of several samples, for x (1, H, N_1 + .. + N_B, D) and attention with cu_seqlens.
 
     Args:
-        samples: one layout a sample, (N, K) each.
-        device: of the result; default: that of the first coordinates, else the CPU.
+        samples: one layout (N, K) per sample.
+        device: device of the result; default: that of the first coordinates, else the CPU.
     """
     rows = _samples(samples, device)
     ends = torch.tensor([0, *(part.num_tokens for part in rows)], device="cpu").cumsum(0, dtype=torch.int32)
@@ -197,15 +196,14 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
-    """Positions of text packed end to end: 0, 1, .. in each sequence, for x (1, H, N, D).
+    """Return positions of packed text, 0, 1, .. in each sequence, for x (1, H, N, D).
 
-    Nothing waits for the GPU. Make them once a batch, not once a layer.
+    This does not synchronise with a GPU. Compute positions once per batch, not once per layer.
 
     Args:
-        cu_seqlens: where each sequence starts, and where the last one ends: (S + 1,) int32 or int64, from 0 on, on x's
-            device. An empty sequence is two equal entries; tokens behind the last entry count on. On a CPU the values
-            are checked. On a GPU they are not read: with offsets that don't begin at 0 or that fall, tokens count from
-            another sequence's start.
+        cu_seqlens: (S + 1,) int32 or int64 on x's device, starting at 0: the start of each sequence and the end of the
+            last one. Equal entries mean an empty sequence; tokens after the last entry continue the last sequence.
+            Values are checked on a CPU only. On a GPU, invalid offsets give positions relative to a wrong start.
         num_tokens: N.
         offset: position of the first token of each sequence, or integers (), (1,) or (S,).
 
@@ -213,7 +211,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         coordinates (N, 1), int64.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an invalid argument.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
@@ -242,7 +240,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
 
 
 def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
-    """Positions of the tokens of x (B, H, N, D), where dim is that of its softmax."""
+    """Return positions for the tokens of x (B, H, N, D); dim is the dimension of its softmax."""
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
@@ -259,12 +257,12 @@ def pad(
     num_tokens: int | None = None,
     device: torch.device | str | None = None,
 ) -> Coordinates:
-    """Samples side by side, for x (B, H, N, D): (B, N, K), those that are shorter padded at the end, unrotated.
+    """Batch the layouts of several samples as (B, N, K), for x (B, H, N, D), with unrotated padding at the end.
 
     Args:
-        samples: one layout a sample, (N, K) each.
-        num_tokens: N; default: that of the longest.
-        device: of the result; default: that of the first coordinates, else the CPU.
+        samples: one layout (N, K) per sample.
+        num_tokens: N; default: that of the longest sample.
+        device: device of the result; default: that of the first coordinates, else the CPU.
     """
     rows = _samples(samples, device)
     longest = max(part.num_tokens for part in rows)
@@ -285,17 +283,17 @@ def zigzag(
     all ranks the same amount of work.
 
     Args:
-        positions: of the whole sequence, prefix and suffix counted among its tokens.
-        rank, num_ranks: this rank's number, from 0 on, and R.
-        device: of the result; default: that of coordinates or of a grid's origin, else the CPU.
+        positions: layout of the whole sequence, including prefix and suffix tokens.
+        rank, num_ranks: this rank's number (from 0) and R.
+        device: device of the result; default: that of coordinates or of a grid's origin, else the CPU.
 
     Returns:
-        coordinates of the two chunks, one behind the other, as x (B, H, N / R, D) has them there. Sum the gradients of
+        coordinates of the two chunks, concatenated, for this rank's x (B, H, N / R, D). Sum the gradients of
         frequencies over the ranks.
 
     Raises:
-        ValueError: chunks of different lengths, a shard instead of the whole sequence, a rank that there is not.
-        TypeError: something else than a grid or coordinates.
+        ValueError: chunks of unequal length, a shard instead of the whole sequence, or an invalid rank.
+        TypeError: positions that are neither a grid nor coordinates.
     """
     if not isinstance(positions, (Grid, Coordinates)):
         raise TypeError(f"positions: expected a Grid or Coordinates, got {type(positions).__name__}")
@@ -364,7 +362,7 @@ def _sum(lengths: Sequence[int]) -> str:
 
 
 def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
-    """The segment where it belongs, and the running position behind it."""
+    """Shift a segment to its place, and return it with the next running position."""
     if isinstance(segment, Tokens) and segment.rule in ("axis", "diagonal"):
         first = running if segment.start is None else segment.start
         return replace(segment, start=first), first + segment.length
@@ -386,7 +384,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
-    """First and last position on each axis, of a table the least and the largest; none for an empty one."""
+    """Return the first and last position per axis, or min and max for a table; an empty list if there are no tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
         ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
@@ -399,7 +397,7 @@ def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
 
 
 def _reach(segment: Tokens | Grid | Coordinates) -> float:
-    """The largest position that can be told without looking at a table."""
+    """Return the largest position that is known without reading a table."""
     if isinstance(segment, Tokens):
         return (segment.start or 0) + segment.length - 1
     return max((abs(s) for ends in _ends(segment) for s in ends), default=0) if isinstance(segment, Grid) else 0
@@ -408,7 +406,7 @@ def _reach(segment: Tokens | Grid | Coordinates) -> float:
 def _rows(
     segment: Tokens | Grid | Coordinates, start: int, length: int, num_axes: int, device: torch.device
 ) -> Coordinates:
-    """Tokens start, start + 1, .. of a segment, a row each."""
+    """Return the tokens of a segment from ``start`` on, with one row each."""
     if isinstance(segment, Grid):
         return replace(segment, start=segment.start + start, length=length).explicit(device).explicit()
     if isinstance(segment, Coordinates):
@@ -420,7 +418,7 @@ def _rows(
 
 
 def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str | None) -> list[Coordinates]:
-    """A table each, a row a token, on one device."""
+    """Convert each sample to a table with one row per token, all on one device."""
     if not samples:
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):
@@ -442,7 +440,7 @@ def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:
-    """Tables end to end."""
+    """Concatenate tables."""
     mask = None
     if any(part.rotated is not None for part in parts):
         masks = [

@@ -1,4 +1,4 @@
-"""Schemes as dicts of plain values, for JSON and YAML, and back."""
+"""Conversion of schemes to and from plain dicts, for JSON and YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
 
 
 def _write_fields(value: Any, names: Mapping[Any, str]) -> dict[str, Any]:
-    """Fields that are not at their default."""
+    """Write the fields that differ from their defaults."""
     found = {}
     for field in fields(value):
         own = getattr(value, field.name)

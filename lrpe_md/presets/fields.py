@@ -1,4 +1,4 @@
-"""Fields of a scheme, checked against the types that its dataclasses declare."""
+"""Type checks for the fields of a scheme."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_axes", "check_fields"]
 
 
 def check_fields(value: Any) -> None:
-    """Check every field of a dataclass.
+    """Check every field of a dataclass against its declared type.
 
     Raises:
-        ValueError: a value of another type, or a number that is not finite.
+        ValueError: a value of the wrong type, or a non-finite number.
     """
     hints = _hints(type(value))
     for field in fields(value):
@@ -27,7 +27,7 @@ def check_fields(value: Any) -> None:
 
 
 def check_axes(num_axes: int, **axes: Sequence[int] | None) -> None:
-    """Check numbers of axes, slowest first."""
+    """Check that axis numbers (slowest first) are distinct and in range."""
     for name, value in axes.items():
         if value is None:
             continue

@@ -1,6 +1,6 @@
 """Functions that schemes refer to by name: series, dense frequencies, grids.
 
-A scheme's dict names them, so that it can be written as JSON: ``FUNCTIONS`` has those of the library.
+A scheme's dict stores these names, so that it can be written as JSON. ``FUNCTIONS`` maps the library's names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quarter_turn(num: int, base: None, heads: int) -> Tensor:
 
 
 def rising(num: int, base: float, heads: int) -> Tensor:
-    """Return frequencies from a quarter turn up to ``base`` quarter turns."""
+    """Return frequencies rising from π/2 to ``base`` · π/2."""
     return log_linspace_theta(num, math.pi / 2, base * math.pi / 2)
 
 
@@ -51,7 +51,7 @@ def rising(num: int, base: float, heads: int) -> Tensor:
 
 
 def random_plane(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    """Angles from the column's axis, U(0, 2π) a head."""
+    """Return dense frequencies with one random angle U(0, 2π) per head, measured from the column axis."""
     angles = 2 * math.pi * torch.rand(heads, dtype=torch.float64, generator=generator)
     theta = geometric_theta(-(-channels // 2), base).repeat(2)[:channels]
     return dense_omega(theta, plane_directions(channels, angles).flip(-1))
@@ -61,11 +61,11 @@ def random_frames(channels: int, heads: int, base: float, generator: torch.Gener
     return mixed_omega(channels, 3, heads, base=base, generator=generator)
 
 
-# --- scalings, beside those of frequencies/scalings.py ---------------------------------------------------
+# --- scalings in addition to frequencies/scalings.py -----------------------------------------------------
 
 
 def no_turn(theta: Tensor) -> tuple[Tensor, float]:
-    """ω = 0: an axis without a position (HoPE)."""
+    """Set θ = 0, so that the axis has no position (HoPE)."""
     return torch.zeros_like(theta), 1.0
 
 
@@ -73,7 +73,7 @@ def no_turn(theta: Tensor) -> tuple[Tensor, float]:
 
 
 def frames(shape: Shape) -> Shape:
-    """(H, W) as one frame."""
+    """Extend (H, W) to a video of one frame."""
     return (1, *shape) if len(shape) == 2 else shape
 
 
@@ -86,7 +86,7 @@ def video(shape: Shape) -> Grid:
 
 
 def sequence(shape: Shape) -> Grid:
-    """Whatever the shape, one token after the other."""
+    """Flatten the grid to a sequence of tokens."""
     return Grid((math.prod(shape),))
 
 
@@ -121,7 +121,7 @@ def cells(shape: Shape, by: Literal["axis", "shorter", "longer"] = "axis") -> Gr
 
 
 def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
-    """The largest crop of the grid's aspect from the middle of a grid of the trained size."""
+    """Crop the middle of a grid of the trained size to the largest area with this grid's aspect ratio."""
     num, height, width = shape = frames(shape)
     if size is None:
         return Grid(shape)
@@ -143,12 +143,12 @@ def seconds(shape: Shape, fps: float | None = None, base_fps: float = 24) -> Gri
 
 
 def portion(shape: Shape, longest: int | None = None) -> Grid:
-    """(i + 1) / M."""
+    """Place index i at (i + 1) / M, where M is ``longest`` or the size."""
     return Grid(shape).offset(1).rescale(1 / (longest or max(shape[0], 1)))
 
 
 def rounded_down(shape: Shape, size: int = 256) -> Coordinates:
-    """i · size // n."""
+    """Place index i at i · size // n."""
     return Grid(shape).interpolate(size).floor()
 
 
@@ -157,13 +157,13 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """Two frames are the first and the last of ``skip``."""
+    """Place two frames as the first and last of ``skip``; other numbers of frames are unchanged."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
 
 def strided(shape: Shape, stride: float = 1) -> Grid:
-    """Frames ``stride`` apart."""
+    """Place frames ``stride`` apart."""
     return video(shape).rescale((stride, 1, 1))
 
 
@@ -172,13 +172,13 @@ def scaled(shape: Shape, scale: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def whole_seconds(shape: Shape, interval: float = 1, rate: float = 25) -> Grid | Coordinates:
-    """t = ⌊i · interval · rate⌋: ``interval`` seconds from one frame to the next, ``rate`` positions a second."""
+    """Place frame i at t = ⌊i · interval · rate⌋: ``interval`` seconds per frame, ``rate`` positions per second."""
     grid = video(shape).rescale((interval * rate, 1, 1))
     return grid if float(interval * rate).is_integer() else grid.floor()
 
 
 def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
-    """t, and h and w around it: frames on the diagonal."""
+    """Move frames along the diagonal: t, and h and w centred at t."""
     shape = frames(shape)
     grid = Grid(shape).rescale((stride, 1, 1)).offset((0, -((shape[1] - 1) // 2), -((shape[2] - 1) // 2)))
     coords = grid.coordinates()
@@ -192,10 +192,10 @@ def flattened(shape: Shape, stride: float = 16) -> Grid:
 
 
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
-    """Tokens on a circle across the diagonal, in the order of their angle around the middle and of their number.
+    """Place tokens on a circle across the diagonal of the axes.
 
-    alpha: share of the former. mix: share of positions on the plane instead of the circle. Frames are moved along the
-    diagonal by ``stride``.
+    alpha: weight of the token's angle around the middle, against its index, in its angle on the circle. mix: weight of
+    the plain grid position, against the circle. stride: offset along the diagonal per frame.
     """
     num, height, width = frames(shape)
     across = Grid((height, width)).centre().coordinates()
@@ -223,7 +223,7 @@ def of_trained_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Grid:
-    """Seconds and pixels of each latent's beginning, in [-1, 1] over the trained size."""
+    """Return the start of each latent in seconds and pixels, scaled to [-1, 1] over the trained size."""
     return _of_trained(video(shape).rescale((steps[0] / fps, *steps[1:])), trained)
 
 
@@ -233,23 +233,23 @@ def causal_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Coordinates:
-    """Seconds and pixels of each latent's middle; the first of them is a single frame."""
+    """Return the middle of each latent in seconds and pixels, as above; the first latent is a single frame."""
     middle = video(shape).offset((0, 0.5, 0.5)).rescale(steps).offset((1 - steps[0] / 2, 0, 0))
     return _of_trained(middle.clamp((0.5, None, None)).rescale((1 / fps, 1, 1)), trained)
 
 
 def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: float = 20) -> Coordinates:
-    """Seconds of each latent's middle: ``step`` frames of a spectrogram with ``rate`` a second."""
+    """Return the middle of each audio latent in seconds: ``step`` spectrogram frames at ``rate`` per second."""
     middle = sequence(shape).rescale(step).offset(1 - step / 2)
     return _of_trained(middle.clamp(0.5).rescale(1 / rate), (trained,))
 
 
 def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
-    """Seconds alone: of a video's latents, and of audio, which has one axis."""
+    """Return only the time axis, in seconds, of a video's latents or of one-dimensional audio."""
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 
-# --- where tokens off the grids start: shapes of the grids → position ------------------------------------
+# --- start of tokens outside the grids: shapes of the grids → position -----------------------------------
 
 
 def behind_centred(shapes: list[Shape]) -> float:

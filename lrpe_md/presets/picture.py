@@ -1,4 +1,4 @@
-"""A scheme as a picture: which axis turns each channel, how fast, and what that makes of the tokens of a grid."""
+"""Plots of a scheme: the axis and frequency of each channel, and the resulting angles on a grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["show"]
 
 SIZES: dict[int, tuple[int, ...]] = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 LETTERS = {1: ("n",), 2: ("h", "w"), 3: ("t", "h", "w"), 4: ("t", "h", "w", "l")}
-SHOWN = 4  # angle maps
+SHOWN = 4  # number of angle maps
 
 
 def show(
@@ -29,22 +29,23 @@ def show(
     head: int = 0,
     **options: Any,
 ) -> Any:
-    """Draw a scheme: ω of each channel and axis, Θ of a few channels over the grid, and similarity with its middle.
+    """Plot a scheme: ω per channel and axis, Θ of a few channels over the grid, and similarity to its middle token.
 
     Args:
-        scheme: a name of :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, or what :func:`lrpe_md.preset` gives.
-        shape: of the grid, (N,), (H, W) or (T, H, W); default: what suits its axes.
-        path: where to write the figure, with the ending of its format; None: nowhere.
-        head_dim, num_heads: of a scheme or a name; see :func:`lrpe_md.preset`.
-        head: the one that is drawn.
-        options: of the scheme's grids.
+        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, or a result of
+            :func:`lrpe_md.preset`.
+        shape: grid (N,), (H, W) or (T, H, W); default: one that suits the scheme's axes.
+        path: file for the figure, in the format of its suffix; None: don't save it.
+        head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
+        head: head to plot.
+        options: options of the scheme's grids.
 
     Returns:
         the matplotlib Figure.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: a shape or a head that the scheme does not have.
+        ValueError: a shape or head that the scheme does not support.
     """
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
@@ -97,7 +98,7 @@ def _draw_frequencies(ax: Any, omega: Tensor) -> None:
 
 
 def _default_shape(made: Preset) -> tuple[int, ...]:
-    """The first that its grids take."""
+    """Return the first default shape that the scheme's grids accept."""
     for number in sorted(SIZES, key=lambda n: abs(n - made.num_axes)):
         try:
             made.positions(SIZES[number])
@@ -110,7 +111,7 @@ def _default_shape(made: Preset) -> tuple[int, ...]:
 
 
 def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Θ (N, C) of the tokens of the middle frame, and the mean of cos(Θ_n - Θ_m), m its middle token."""
+    """Return Θ (N, C) of the middle frame's tokens, and their mean cos(Θ_n - Θ_m) with the middle token m."""
     table = made.positions(size, **options).explicit().explicit().coords
     angles = table @ omega.T
     rows, columns = (1, *size)[-2:]
@@ -123,7 +124,7 @@ def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[s
 
 
 def _spread(angles: Tensor) -> list[int]:
-    """Channels from the fastest to the slowest that turn on the grid."""
+    """Choose channels between the fastest and the slowest that vary over the grid."""
     turns = angles.max(0).values - angles.min(0).values
     moving = [c for c in turns.argsort(descending=True).tolist() if turns[c] > 0.5] or [int(turns.argmax())]
     steps = torch.linspace(0, len(moving) - 1, min(SHOWN, len(moving))).round().long().tolist()

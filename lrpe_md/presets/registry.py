@@ -1,10 +1,10 @@
-"""Published schemes as data: frequencies, positions, pairs, in the one form Θ = Σ_j s_j ω_j.
+"""Published schemes as data: frequencies, positions and pairs in the common form Θ = Σ_j s_j ω_j.
 
     wan = preset("wan", head_dim=128)
     q, k = rotate(q, k, omega=wan.omega.to(q.device), positions=wan.positions((21, 30, 52)), **wan.options)
 
-Each entry of ``SCHEMES`` is a few lines and a docstring with its source and its quirks; nothing else in the library
-knows a scheme's name. Every preset is tested against the original code.
+Each entry of ``SCHEMES`` has a ``doc`` with its source and peculiarities. No other part of the library knows a scheme
+by name. Every preset is tested against the original code.
 """
 
 from __future__ import annotations
@@ -472,26 +472,26 @@ SCHEMES: dict[str, Scheme] = {
 
 # --- by name --------------------------------------------------------------------------------------------
 
-REGISTERED: dict[str, Scheme] = {}  # of one's own
-RESERVED = ("cosine", "rotate", "mixed", "none")  # encodings of backbones
+REGISTERED: dict[str, Scheme] = {}  # registered by the user
+RESERVED = ("cosine", "rotate", "mixed", "none")  # names of encodings in the backbones
 
 
 def list_presets() -> list[str]:
-    """The names that :func:`preset` takes: published, and registered."""
+    """Return the names that :func:`preset` accepts: published schemes and those you registered."""
     return [*SCHEMES, *REGISTERED]
 
 
 def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> None:
-    """Give a scheme of one's own a name, for this process: for :func:`preset`, PresetMd and ``encoding=``.
+    """Register your own scheme under a name, for this process: for :func:`preset`, PresetMd and ``encoding=``.
 
     Args:
-        name: not one of the published schemes, or of "cosine", "rotate", "mixed" and "none".
-        scheme: it must come out at its own head_dim.
-        overwrite: replace a scheme that was registered by this name.
+        name: any name except those of published schemes, "cosine", "rotate", "mixed" and "none".
+        scheme: must be valid at its own head_dim.
+        overwrite: replace a scheme registered under the same name.
 
     Raises:
-        TypeError: something else than a name and a :class:`Scheme`.
-        ValueError: a name that is taken, or a scheme that can't be made; nothing is registered then.
+        TypeError: an invalid name, or a value that is not a :class:`Scheme`.
+        ValueError: a name in use, or an invalid scheme; nothing is registered then.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a name, got {name!r}")
@@ -529,22 +529,22 @@ def preset(
     rotary_dim: int | slice | None = None,
     seed: int | None = None,
 ) -> Preset:
-    """A scheme for a given head_dim.
+    """Build a scheme for a given head_dim.
 
     Args:
-        scheme: one of :func:`list_presets`, or a :class:`Scheme`.
+        scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
         head_dim: D; default: the original's.
-        num_heads: key heads. Needed where each head has frequencies or a phase of its own and the scheme names no
-            number: rope_vit_mixed, mochi, transnormer, pope. Default: the original's, or 1 where heads share ω.
-        base, split, scaling: instead of the scheme's own: the base of the series, the axes' shares of the channels,
-            and an edit for longer sequences or larger grids, e.g. ``partial(yarn_scaling, factor=4,
-            original_length=32768)`` for all axes or one an axis.
-        rotary_dim: the channels of a head that are rotated, instead of the scheme's own: the first R, or a slice.
-        seed: of random frequencies, default 0.
+        num_heads: key heads; default: the original's, or 1 if heads share ω. Required if frequencies or phase differ by
+            head and the scheme does not fix the number: rope_vit_mixed, mochi, transnormer, pope.
+        base, split, scaling: override the scheme's base of the series, the axes' shares of the channels, and the
+            scaling to longer sequences or larger grids. A scaling such as ``partial(yarn_scaling, factor=4,
+            original_length=32768)`` applies to all axes; or pass one per axis.
+        rotary_dim: override the rotated channels of a head: the first R, or a slice.
+        seed: seed of random frequencies, default 0.
 
     Raises:
-        ValueError: an unknown name, a head_dim that the scheme can't share among its axes, an argument that it does
-            not take, no num_heads where heads differ.
+        ValueError: an unknown name, a head_dim that cannot be split among the axes, an argument that the scheme does
+            not support, or missing num_heads.
     """
     name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim

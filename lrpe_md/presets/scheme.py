@@ -1,4 +1,4 @@
-"""Published schemes as data, and the preset that one becomes at a given size. :mod:`lrpe_md.presets` lists them."""
+"""Descriptions of published schemes, and presets built from them. :mod:`lrpe_md.presets` lists the schemes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ Scaling = Callable[[Tensor], tuple[Tensor, float]]
 
 @dataclass(frozen=True)
 class Axial:
-    """One axis a channel: a series, laid over the channels (:func:`lrpe_md.axial_omega`).
+    """Axial frequencies: each channel has one axis (:func:`lrpe_md.axial_omega`).
 
     Args:
         split: the axes' shares of the channels, slowest axis first.
-        base: of the series; None: it has none.
-        series: (number, base, number of heads) → theta (E,) or (H, E).
-        axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head" the shares are of the heads.
-        gaps: shares of the channels that stay unrotated before, between and behind the axes' blocks, as they lie: one
-            more than there are blocks. None: there are none.
-        remainder: what takes what the shares leave over: an axis, by its number; "front" or "behind": pairs there are
-            not rotated; "cut": the last channels take no part, and pairs are formed of the others. None: the shares
-            must come out even.
-        across_heads: the channels of all heads are laid out as one, and then cut into heads.
-        scaling: theta → (theta, amplitude), one of ``lrpe_md.*_scaling`` with its numbers; or one an axis.
+        base: base of the series; None if it has none.
+        series: (num, base, num_heads) → theta (E,) or (H, E).
+        axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", the shares are of heads.
+        gaps: shares of the channels that stay unrotated before, between and after the axes' blocks, one more than there
+            are blocks. None: no gaps.
+        remainder: what gets the channels that the shares leave over: an axis number; "front" or "behind", where they
+            are not rotated; "cut" to exclude the last channels before pairs are formed. None: the split must be exact.
+        across_heads: lay out the channels of all heads as one, then split them into heads.
+        scaling: theta → (theta, amplitude), a ``lrpe_md.*_scaling`` with its arguments bound; or one per axis.
     """
 
     split: tuple[int, ...]
@@ -80,33 +79,33 @@ class Axial:
 
     @property
     def takes(self) -> set[str]:
-        """Names of the arguments that override the scheme's own."""
+        """Names of the arguments of :func:`preset` that this scheme supports."""
         base = {"base"} if self.base is not None else set()
-        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # which deals out alike
+        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # it always splits evenly
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Return how many of the channels take part."""
+        """Return how many of the channels are used."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
     def least(self) -> int:
-        """Channels that the shares divide."""
+        """Smallest number of channels that the shares divide."""
         return sum(self.split) + sum(self.gaps or ())
 
     def sections(self, num_channels: int) -> tuple[int, ...]:
-        """Channels of each axis, or heads."""
+        """Return the number of channels of each axis, or of heads."""
         return self._shared_out(num_channels)[0]
 
     def blocks(self, num_channels: int) -> tuple[int, ...]:
-        """Channels of each block, as they lie."""
+        """Return the number of channels of each block, in channel order."""
         if self.axis_map != "block" or any(self.gaps or ()) or isinstance(self.remainder, str):
             raise ValueError(f"pairs: expected axes in blocks without gaps for pairs in blocks, got {self.axis_map!r}")
         sections = self.sections(num_channels)
         return tuple(n for n in (sections if self.axis_order == "major_first" else sections[::-1]) if n)
 
     def _shared_out(self, number: int) -> tuple[tuple[int, ...], list[int]]:
-        """Channels of each axis, and those between the blocks."""
+        """Return the number of channels of each axis, and of each gap between the blocks."""
         shares = (*self.split, *(self.gaps or ()))
         rest = number % self.least if self.remainder in ("front", "behind", "cut") else 0
         remainder = self.remainder if isinstance(self.remainder, int) else None
@@ -151,12 +150,12 @@ class Axial:
 
 @dataclass(frozen=True)
 class Dense:
-    """A direction a channel.
+    """Dense frequencies: each channel has a direction.
 
     Args:
         num_axes: K.
-        omega: (channels, heads, base, generator) → omega (H, C, K).
-        base: of the magnitudes.
+        omega: (num_channels, num_heads, base, generator) → omega (H, C, K).
+        base: base of the magnitudes.
     """
 
     num_axes: int
@@ -184,7 +183,7 @@ class Dense:
 
 
 def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a function of a scheme, which a dict may have put into another's place."""
+    """Call a function of a scheme, with a clear error if a dict assigned it to the wrong field."""
     try:
         found = function(*args)
     except TypeError as error:
@@ -194,42 +193,42 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
     return found
 
 
-# --- what a scheme is, and what is made of it --------------------------------------------------------------
+# --- schemes, and presets built from them ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme, published or one's own: what :func:`preset` needs to know, and nothing about sizes.
+    """A published scheme or your own, independent of sizes; :func:`preset` builds it for a head_dim.
 
-    All of it is data: :meth:`to_dict` and :meth:`from_dict` write and read it. Functions are the library's, by their
-    names in ``lrpe_md.presets.FUNCTIONS``, or one's own.
+    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. Its functions come from the
+    library, by their names in ``lrpe_md.presets.FUNCTIONS``, or are your own.
 
     Args:
-        doc: source and quirks.
-        head_dim: of the original.
-        frequencies: where ω comes from.
+        doc: source and peculiarities.
+        head_dim: head_dim of the original.
+        frequencies: how ω is built.
         map, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
-        pairs: "half", "interleaved", or "blocks": half and half within the block of each axis.
-        rotary: the part of a head that is rotated, (0, 0.25) the first quarter of its channels; None: all.
-        order: of the two halves that the cosine map puts out.
-        num_heads: of the original, where heads differ from each other. 1: :func:`preset` asks for it if they do.
-        grid: (shape, **options) → positions of an image or a video; its parameters are the options that there are.
-        row_major: tokens come row by row; False: a table has them in another order.
+        pairs: "half", "interleaved", or "blocks": the half layout within the block of each axis.
+        rotary: fraction of a head that is rotated; (0, 0.25) is the first quarter of its channels. None: all.
+        order: order of the two halves that the cosine map returns.
+        num_heads: number of heads of the original if heads differ. 1: :func:`preset` requires it if they do.
+        grid: (shape, **options) → positions of an image or a video; its parameters define the options.
+        row_major: whether tokens are in row-major order; False: a table defines another order.
         reference: default of ``positions(.., reference=..)``.
-        tokens: where tokens off the grids are; None: there are none.
-        tokens_start: shapes of the grids → start of the tokens; None: the running position.
-        tokens_first: the running position goes through the tokens first, wherever they are in the sequence.
-        after: grids are placed behind what precedes them, on these axes; None: they are not.
-        advance, whole: how far they move the running position on: see :class:`lrpe_md.After`.
-        apart: what each further grid of a sequence is offset by.
-        learned: ω is a parameter of the original.
-        shared: all layers share what is learned.
-        phase: whether it learns a phase, and of what.
-        phase_range: bounds that the phase is kept in.
+        tokens: placement of tokens outside the grids; None: such tokens are not supported.
+        tokens_start: shapes of the grids → position of the first token; None: the running position.
+        tokens_first: give tokens the earlier running positions, wherever they are in the sequence.
+        after: axes on which grids continue after what precedes them; None: grids keep their own positions.
+        advance, whole: how far grids advance the running position; see :class:`lrpe_md.After`.
+        apart: offset between successive grids of a sequence, per axis.
+        learned: whether the original learns ω.
+        shared: whether all layers share learned parameters.
+        phase: "k" if the original learns a phase on the keys; None: no phase.
+        phase_range: bounds of the phase.
         augment: arguments of :class:`AugmentPositions` that the original trains with.
 
     Raises:
-        ValueError: an argument that does not fit.
+        ValueError: an invalid argument.
     """
 
     doc: str
@@ -309,11 +308,11 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
-        """Read what :meth:`to_dict` wrote. Nothing is imported or run that ``functions`` and the library don't have.
+        """Read the output of :meth:`to_dict`, using only functions of ``functions`` and the library.
 
         Raises:
-            ValueError, TypeError: a field or a function that is unknown or missing, or has a value that it can't have;
-                frequencies that don't come out at the scheme's own head_dim.
+            ValueError, TypeError: an unknown or missing field or function, an invalid value, or frequencies that are
+                not valid at the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -322,17 +321,17 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """A scheme for a given head_dim.
+    """A scheme built for a given head_dim.
 
     Attributes:
-        name, scheme: what it was made from; ``scheme.doc`` has source and quirks.
-        head_dim, num_heads: D, and the heads that ω or the phase was made for.
-        omega: (H or 1, C, K) float64 on the CPU: C = D for cosine, D/2 pairs for rotate. Where ``scheme.learned``, an
-            initial value.
-        amplitude: factor of q and of k, one number or one a pair (C,), of the tokens that are rotated.
-        phase: shape (num_heads, C) of the learned phase, or None; ``scheme.phase`` says on what it goes.
-        rotary_dim: the channels of a head that are rotated, a slice; None: all.
-        blocks: pairs of each block, where ``scheme.pairs`` is "blocks".
+        name, scheme: the source scheme; ``scheme.doc`` describes its origin and peculiarities.
+        head_dim, num_heads: D, and the number of heads of ω or the phase.
+        omega: (H or 1, C, K) float64 on the CPU: C = D for cosine, D/2 pairs for rotate. An initial value if
+            ``scheme.learned``.
+        amplitude: factor of q and k for rotated tokens, one number or one per pair (C,).
+        phase: shape (num_heads, C) of the learned phase, or None; see ``scheme.phase``.
+        rotary_dim: slice of the rotated channels of a head; None: all.
+        blocks: pairs in each block, if ``scheme.pairs`` is "blocks".
     """
 
     name: str
@@ -358,7 +357,7 @@ class Preset:
 
     @property
     def pairs(self) -> Any:
-        """The ``pairs`` argument of :func:`lrpe_md.rotate`."""
+        """Value for the ``pairs`` argument of :func:`lrpe_md.rotate`."""
         if self.scheme.pairs != "blocks":
             return self.scheme.pairs
         assert self.blocks is not None
@@ -366,7 +365,7 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Further arguments of :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, whichever ``scheme.map`` names."""
+        """Remaining arguments for :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, depending on ``scheme.map``."""
         form = {"pairs": self.pairs} if self.scheme.map == "rotate" else {"order": self.scheme.order}
         part = {} if self.rotary_dim is None else {"rotary_dim": self.rotary_dim}
         return {"act": self.scheme.act, "amplitude": self.amplitude, **form, **part}
@@ -380,24 +379,24 @@ class Preset:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> Grid | Coordinates:
-        """Positions of a sequence, in the order of its tokens.
+        """Return the positions of a sequence, in token order.
 
         Args:
-            segments: a number for that many tokens off the grids (text, class tokens, registers), a shape for an
-                image (H, W) or a video (T, H, W) in tokens, or a segment of :func:`lrpe_md.compose` as it is.
-            reference: interpolate the grids onto this size, one number an axis or None, where their resolution is not
-                that of the training.
+            segments: a number of tokens outside the grids (text, class tokens, registers), the shape of an image (H, W)
+                or a video (T, H, W) in tokens, or a segment of :func:`lrpe_md.compose`.
+            reference: size to interpolate the grids to, if their resolution differs from training; one number, or one
+                per axis, where None keeps an axis.
             start, length: a shard of the sequence.
-            device: of a table.
-            options: of the scheme's grids (``fps``, ``by``, ..; see its docstring).
+            device: device of a table.
+            options: options of the scheme's grids (``fps``, ``by``, ..; see its docstring).
 
         Returns:
-            a :class:`Grid` where there is one grid with unrotated tokens around it, else :class:`Coordinates`, with the
-            same tokens as prefix and suffix where there is one table.
+            a :class:`Grid` if the sequence is one grid surrounded by unrotated tokens; otherwise :class:`Coordinates`,
+            also with prefix and suffix if there is one table.
 
         Raises:
-            ValueError: a shape or tokens that the scheme does not have.
-            TypeError: an option that its grids don't take.
+            ValueError: a shape or tokens that the scheme does not support.
+            TypeError: an option that its grids don't accept.
         """
         scheme, parts, number = self.scheme, [], 0
         if options:
@@ -445,10 +444,10 @@ class Preset:
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
-    """The channels of a head that take part, None for all.
+    """Return the slice of a head's channels that the map uses, or None for all.
 
     Raises:
-        ValueError: none, an odd number that is rotated, or a slice that is none.
+        ValueError: an empty or invalid slice, or an odd number of rotated channels.
     """
     part = rotary_dim
     if part is None:
@@ -477,10 +476,10 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Make a scheme for a head_dim. changes: of its frequencies.
+    """Build a scheme for a head_dim. changes: overrides for fields of its frequencies.
 
     Raises:
-        ValueError: a head_dim or heads that the scheme can't share among its axes, frequencies that can't be made.
+        ValueError: channels or heads that cannot be split among the axes, or invalid frequencies.
     """
     if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
         raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
@@ -508,7 +507,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Run ``make``, and turn its errors into errors about head_dim, which alone can cause them."""
+    """Run ``make``, and attribute its errors to head_dim, their only possible cause."""
     try:
         return make()
     except ValueError as error:
@@ -516,9 +515,9 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
 
 
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
-    """The sequence as a grid or table with prefix and suffix, where it is one between tokens that are not rotated."""
+    """Return the sequence as one grid or table with prefix and suffix if it has that form, else None."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # Zero positions are no rotation but for the amplitude; a scheme with a phase has no such tokens.
+    # Position zero rotates by nothing but still applies the amplitude. Schemes with a phase have no tokens at zero.
     rules = ("skip",) if scaled else ("skip", "zero")
     still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
     if len(grids) != 1 or not still:

@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Inapplicable(Exception):
-    """The model has nothing that this change applies to."""
+    """Raised if a change does not apply to anything in the model."""
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------

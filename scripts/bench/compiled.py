@@ -102,7 +102,7 @@ def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Call
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
-    # A separate backend, or torch.compile would reuse the code of the variant that was compiled first.
+    # Use a separate backend, because torch.compile would reuse the code of the variant compiled first.
     encode = torch.compile(encoder(map), backend=partial(compile_alone), fullgraph=True)
     listening = mock.patch.object(GraphLowering, "save_output_code", codes.append)
     with listening, config.patch(force_disable_caches=True):  # caches hold the code of the other variant

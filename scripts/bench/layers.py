@@ -1,4 +1,4 @@
-"""Sizes of layers that the benchmarks time."""
+"""Layer sizes that the benchmarks time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["TEXT_WORKLOADS", "WORKLOADS", "Workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a layer that is worth timing."""
+    """Sizes of a layer to time."""
 
     batch: int
     heads: int
     shape: tuple[int, ...]
     prefix: int
     head_dim: int
-    key_heads: int | None = None  # where they are fewer (GQA): q and k are then projections of their own
+    key_heads: int | None = None  # if fewer than heads (GQA); q and k are then separate projections
 
     @property
     def num_tokens(self) -> int:
         return self.prefix + torch.Size(self.shape).numel()
 
     def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
-        """One tensor for cosine; for rotate q and k, slices of one projection."""
+        """Return the case: one tensor for cosine; for rotate q and k, as slices of one projection."""
         two = map == "rotate"
         heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
         case = Case(

@@ -44,7 +44,7 @@ TOKENS = (256, 1024, 4096, 16384, 65536, 262144)
 TOKENS_A_STEP = 65536
 ATTENTIONS = {"softmax rotate": ("softmax", "rotate"), "linear cosine": ("linear", "cosine"),
               "linear rotate": ("linear", "rotate")}  # fmt: skip
-ONCE = 3.0  # seconds; a step that is expected to take longer is timed once
+ONCE = 3.0  # seconds; steps expected to take longer are timed once
 RECOMPUTED, NO_ROOM = "blocks recomputed", "does not fit into memory"
 
 

@@ -22,7 +22,7 @@ from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
 
 # Elements of the state; one tile in each row of TILES.
 STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
-# a map and a head_dim whose state has so many
+# A map and a head_dim with a state of each size.
 MAPS: tuple[tuple[Any, int], ...] = (
     ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
 )  # fmt: skip
@@ -76,7 +76,7 @@ class LinearPlace(NamedTuple):
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
-        """Reduce the tokens to a few or, for two passes, to the number that they need."""
+        """Reduce a case to few tokens or, for two passes, to the number that they need."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
         return replace(case, batch=1, heads=(1, 1), shape=shape)
 

@@ -285,10 +285,9 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Measure memory beyond the inputs: the peak of forward and backward, and what is saved in between beside the
-    outputs.
+    """Measure memory beyond the inputs: the peak of forward and backward, and what is saved for the backward.
 
-    The minimum is y and dx for the peak, and nothing for the saved memory.
+    Outputs are not counted as saved. The minimum is y and dx for the peak, and nothing for the saved memory.
     """
     variant = "with frequencies" if with_omega else ""
 

@@ -158,7 +158,7 @@ def shrink(work: Workload) -> Workload:
     return replace(work, batch=1, heads=2, shape=tuple(min(n, 4) for n in work.shape), prefix=min(work.prefix, 1))
 
 
-# --- which is best ---------------------------------------------------------------------------------------------------
+# --- scoring and search ----------------------------------------------------------------------------------------------
 
 AnyPlace: TypeAlias = Place | LinearPlace
 AnyTile: TypeAlias = Tile | LinearTile
@@ -234,7 +234,7 @@ class Session:
     deadline: float
     here: dict[str, Any]
     pool: ProcessPoolExecutor | None = None
-    inputs: dict[str, list[Any]] = field(default_factory=dict)  # of the current place
+    inputs: dict[str, list[Any]] = field(default_factory=dict)  # inputs of the current place
 
     def __post_init__(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Refuse to write results and pages beside the programs of a wheel, which are in site-packages."""
+    """Refuse to write results and pages of an installed wheel, because they would land in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 
 
 def shown(path: Path) -> str:
-    """Return a path as the help shows it: in the checkout relative to the root."""
+    """Format a path for help texts: relative to the root inside the checkout."""
     return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
 
 

@@ -1,11 +1,11 @@
-"""Commands that are imported when they are run, so that the help of a program imports nothing heavy."""
+"""Commands that are imported only when they run, so that a program's help imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-Load = Callable[[], Any]  # imports a program of one command
+Load = Callable[[], Any]  # imports a program with one command
 T = TypeVar("T")
 
 
@@ -25,7 +25,7 @@ def import_or_explain(program: str, load: Callable[[], T]) -> T:
 
 
 def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) -> Any:
-    """Return a program of commands by name, each with its help in a line and the function that imports it."""
+    """Return a program with the given commands: name → one-line help text and the function that imports it."""
     import typer
     from typer.core import TyperCommand, TyperGroup
 
@@ -34,12 +34,12 @@ def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) 
             return list(commands)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            """Return a stand-in for the list of commands."""
+            """Return a placeholder for the list of commands."""
             return TyperCommand(cmd_name, help=commands[cmd_name][0]) if cmd_name in commands else None
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             """Import the command that is called."""
-            self.commands = {name: self.get_command(ctx, name) for name in commands}  # names that it suggests
+            self.commands = {name: self.get_command(ctx, name) for name in commands}  # names for its suggestions
             name, found, rest = super().resolve_command(ctx, args)
             if name is not None and name in commands:
                 found = typer.main.get_command(import_or_explain(program, commands[name][1]))

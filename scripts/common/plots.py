@@ -77,7 +77,7 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a colour, marker and line style for each encoding, the same in every plot.
 
-    Encodings that are no variant of a known one share the colours of those that are not drawn.
+    Encodings that are not variants of a known one get the colours of known encodings that are absent.
     """
     bases = {name: _base(name) for name in names}
     unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)

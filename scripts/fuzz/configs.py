@@ -18,7 +18,7 @@ PADDING = 16  # NaN elements before and after each input; a multiple of 16 keeps
 
 
 class _Small:
-    """A value whose repr names only the fields that differ from their defaults."""
+    """A value whose repr shows only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # pyright: ignore
@@ -135,7 +135,7 @@ class LinearConfig(Config):
     state: bool = False
     return_state: bool = False
     gradient_of: str = "both"  # | "o" | "state"
-    decay: str = "none"  # | "heads" | "one": of all heads | "blocks" of each head | "shared" by samples and heads
+    decay: str = "none"  # | "heads" | "one": for all heads | "blocks": of each head | "shared": by samples and heads
     decay_dtype: str = "float32"
     rule: str = "add"
     directions: str = "forward"
@@ -154,11 +154,11 @@ class LinearConfig(Config):
 
     @property
     def has_kernels(self) -> bool:
-        """Return whether kernels exist: for no decay of packed sequences, and of single tokens with is_causal alone."""
+        """Return whether kernels exist: not for decaying packed sequences; for single tokens only with is_causal."""
         return not self.forgets or (self.lengths is None and (self.mask == "causal" or self.block > 1))
 
     def count_blocks(self) -> int:
-        """Count the blocks between prefix and suffix, with a causal mask the tokens."""
+        """Count the blocks between prefix and suffix; with a causal mask, count the tokens."""
         num_tokens, place = self.tokens[0], self.place_q
         if self.mask == "causal":
             return num_tokens
@@ -325,7 +325,7 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """Draw those of omega, phase_q, phase_k and amplitude that the configuration has."""
+        """Draw omega, phase_q, phase_k and amplitude, if the configuration has them."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
@@ -343,7 +343,7 @@ class Draws:
         return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Draw those of weight_q, weight_k, bias_q and bias_k that the configuration has."""
+        """Draw weight_q, weight_k, bias_q and bias_k, if the configuration has them."""
         c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}

@@ -75,7 +75,7 @@ EXACT = Rounding()
 
 
 def share(t: Tensor, heads: int) -> Tensor:
-    """Repeat (.., H or 1, N, C) to (.., heads, N, C): head h takes the one numbered h // (heads / H)."""
+    """Repeat (.., H or 1, N, C) to (.., heads, N, C): head h uses row h // (heads / H)."""
     return t.repeat_interleave(heads // t.shape[-3], dim=-3)
 
 
@@ -285,12 +285,12 @@ def sum_pairs(
 
 
 class Fade(NamedTuple):
-    """Products of the tokens' decays."""
+    """Products of decays over ranges of tokens."""
 
-    between: Tensor  # (B, H, N_q, N_k): behind a key, up to a query
-    from_start: Tensor  # (B, H, N, 1): up to a token of its sequence
-    to_end: Tensor  # (B, H, N, 1): behind it
-    whole: Tensor  # (sequences, B, H): of a sequence
+    between: Tensor  # (B, H, N_q, N_k): after the key, up to the query
+    from_start: Tensor  # (B, H, N, 1): from the sequence's start up to the token
+    to_end: Tensor  # (B, H, N, 1): from after the token to the sequence's end
+    whole: Tensor  # (sequences, B, H): over the whole sequence
 
 
 def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Tensor, r: Rounding) -> Fade:
@@ -298,7 +298,7 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
     logs = decay.log().expand(-1, -1, len(sequence))
     upto = logs.cumsum(-1)
     total = torch.einsum("bhn,sn->sbh", logs, member)
-    ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # behind the sequence of each token
+    ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # up to the end of each token's sequence
     begins = ends - total.movedim(0, -1)[..., sequence]
     between = torch.where(mask, upto[..., :, None] - upto[..., None, :], 0).exp()
     exponents = (upto - begins)[..., None], (ends - upto)[..., None], total
@@ -306,7 +306,7 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
 
 
 class Keys(NamedTuple):
-    """k̂, what the normaliser sums of the keys, and β."""
+    """k̂, the keys' features for the normaliser, and β."""
 
     hat: Tensor
     feature: Tensor
@@ -318,7 +318,7 @@ class Block(NamedTuple):
 
     begin: int
     end: int
-    number: int | None  # of its decay; None: it has none
+    number: int | None  # index of its decay, if any
 
 
 def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
@@ -334,7 +334,7 @@ def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
 def recur(
     c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Keys, v: Tensor, where: Where, r: Rounding
 ) -> Found:  # fmt: skip
-    """Go from block to block."""
+    """Process the blocks one by one."""
     (q_hat, feature_q), heads = queries, queries[0].shape[1]
     batch, key_heads = v.shape[:2]
     blocks = list_blocks(c, where)

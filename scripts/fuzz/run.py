@@ -269,13 +269,13 @@ def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
 
 @contextmanager
 def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
-    """Change how the library cuts tokens into programs, so that few tokens take several."""
+    """Change how the library divides tokens between programs, so that few tokens need several programs."""
     unit = 32 if on_gpu else 1
     changes: list[tuple[Any, str, Any]] = [] if name == "own" else [(linear_plan, "ONE_PASS", 0)]
     if name in ("pieces", "parts"):
         changes += [(linear_plan, "SHORTEST", 4 * unit), (linear_plan, "PIECE", 4 * unit)]
         changes += [(linear_plan, "PROGRAMS", 10**6)]
-    if name == "parts":  # causal pieces, whose states are summed in parts
+    if name == "parts":  # causal pieces whose states are summed in parts
         long, short = 12 * unit, 8 * unit
         changes.append((linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // long)), long)))
         changes.append((linear_launch, "cut_parts", lambda length, *_: min(length, short)))

@@ -1,4 +1,4 @@
-"""``python -m scripts.train``. The import is absolute: under this name no relative one reaches the backbones."""
+"""Entry point of ``python -m scripts.train``. A relative import could not reach the backbones, so it is absolute."""
 
 from lrpe_md.scripts.cli import run_program  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""``python -m scripts.train digits | image | video | diffusion | vae | lm | latents | features | sample``."""
+"""Commands ``python -m scripts.train digits | image | video | diffusion | vae | lm | latents | features | sample``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from ..common.lazy import lazy_app
 
-# Task → its configuration in the module of this name, and its help in the list of commands.
+# Task → name of its configuration class in the module of the same name, and its one-line help.
 TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),

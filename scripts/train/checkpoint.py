@@ -20,7 +20,7 @@ FORMAT = 3
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
-    """Write a checkpoint, and keep the last ``keep`` of them beside it as checkpoint-STEP.pt if there are several."""
+    """Write a checkpoint; with ``keep`` above 1, also keep the last ones as checkpoint-STEP.pt."""
     state["digest"] = digest_of(state)
     save_whole(path, partial(write_checkpoint, state))
     if keep < 2:
@@ -33,7 +33,7 @@ def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
 def _link(path: Path, part: Path) -> None:
     try:
         os.link(path, part)
-    except OSError:  # the file system has no links
+    except OSError:  # the file system does not support links
         shutil.copyfile(path, part)
 
 
@@ -41,7 +41,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of bytes that are no checkpoint an unpickler can raise anything
+    except Exception as error:  # unpickling other data can raise anything
         raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
@@ -51,14 +51,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the kind and the first line of an error."""
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> None:
     try:
         torch.save(state, path)
-    except RuntimeError as error:  # of torch's writer, on a full disk
+    except RuntimeError as error:  # torch's writer, if the disk is full
         raise OSError(errno.EIO, f"{path.name}: {error}".splitlines()[0]) from error
 
 

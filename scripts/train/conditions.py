@@ -1,7 +1,7 @@
 """Conditions of a diffusion training: captions, class labels, precomputed text features, or none.
 
-A condition knows the inputs of each sample and builds their encoder. Its ``settings`` are in the checkpoint, so that
-:func:`build_encoder` builds the encoder again without the data.
+A condition provides the inputs of each sample and builds their encoder. Checkpoints store its ``settings``, so that
+:func:`build_encoder` can rebuild the encoder without the data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..common.devices import sent
 from ..common.folder import read_json
 
 FEATURES = "features.json"
-FORMAT = 1  # of folders of features
+FORMAT = 1  # format version of feature folders
 
 
 class Condition(Protocol):
@@ -30,7 +30,7 @@ class Condition(Protocol):
 
     Attributes:
         settings: JSON values that :func:`build_encoder` needs.
-        names: one for each sample, to show beside it.
+        names: one name per sample, to show beside it.
     """
 
     @property
@@ -40,16 +40,16 @@ class Condition(Protocol):
     def settings(self) -> dict[str, Any]: ...
 
     def encoder(self) -> nn.Module | None:
-        """Build the encoder of the model; None: the model has none."""
+        """Build the model's encoder, or return None if it has none."""
         ...
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Any:
-        """Return what the encoder takes, for these samples; None: nothing."""
+        """Return the encoder's inputs for these samples, or None."""
         ...
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build the encoder of a condition from its settings. Its weights, and the empty features, are in a checkpoint."""
+    """Build the encoder of a condition from its settings. The checkpoint has its weights and the empty features."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])
@@ -68,7 +68,7 @@ def _empty_features(length: int, width: int, pooled: int) -> Text:
 
 @dataclass(frozen=True)
 class Unconditional:
-    """Nothing but the samples; names: of their files."""
+    """Condition of models without an encoder; the names are file names."""
 
     names: Sequence[str]
 
@@ -84,7 +84,7 @@ class Unconditional:
 
 
 class EncoderSize(NamedTuple):
-    """Size of the encoder that is trained with the model: width, blocks, heads, and the longest caption in bytes."""
+    """Size of an encoder trained with the model: width, blocks, heads, and the maximum caption length in bytes."""
 
     width: int
     depth: int
@@ -94,7 +94,7 @@ class EncoderSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Captions:
-    """Bytes of captions, read by a text encoder that is trained with the model."""
+    """Bytes of captions, for a text encoder that is trained with the model."""
 
     names: Sequence[str]
     size: EncoderSize
@@ -108,7 +108,7 @@ class Captions:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """All captions as tokens (N, L), on the CPU."""
+        """Captions as tokens (N, L), on the CPU."""
         return tokenize(self.names, self.size.length)
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
@@ -117,12 +117,12 @@ class Captions:
 
 @dataclass(frozen=True)
 class Labels:
-    """Class labels, each with an embedding that is trained with the model.
+    """Class labels, for an embedding that is trained with the model.
 
     Args:
         labels: (N,) int64.
-        classes: their names.
-        width: channels of an embedding.
+        classes: class names.
+        width: channels of the embedding.
     """
 
     labels: np.ndarray
@@ -145,10 +145,10 @@ class Labels:
 
 
 class FeatureFolder:
-    """Text features that ``train features`` has written, memory-mapped.
+    """Memory-mapped text features written by ``train features``.
 
     Raises:
-        typer.BadParameter: another folder, or a damaged one.
+        typer.BadParameter: the folder has other content or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class FeatureFolder:
         return np.array([self.rows[caption] for caption in captions], np.int64)
 
     def texts(self, rows: np.ndarray, device: torch.device) -> Text:
-        """Return the features of these rows in float32, all padded to one length."""
+        """Return the features of these rows in float32, padded to a common length."""
 
         def read(array: np.ndarray) -> Tensor:
             return sent(np.ascontiguousarray(array[rows]), device)
@@ -201,7 +201,7 @@ class FeatureFolder:
 
     @property
     def empty(self) -> Text:
-        """The features of the empty caption, without padding."""
+        """Features of the empty caption, without padding."""
         row = np.array([self.rows[""]])
         found = self.texts(row, torch.device("cpu"))
         assert found.features is not None
@@ -212,7 +212,7 @@ class FeatureFolder:
 
 @dataclass(frozen=True)
 class Features:
-    """Precomputed features of captions; the model learns none of them.
+    """Precomputed features of captions; their encoder is not trained.
 
     Args:
         names: the captions.

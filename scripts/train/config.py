@@ -36,10 +36,10 @@ def describe(
     """Return a field's metadata.
 
     Args:
-        text: its help on the command line.
-        free: it does not change the weights.
-        least, below: its range, least included, below not.
-        off: 0 turns it off, which the error says.
+        text: help text of the option.
+        free: the option does not affect the weights.
+        least, below: range of the value: at least ``least``, less than ``below``.
+        off: 0 disables the option, which errors mention.
         panel: its group in --help. Default: that of the same option of :class:`Training`, Model for the names in
             :data:`MODEL_OPTIONS`, Data for others.
     """
@@ -151,13 +151,13 @@ class Training:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision on this machine."""
+        """Precision for this machine."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
     def limit_warmup(self, most: int) -> int:
-        """Return the steps of the warm-up; a constant schedule does not depend on the number of steps."""
+        """Return the number of warm-up steps; for a constant schedule it does not depend on the number of steps."""
         return self.warmup if self.schedule == "constant" else min(self.warmup, most)
 
     def build_schedule(self) -> Schedule:
@@ -168,17 +168,17 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule of a run with another number of steps, as --seconds finds it."""
+        """Return the schedule for another number of steps, which --seconds determines."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Refuse an encoding that the model can't have, before anything is read or written.
+        """Refuse an encoding that the model does not support, before anything is read or written.
 
         Args:
-            build, arguments: make the model, of which one block is built, on the meta device.
+            build, arguments: build the model; a single block of it is built on the meta device.
 
         Raises:
-            typer.BadParameter: with what the model says.
+            typer.BadParameter: with the model's error message.
         """
         named = [name for name in ("encoding", "attention", "dim", "heads") if hasattr(self, name)]
         try:

@@ -1,8 +1,8 @@
-"""Fréchet distance between features of real and generated images, through torchmetrics.
+"""Fréchet distance between features of real and generated images, computed by torchmetrics.
 
-The FID proper takes features of a pretrained Inception network. Pass your own network as ``features``; without one the
-features are those of a convolutional network with fixed random weights. Such a distance falls while a model learns, and
-it can be compared between runs on the same data, but not with published FIDs.
+Standard FID uses features of a pretrained Inception network. Pass your own network as ``features``; the default is a
+convolutional network with fixed random weights. Its distance falls while a model learns and can be compared between
+runs on the same data, but not with published FIDs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTHS = (32, 64, 64)
 
 
 class RandomFeatures(nn.Module):
-    """uint8 (B, 3, H, W) → (B, 64) by convolutions with fixed random weights."""
+    """Convolutions with fixed random weights: uint8 (B, 3, H, W) → (B, 64)."""
 
     num_features = WIDTHS[-1]
 

@@ -1,4 +1,4 @@
-"""Encodings by name, one table for all tasks: those that are compared, and every preset and registered scheme."""
+"""Table of encodings by name, for all tasks: those that are compared, and every preset and registered scheme."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..common.options import choose
 
 @dataclass(frozen=True)
 class Encoding:
-    """Arguments that give a model its positions.
+    """Model arguments that determine its position encoding.
 
     Args:
-        encoding: of q and k, as the backbones name it.
-        arguments: of it.
+        encoding: name of the encoding of q and k in the backbones.
+        arguments: its options.
         model: other arguments of the model.
-        needs: what the model must be able to do, see :class:`Backbone`.
+        needs: required capabilities of the model, see :class:`Backbone`.
     """
 
     encoding: str | None = None
@@ -38,7 +38,7 @@ def _entry(encoding: str | None = None, *needs: str, model: dict[str, Any] | Non
     return Encoding(encoding, arguments, model or {}, frozenset(needs))
 
 
-# The phase is PoPE's (arXiv 2509.10534), on the keys alone: on both it cancels in q·k.
+# The phase follows PoPE (arXiv 2509.10534), on the keys only, because on both it cancels in q·k.
 ENCODINGS: dict[str, Encoding] = {
     "none": _entry(),
     "learned": _entry(None, "table", model={"absolute": "learned"}),
@@ -86,12 +86,12 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Split encodings with commas between them, whose options have commas, too."""
+    """Split a comma-separated list of encodings whose options may also contain commas."""
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
 
 
 def known_options(encoding: str | None) -> set[str]:
-    """Return the options that an encoding takes after its name, as ``encoding_kwargs`` of the backbones."""
+    """Return the options that an encoding accepts after its name, which are the backbones' ``encoding_kwargs``."""
     if encoding is None:
         return {"act", "dim"}
     module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
@@ -104,11 +104,11 @@ class Backbone:
     """Capabilities of a task's model.
 
     Args:
-        can: of "axes" (more than one), "time" (three, the first of them time), "caption" (text beside the image),
-            "table" (a learned absolute table), "sincos" (an absolute one that is computed).
-        base: of the frequencies where an encoding names none.
-        attentions: arguments of the model by attention.
-        options: those of encodings that the model passes on; None: all.
+        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text beside the
+            image), "table" (a learned absolute table), "sincos" (a computed absolute one).
+        base: default base of the frequencies.
+        attentions: arguments of the model for each attention.
+        options: options of encodings that the model supports; None: all.
     """
 
     can: frozenset[str]
@@ -118,25 +118,24 @@ class Backbone:
 
     @property
     def encodings(self) -> list[str]:
-        """The encodings of the table that the model can have."""
+        """Encodings of the table that the model supports."""
         return [name for name, each in ENCODINGS.items() if each.needs <= self.can]
 
     @property
     def names(self) -> list[str]:
-        """All names: those of the table, the presets and the registered schemes. Not every model supports every
-        preset."""
+        """All names: the table's, presets and registered schemes. Not every model supports every preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property
     def help(self) -> str:
-        """The help of --encoding."""
+        """Help text of --encoding."""
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options "
             "follow the name, as rotate:base=100,axis_order=major_first."
         )
 
     def find(self, text: str, option: str = "--encoding") -> Encoding:
-        """Return the encoding of NAME or NAME:KEY=VALUE,.., with its options.
+        """Parse NAME or NAME:KEY=VALUE,.. and return the encoding.
 
         Raises:
             typer.BadParameter: an unknown name or option.
@@ -154,7 +153,7 @@ class Backbone:
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def arguments(self, encoding: str, attention: str) -> dict[str, Any]:
-        """Return arguments of the model."""
+        """Return the model's arguments for an encoding and an attention."""
         chosen = self.find(encoding)
         given = {"base": self.base} if chosen.encoding in ("rotate", "cosine") else {}
         return {
@@ -163,8 +162,8 @@ class Backbone:
         }  # fmt: skip
 
 
-# Linear attention takes relu features where the encoding names no activation. A norm stands for the denominator, so
-# that activations with negative values can be compared, too. The axial base is RoPE-ViT's (arXiv 2403.13298).
+# Linear attention uses relu features unless the encoding sets an activation. A norm replaces the denominator, so that
+# activations with negative values can be compared too. The axial base is RoPE-ViT's (arXiv 2403.13298).
 _WITHOUT_DENOMINATOR = {"attention": "linear", "normalizer": "none"}
 _VIT = {
     "softmax": {"attention": "softmax"},

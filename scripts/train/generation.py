@@ -18,12 +18,12 @@ from .samplers import Sampling, draw_samples
 from .samples import HELD_OUT, pad_together
 from .vae import Decoder
 
-TIMES = 8  # at which the held-out loss is measured
+TIMES = 8  # number of times at which the held-out loss is measured
 BATCH = 64
 
 
 class Setting(NamedTuple):
-    """Size to evaluate at, in pixels, and whether positions are laid over the trained grid (else one unit a patch)."""
+    """Size to evaluate at, in pixels, and whether positions are rescaled to the trained grid."""
 
     name: str
     size: int
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """The trained sizes, and a larger one with extrapolated and with rescaled positions, if there is one."""
+        """The trained sizes, and a larger one, if there is one, with extrapolated and with rescaled positions."""
         train_sizes = self.source.train_sizes
         found = [Setting(self._name(size), size) for size in train_sizes]
         for size in self.source.values.sizes[len(train_sizes) :]:
@@ -69,7 +69,7 @@ class Evaluation:
         return "x".join(map(str, (*frames, size, size)))
 
     def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
-        """Return the grid that a batch's positions are mapped onto: that of its bucket at the trained size."""
+        """Return the grid to which a batch's positions are rescaled: that of its bucket at the trained size."""
         if not setting.is_rescaled:
             return None
         shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))
@@ -109,7 +109,7 @@ class Evaluation:
 
     @torch.no_grad()
     def draw(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> tuple[list[str], dict[str, Tensor]]:
-        """Return names of held-out samples, and by column their pixels and those of samples at each setting.
+        """Return names of held-out samples, and by column their pixels and those of samples drawn at each setting.
 
         All settings of a size share their noise.
         """
@@ -132,8 +132,9 @@ class Evaluation:
 
     @torch.no_grad()
     def distance(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> float:
-        """Return the Fréchet distance, in random features, of ``num`` training samples and as many drawn for their
-        conditions."""
+        """Return the Fréchet distance, in random features, between ``num`` training samples and as many generated ones.
+
+        Generated samples have the same conditions."""
         size = self.source.values.sizes[0]
         order = np.random.default_rng(0).permutation(len(self.source.train))[:num]
         parts = split_by_bucket(self.source, self.source.train[np.sort(order)], BATCH)
@@ -161,7 +162,7 @@ class Evaluation:
 
 
 def as_images(pixels: Tensor) -> Tensor:
-    """Pixels (B, 3, [frames,] H, W) in [-1, 1] → uint8 (B, 3, H, W), or (B · frames, 3, H, W)."""
+    """Convert pixels (B, 3, [frames,] H, W) in [-1, 1] to uint8 (B, 3, H, W) or (B · frames, 3, H, W)."""
     images = pixels.transpose(1, 2).flatten(0, 1) if pixels.ndim == 5 else pixels
     return images.float().nan_to_num().clamp(-1, 1).add(1).mul(127.5).round().byte()
 

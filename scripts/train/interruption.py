@@ -13,7 +13,7 @@ import torch
 import typer
 from accelerate import PartialState
 
-EVERY = 4  # steps between checks for signals of other processes
+EVERY = 4  # steps between checks for signals in other processes
 
 
 class Interrupted(KeyboardInterrupt):

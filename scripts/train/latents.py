@@ -1,4 +1,4 @@
-"""Encode images or videos by a VAE once, as memory-mapped latents.
+"""Encode images or videos with a VAE once, and store the latents as memory-mapped arrays.
 
 lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
 lrpe-md train diffusion --data latents --out runs/dit
@@ -37,10 +37,10 @@ class Options(NamedTuple):
     """Options of stored latents.
 
     Args:
-        sizes: of the images.
+        sizes: image sizes.
         flip: also encode mirrored images.
         sampled: store one sample instead of mean and standard deviation.
-        dtype: of the arrays.
+        dtype: dtype of the arrays.
     """
 
     sizes: Sizes
@@ -111,10 +111,11 @@ class Images(NamedTuple):
     """Images, or frames of videos.
 
     Args:
-        read: returns the images of a bucket in a shape: uint8 (B, 3, height, width), at most ``BATCH`` at a time.
-        records: of the images, or of the videos.
-        buckets: of the images or frames.
-        lengths: frames of each video; None: images.
+        read: yields the images of a bucket, resized to a shape: uint8 (B, 3, height, width), at most ``BATCH`` at a
+            time.
+        records: descriptions of the images or videos.
+        buckets: aspect-ratio buckets of the images or frames.
+        lengths: number of frames of each video; None for images.
     """
 
     read: Callable[[int, Shape], Iterator[Tensor]]
@@ -144,9 +145,9 @@ def open_films(path: Path, split: Split, condition: str, sizes: Sizes) -> Images
 
 
 def write_latents(folder: Path, coder: Decoder, images: Images, options: Options) -> dict[str, Any]:
-    """Write mean.npy and std.npy, (N, 1 or 2 views, C, h, w): as the VAE gives them, neither scaled nor shifted.
+    """Write mean.npy and std.npy, (N, 1 or 2 views, C, h, w), exactly as the VAE returns them (not scaled or shifted).
 
-    With several sizes or buckets there is a file of each for each of them, and buckets.npy.
+    If there are several sizes or buckets, each gets its own pair of files, and buckets.npy assigns the images.
     """
     buckets, is_bucketed = images.buckets, sum(map(len, images.buckets.shapes.values())) > 1
     digest = hashlib.sha256(repr((images.records.digest, buckets.shapes, buckets.of.tolist())).encode())
@@ -178,7 +179,7 @@ def write_latents(folder: Path, coder: Decoder, images: Images, options: Options
 
 
 def encode_batch(coder: Decoder, images: Tensor, options: Options, rows: list[np.ndarray]) -> None:
-    """Encode images (B, 3, height, width) into rows of the arrays, (B, 1 or 2 views, C, h, w)."""
+    """Encode images (B, 3, height, width) and store them in rows of the arrays, (B, 1 or 2 views, C, h, w)."""
     pixels = images.float() / 127.5 - 1
     for view, seen in enumerate((pixels, pixels.flip(-1))[: 1 + options.flip]):
         mean, std = coder.encode(seen)

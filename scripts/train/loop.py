@@ -103,7 +103,7 @@ def begin(config: Training) -> Accelerator:
     accelerator = start(config)
     set_seed(config.seed)
     if accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # the same numbers on any number of cores
+        torch.set_num_threads(1)  # for the same numbers with any number of cores
     return accelerator
 
 
@@ -133,14 +133,14 @@ class Trainer:
         self.interruption = Interruption()
         state = self._read()
         self.raw = model.to(accelerator.device)
-        # Before FSDP2, whose modules can't be copied.
+        # Copy the model before FSDP2, whose modules can't be copied.
         self.average = ModelEmaV3(self.raw, decay=config.ema, use_warmup=True) if config.ema else None
         if config.sharding == "fsdp":
             shard(self.raw)
             if self.average is not None:
                 shard(self.average.module)
                 self.average.foreach = False
-        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens a step
+        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel, not dozens
         if config.betas:
             chosen["betas"] = parse_betas(config.betas, config.opt)
         self.inner = create_optimizer_v2(
@@ -392,7 +392,7 @@ class Trainer:
         state = read_checkpoint(self.path)
         defaults = {f.name: f.default for f in fields(self.config) if f.default is not MISSING}
         here = flat(self.settings)
-        # Options that the checkpoint does not know yet had their default.
+        # Options that are newer than the checkpoint had their default value.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:

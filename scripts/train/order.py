@@ -104,8 +104,9 @@ def steps_per_epoch(num: int, batch: int) -> int:
 
 
 def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: int = 1) -> Iterator[Chosen]:
-    """Return the micro-batches of one process. The samples of a step, and their draws, do not depend on the number of
-    processes and micro-batches."""
+    """Yield the micro-batches of one process.
+
+    A step's samples and draws do not depend on the number of processes and micro-batches."""
     for chosen in steps:
         micro = len(chosen[0]) // (accumulate * world)
         for part in range(accumulate):
@@ -114,7 +115,7 @@ def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: i
 
 
 def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """Yield batch(*each) of each chosen, in their order; threads prepare some ahead, so batch keeps no state."""
+    """Yield batch(*each) for each of chosen, in order; threads prepare some ahead, so batch must be stateless."""
     if not workers:
         yield from itertools.starmap(batch, chosen)
         return
@@ -126,7 +127,7 @@ def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], 
 
 
 class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
-    """Batches by the samples chosen for them; an error is returned, because DataLoader would replace its text."""
+    """Dataset of batches for chosen samples. It returns errors, because DataLoader would replace their text."""
 
     def __init__(self, batch: Callable[..., Any]) -> None:
         self.batch = batch
@@ -141,7 +142,7 @@ class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
 def prepare_in_processes(
     batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int, device: torch.device
 ) -> Iterator[Any]:
-    """Yield batch(*each) of each chosen, in their order, on the device; worker processes prepare some ahead."""
+    """Yield batch(*each) for each element of chosen, in order, on the device; worker processes prepare some ahead."""
     sampler: Any = chosen
     loader = DataLoader(
         _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",

@@ -20,7 +20,7 @@ from ..common.provenance import git_commit, versions
 from .loop import Trainer
 from .weights import EXPORT
 
-# Numbers of a result that the summary shows, and their names.
+# Numbers of a result to show in the summary, and their labels.
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
     "params": "parameters", "loss": "training loss", "chance": "accuracy of chance, %",
@@ -28,7 +28,7 @@ SHOWN = {
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
-    """Call ``fit``, and return what all results say about the model, the training and the machine."""
+    """Call ``fit``, and return the common entries of all results: model, training and machine."""
     since, first = time.perf_counter(), trainer.step
     fit()
     counted = trainer.counted_seconds()
@@ -45,13 +45,14 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
 
 
 def largest_rise(losses: Sequence[float]) -> float:
-    """Return the largest rise of a loss above an earlier value. It exceeds the noise if the learning rate was too
-    high. NaN if a loss is NaN."""
+    """Return the largest rise of a loss above an earlier value, or NaN if a loss is NaN.
+
+    A rise above the noise means that the learning rate was too high."""
     return float(np.max(losses - np.minimum.accumulate(losses)))
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Write both files, by the first process, which prints a summary."""
+    """Write both files and print a summary, in the first process only."""
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
@@ -63,7 +64,7 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
 
 
 def summarize(result: dict[str, Any]) -> Table:
-    """Return the numbers of a result that a person asks for first, and its evaluations."""
+    """Summarise the main numbers of a result, and its evaluations."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
     columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
@@ -94,8 +95,9 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Set each way to place the tokens of another size on the model, and yield its name: one unit a token
-    ("extrapolated"), or laid over the trained grid ("rescaled")."""
+    """Set each way to place tokens at another size on the model, and yield its name.
+
+    "extrapolated" uses one unit per token, "rescaled" interpolates to the trained grid."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
         model.reference = reference
         yield name

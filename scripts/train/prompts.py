@@ -60,7 +60,7 @@ class Sheet:
         choose("--sampler", [self.sampler], SAMPLERS)
 
     def height_and_width(self, trained: int, multiple: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         if self.size is None:
             return trained, trained
         found = re.fullmatch(r"(\d+)x(\d+)", self.size)
@@ -110,14 +110,14 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
 
 
 def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return a grid with as many patches as in training, in the image's proportions."""
+    """Return a grid with as many patches as in training, in the image's aspect ratio."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
     return height, width
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return noise (num, *shape), with seed + i for the i-th, so it depends on neither the device nor num."""
+    """Draw noise (num, *shape) with seed + i for sample i, so that it depends on neither the device nor num."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
@@ -215,7 +215,7 @@ class Painter:
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
         """Yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU, from noise on the CPU.
 
-        text: from :meth:`encode`, a condition for each sample.
+        text: from :meth:`encode`, one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
@@ -240,7 +240,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw each prompt from each noise (images, C, ..): (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw every prompt from every noise (images, C, ..): (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))

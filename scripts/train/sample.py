@@ -20,7 +20,7 @@ from .samplers import SAMPLERS
 from .tasks import lm
 
 TEXT, IMAGES = "lm", "diffusion"
-# The options that only one kind of run takes, with what they are where they are not given.
+# Options that only one kind of run supports, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
     TEXT: {"tokens": 400, "temperature": 0.8, "top_p": 0.95, "scaling": None},
     IMAGES: {
@@ -41,14 +41,14 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """The command that made a run, of those that can be sampled from."""
+    """Return the task of a run, or None if it cannot be sampled from."""
     if "drop_text" in settings:
         return IMAGES
     return TEXT if "vocab_size" in settings.get("model", {}) else None
 
 
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
-    """The task of a training's folder, and its checkpoint on the CPU."""
+    """Return the task of a training's folder, and its checkpoint on the CPU."""
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
@@ -66,7 +66,7 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options of this kind of run; one of another kind is refused."""
+    """Return the options of this kind of run, and refuse those of the other kind."""
     wrong = [name for name, value in given.items() if value is not None and name not in OWN[task]]
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
@@ -161,7 +161,7 @@ def main(
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Return the lines of a file that are not empty."""
+    """Return the non-empty lines of a file."""
     if path is None:
         return []
     try:

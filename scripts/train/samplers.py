@@ -22,9 +22,9 @@ class Sampling(NamedTuple):
 
     Args:
         sampler: one of ``SAMPLERS``.
-        steps: of the sampler.
-        scale: of the guidance; 1: none.
-        prediction: of the model.
+        steps: number of sampling steps.
+        scale: guidance scale; 1: no guidance.
+        prediction: what the model predicts.
     """
 
     sampler: str = "heun"
@@ -37,11 +37,11 @@ class Sampling(NamedTuple):
 def draw_samples(
     model: Any, noise: Tensor, text: Any, sampling: Sampling, *, negative: Any = None, shift: float = 1.0
 ) -> Tensor:
-    """Return samples from noise (B, C, ..).
+    """Draw samples from noise (B, C, ..).
 
     Args:
         text, negative: see :func:`models.flow.guided`.
-        shift: of the times, see :func:`models.flow.time_grid`.
+        shift: shift of the times, see :func:`models.flow.time_grid`.
     """
     if sampling.sampler in METHODS:
         method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"

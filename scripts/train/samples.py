@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from ..common.folder import save_whole
 from ..common.plots import plt
 
-HELD_OUT = "held out"  # the column of the images that the captions belong to
+HELD_OUT = "held out"  # column of the real images for the captions
 
 
 def pixels(images: Tensor) -> np.ndarray:
-    """(N, 3, H, W) in [-1, 1] → (N, H, W, 3) uint8; grey if the model has diverged.
+    """Convert (N, 3, H, W) in [-1, 1] to (N, H, W, 3) uint8; grey if the model has diverged.
 
     Videos (N, 3, frames, H, W) become (N, H, frames · W, 3), with frames from left to right.
     """
@@ -41,22 +41,22 @@ def pad_together(images: Sequence[Tensor]) -> Tensor:
 
 
 def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
-    """Captions, and images (N, H, W, 3) by column, as an npz."""
+    """Save captions, and images (N, H, W, 3) by column, as an .npz."""
     arrays: Any = {"captions": np.array(captions), **columns}
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the captions, and the images by column, that :func:`keep` wrote.
+    """Load the captions, and the images by column, saved by :func:`keep`.
 
     Raises:
-        typer.BadParameter: another file, or a damaged one.
+        typer.BadParameter: a damaged or different file.
     """
     try:
         with np.load(path) as file:
             return file["captions"].tolist(), {name: file[name] for name in file.files if name != "captions"}
-    except Exception as error:  # of damaged bytes zipfile, zlib and NumPy raise errors of their own
+    except Exception as error:  # zipfile, zlib and NumPy raise various errors for damaged files
         raise typer.BadParameter(
             f"{path}: expected captions and images saved by a training run, got a file that can't be read "
             f"({type(error).__name__}); delete it and train again"
@@ -65,7 +65,7 @@ def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
 
 def _short(caption: str, length: int = 28) -> str:
     text = caption if len(caption) < length else f"{caption[: length - 3]}.."
-    return text.replace("$", r"\$")  # of mathematics
+    return text.replace("$", r"\$")  # escape math mode
 
 
 def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> None:
@@ -87,7 +87,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
 
 
 def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
-    """Save a PNG of 256 colours that compares runs on the same captions, chosen by index.
+    """Save a 256-colour PNG that compares runs on the same captions, chosen by index.
 
     Held-out images come first, then one row per run, with the images of each caption at all settings."""
     loaded = {name: load(file) for name, file in trainings.items()}

@@ -17,10 +17,10 @@ class StableScheduler(Scheduler):
 
     Args:
         optimizer: see timm's Scheduler.
-        warmup: steps of the warm-up.
-        start: rate at which the warm-up begins.
+        warmup: number of warm-up steps.
+        start: initial rate of the warm-up.
         decay: first and last step of the decay; None holds the rate.
-        end: rate at which the decay ends.
+        end: final rate of the decay.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class StableScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate by step, with a linear warm-up.
+    """Learning rate by step, with a linear warm-up.
 
     Args:
-        length: steps of the schedule.
-        warmup: steps of the warm-up.
-        start: rate at which the warm-up begins.
-        end: rate at which cosine and wsd end.
-        warmup_prefix: whether the warm-up comes before the steps of ``length``; otherwise it replaces the first ones.
+        length: number of steps.
+        warmup: number of warm-up steps.
+        start: initial rate of the warm-up.
+        end: final rate of cosine and wsd.
+        warmup_prefix: add the warm-up before the steps of ``length``; otherwise it replaces the first ones.
         offset: number of the first step.
         kind: one of :data:`SCHEDULES`.
-        cooldown: share of the steps in which wsd lowers the rate.
+        cooldown: fraction of the steps in which wsd lowers the rate.
     """
 
     length: int

@@ -1,4 +1,4 @@
-"""Compute features of captions once, by T5, CLIP or another text model of transformers.
+"""Compute features of captions once, with T5, CLIP or another text model of transformers.
 
 lrpe-md train features --encoder google/t5-v1_1-base --data emoji64.zip --out features
 lrpe-md train diffusion --data emoji64.zip --text-features features --out runs/emoji
@@ -33,10 +33,10 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
-    """Load a text model of transformers and its tokenizer: a folder, or a hub id.
+    """Load a text model of transformers and its tokenizer from a folder or a hub id.
 
     Raises:
-        typer.BadParameter: nothing there can be read as one.
+        typer.BadParameter: no such model can be read from there.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
@@ -51,7 +51,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
             kind = transformers.AutoModel
         model = kind.from_pretrained(name, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
-    except Exception as error:  # a hub, JSON, safetensors and tokenizers raise errors of their own
+    except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
             f"--encoder {name}: expected a text model of transformers with its tokenizer (a folder or a hub "
             f"id), got none ({first_line(error)}); pass another path"

@@ -16,7 +16,7 @@ from ..common.options import choose
 from .config import Training
 
 PROJECT = "lrpe-md"
-FOLDER = "tensorboard"  # in the folder of a run
+FOLDER = "tensorboard"  # subfolder of a run
 
 
 def choose_trackers(config: Training) -> list[str]:
@@ -56,7 +56,7 @@ def start_trackers(accelerator: Accelerator, config: Training, settings: dict[st
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
-    """Flush and close the trackers; ``end_training`` would also end the processes' group, which evaluations need."""
+    """Flush and close the trackers. ``end_training`` would also end the process group, which evaluations need."""
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.trackers = []

@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers: from pixels to latents and back."""
+"""Autoencoders of diffusers, from pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checkpoint import digest_of, first_line
 
-BATCH = 64  # images that are encoded or decoded at a time
+BATCH = 64  # images encoded or decoded at a time
 
 
 def load_vae(name: str) -> Any:
@@ -20,7 +20,7 @@ def load_vae(name: str) -> Any:
     name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
 
     Raises:
-        typer.BadParameter: nothing there can be read as one.
+        typer.BadParameter: no such model can be read from there.
     """
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
@@ -31,7 +31,7 @@ def load_vae(name: str) -> Any:
         try:
             found: Any = AutoencoderKL.from_pretrained(name, subfolder=subfolder or None, torch_dtype=torch.float32)
             return found.requires_grad_(False).eval()
-        except Exception as error:  # a hub, JSON or safetensors raise errors of their own
+        except Exception as error:  # hub, JSON and safetensors raise various errors
             errors.append(first_line(error))
     raise typer.BadParameter(
         f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a hub "
@@ -62,13 +62,13 @@ class Decoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels (B, 3, H, W) in [-1, 1] → mean and standard deviation (B, C, h, w), as the VAE gives them."""
+        """Encode pixels (B, 3, H, W) in [-1, 1] to mean and standard deviation (B, C, h, w), not scaled or shifted."""
         found = [self.vae.encode(part.to(self.device)).latent_dist for part in pixels.split(BATCH)]
         return torch.cat([each.mean for each in found]), torch.cat([each.std for each in found])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, [frames,] h, w), scaled and shifted, → pixels (B, 3, [frames,] H, W)."""
+        """Decode scaled and shifted latents (B, C, [frames,] h, w) to pixels (B, 3, [frames,] H, W)."""
         z = latents.float() / self.scale + self.shift
         frames = z.transpose(1, 2).flatten(0, 1) if z.ndim == 5 else z
         x = torch.cat([self.vae.decode(part.to(self.device)).sample for part in frames.split(BATCH)])

@@ -1,4 +1,4 @@
-"""Load weights to start from (a run, a timm checkpoint, or a safetensors file), and export those of a run."""
+"""Load initial weights (a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from .checkpoint import digest_of, first_line, read_checkpoint
 from .loop import WHOLE, Trainer
 
 EXPORT = "model.safetensors"
-# What a model may have of its own, and what a file may have beyond the model.
+# Prefixes that only the model may have, and prefixes that only the file may have.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 
 
 def start_from(model: nn.Module, path: Path) -> str:
-    """Load what fits into the model, and say what does not: the head of other classes, class and register tokens,
-    the encoding. Weights of a vision transformer are resampled to the sizes of the model.
+    """Load all weights that fit into the model, and print those that do not.
+
+    The head of other classes, class and register tokens, and the encoding may differ. Weights of a vision transformer
+    are resampled to the model's sizes.
 
     Returns:
         a digest of the weights.
 
     Raises:
-        typer.BadParameter: no such file, none with weights, or those of another architecture; the model is as it was.
+        typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
+            left unchanged.
     """
     found = _read(path, _count_heads(model))
     digest = digest_of(found)
@@ -48,7 +51,7 @@ def start_from(model: nn.Module, path: Path) -> str:
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
-    # A head has as many rows as there are classes: those of another number mean others.
+    # Skip a head with another number of rows, because its classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
         f"{name} is {tuple(found[name].shape)} there and {tuple(own[name].shape)} here"
@@ -71,7 +74,7 @@ def start_from(model: nn.Module, path: Path) -> str:
 
 
 def _count_heads(model: nn.Module) -> int | None:
-    """Return the number of heads of the first attention, if it says so."""
+    """Return the number of heads of the first attention, if known."""
     modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))
     found = (getattr(m, "num_heads", None) for m in modules)
     return next((number for number in found if isinstance(number, int)), None)
@@ -82,7 +85,7 @@ def _first_names(names: Iterable[str]) -> list[str]:
 
 
 def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
-    """Return the averaged weights of a run or of its folder, or the weights of a file that timm reads."""
+    """Read the averaged weights of a run or its folder, or the weights of a file that timm supports."""
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
         raise typer.BadParameter(f"--weights {path}: no such file, or no checkpoint.pt in the folder")
@@ -99,7 +102,7 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
-    except Exception as error:  # of bytes that are no weights a reader can raise anything
+    except Exception as error:  # readers can raise anything for other data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
             f"can't be read ({first_line(error)})"
@@ -110,7 +113,7 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
 
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
-    """Refuse weights of a run with another number of heads, which no weight's shape shows."""
+    """Refuse weights of a run with another number of heads, which does not show in the weights' shapes."""
     heads = settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
         raise typer.BadParameter(f"--weights {path}: the weights belong to another architecture; pass --heads {heads}")
@@ -122,7 +125,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     kernel, table = found.get("patch_embed.proj.weight"), found.get("pos_embed")
     channels = model.patch_embed.proj.weight.shape[1]
     if kernel is not None and kernel.ndim == 4 and kernel.shape[1] != channels:
-        if kernel.shape[1] == 1:  # what was grey
+        if kernel.shape[1] == 1:  # grey images
             found["patch_embed.proj.weight"] = kernel.expand(-1, channels, -1, -1) / channels
         elif kernel.shape[1] == 3:
             found["patch_embed.proj.weight"] = adapt_input_conv(channels, kernel)
@@ -133,16 +136,16 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
             found["pos_embed"] = table[:, prefix:]
     own = model.state_dict().keys()
-    for name in ("weight", "bias"):  # of a mean over the tokens the norm is behind it
+    for name in ("weight", "bias"):  # with a mean over tokens, the norm comes after it
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
     filtered = checkpoint_filter_fn(found, model)
-    # Without what the filter adds of the model's own.
+    # Remove entries that the filter added from the model.
     return {name: value for name, value in filtered.items() if name in found or not name.startswith("encoding.")}
 
 
 def export_weights(trainer: Trainer) -> None:
-    """Write the weights to evaluate, which are the averaged ones if there are any, as model.safetensors."""
+    """Write the weights to evaluate (averaged if available) as model.safetensors."""
     weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
     if trainer.accelerator.is_main_process:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Define the interface between a task and the loop, and train from there to result.json."""
+"""Interface between a task and the loop, and the training from there to result.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Work:
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
-    """One training and its tests; goes on where ``config.out`` has a checkpoint. Returns what result.json holds."""
+    """Run or resume one training and its evaluation; return the content of result.json."""
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     console.print("Reading the data, building the model")

@@ -219,10 +219,9 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
 
 
 def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
-    """Plot tokens per turn of each channel, on the axes along which it rotates; channels without rotation are at the
-    top.
+    """Plot tokens per turn of each channel, on the axes along which it rotates; unrotated channels are at the top.
 
-    height, columns: of the axes in inches, and of the legend, for which space is reserved.
+    height: of the axes, in inches. columns: of the legend, for which space is reserved.
     """
     layout, omega = view.layout, view.omega(view.default_variant)
     each, along = data.wavelengths(layout, omega)
@@ -246,7 +245,7 @@ def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None
         handles.append(Patch(color="0.9", label="aliased, λ < 2"))
     none = (omega == 0).all(-1).nonzero().flatten()
     if len(none):
-        # Channels without rotation get a band above the axis.
+        # Unrotated channels get a band above the axis.
         handles += axis.plot(
             none.tolist(), [1.03] * len(none), "x", color=OKABE_ITO["grey"], ms=3.5, mew=0.8, clip_on=False,
             transform=axis.get_xaxis_transform(), label="not rotated",

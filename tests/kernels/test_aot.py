@@ -14,7 +14,7 @@ AOT = Path(__file__).parent / "aot.py"
 LINEAR = Path(__file__).parent / "aot_linear.py"
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 READ = ("wide", "causal", "raw")  # labels of aot_linear.py
-PARTS = {"gfx942": "0/2"}  # of the cases to compile
+PARTS = {"gfx942": "0/2"}  # part of the cases to compile
 
 
 def start(*args: str, script: Path = AOT) -> subprocess.Popen:

@@ -109,7 +109,7 @@ def test_saved_tensors_have_the_declared_shapes(normalizer, case, directions, st
 
 
 def test_backward_forms_again_what_was_not_kept(monkeypatch):
-    """A graph for all sizes keeps nothing."""
+    """A graph for dynamic sizes saves nothing, so the backward recomputes it."""
     inputs = make_linear_inputs(replace(DELTA, directions="both"))
     expected = run_linear(inputs, "triton")
     forward = launch_memory.forward
@@ -161,6 +161,6 @@ def test_narrow_tokens(name, head_dim, heads):
 
 @pytest.mark.parametrize("changes", [{"cu_seqlens": (20, 21)}, {"mask": "block", "block": 1}], ids=str)
 def test_calls_without_a_kernel(changes):
-    """impl="auto" takes the reference, and "triton" says so."""
+    """impl="auto" uses the reference, and "triton" raises an error."""
     with pytest.raises(ValueError, match="'triton' has no kernel for"):
         run_linear(make_linear_inputs(replace(CAUSAL, **changes)), "triton")

@@ -288,7 +288,7 @@ TIMES = [1.0, 0.7, 0.31, 0.1, 0.04]
 @pytest.mark.parametrize("factor", [1.5, 4.0])
 @pytest.mark.parametrize("time", [*TIMES, 0.0])
 def test_dype_on_ntk(factor, time):
-    """The base scaled by NTK is raised to the power of 2 t², as in the paper."""
+    """NTK's scaled base is raised to the power of 2 t², as in the paper."""
     dim, base = 56, 1e4
     larger = base * max(1.0, (factor ** (dim / (dim - 2))) ** (2 * time**2))
     expected = geometric(dim, larger)

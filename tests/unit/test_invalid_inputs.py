@@ -239,7 +239,7 @@ def test_sizes_of_a_module(kind):
 
 @pytest.mark.parametrize("kind", [CosineMd, RotateMd, Rotate1d, PresetMd])
 def test_help_text(kind):
-    """It is the class's documentation, without notes for developers or torch's text."""
+    """The help is the class's documentation, without notes for developers or torch's text."""
     made, called = inspect.getdoc(kind.__init__), inspect.getdoc(kind.forward)
     assert "Called last" not in made
     assert "Initialize internal Module state" not in made

@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from lrpe_md import CosineMd, Grid, HeadDecay, LinearAttention, RotateMd, linear_attention
 
 SHAPE = (4, 2, 3)
-SIZE = 6  # tokens of a frame
+SIZE = 6  # tokens per frame
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Case:
     decay: str = "block"  # | "head" | "one head" | "none"
     prefix: int = 0
     suffix: int = 0
-    lengths: tuple[int, ...] | None = None  # of packed sequences
+    lengths: tuple[int, ...] | None = None  # lengths of packed sequences
     state: bool = False
     gate: bool = True
     act: str = "softplus"
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def bounds(self) -> list[int]:
-        """Begins of the blocks, and the end of the last."""
+        """Return the starts of the blocks, and the end of the last one."""
         if self.block is None:
             return [*range(self.num_tokens + 1)]
         inside = range(self.prefix, self.num_tokens - self.suffix + 1, self.block)
@@ -44,7 +44,7 @@ class Case:
 
 
 def make(case, seed=0):
-    """Return the tensors of a call: 4 query heads, 2 key heads, head_dim 6, v of 5."""
+    """Return the tensors of a call: 4 query heads, 2 key heads, head_dim 6, and v of width 5."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*size):
@@ -70,7 +70,7 @@ def make(case, seed=0):
 
 
 def encode(case, x, omega):
-    """Return x̄ and x̂ of a head of a sample, (N, D), token by token."""
+    """Compute x̄ and x̂ of one head of a sample, (N, D), token by token."""
     bar = {"softplus": lambda x: (1 + x.exp()).log(), "relu": lambda x: x * (x > 0), "none": lambda x: x}[case.act](x)
     if case.map is None:
         return bar, bar
@@ -147,7 +147,7 @@ def attend_head(case, t, b, h):
 
 
 def expected(case, t):
-    """Return o, and without ``both`` S and the sums after the last token."""
+    """Return o and, unless in both directions, S and the sums after the last token."""
     batch = len(t["q"])
     found = [[attend_head(case, t, b, h) for h in range(4)] for b in range(batch)]
     out = {"o": torch.stack([torch.stack([o for o, _ in row]) for row in found])}
@@ -219,7 +219,7 @@ def test_blocks_of_one_token_are_causal(both):
 
 
 def test_many_tokens_of_packed_sequences():
-    """Sequences of several chunks, against one call each."""
+    """Compare sequences of several chunks with one call per sequence."""
     torch.manual_seed(0)
     lengths = (150, 0, 3, 200)
     q, k, v = torch.randn(3, 1, 2, sum(lengths), 4, dtype=torch.float64).unbind()
@@ -293,7 +293,7 @@ def test_decay_close_to_zero_forgets_all(rule, block, dtype):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_gate_of_zero(rule, both):
-    """A closed gate leaves the state to its decay, whatever the tokens hold."""
+    """A closed gate lets the state only decay, whatever the tokens hold."""
     case = Case(rule=rule, both=both, state=not both)
     t = make(case)
     t["gate"] = torch.zeros_like(t["gate"])
@@ -310,7 +310,7 @@ def test_gate_of_zero(rule, both):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_one_frame(rule, both):
-    """The only frame reads itself alone, whatever its decay."""
+    """A single frame reads only itself, whatever its decay."""
     q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64).unbind()
     options = {"map": None, "block": 6}
     decay = torch.rand(2, 2, 1, dtype=torch.float64) * 0.5 + 0.5
@@ -336,7 +336,7 @@ DERIVED = [Case(prefix=1), Case(both=True, rule="add"), Case(block=None, rule="a
 
 @pytest.mark.parametrize("case", DERIVED, ids=str)
 def test_other_derivatives(case):
-    """Forward mode and double backward agree with differences of the first derivative."""
+    """Compare forward mode and double backward with finite differences of the first derivative."""
     t = make(case)
     generator = torch.Generator().manual_seed(3)
     direction = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype) * (n != "gate") for n, x in t.items()}
@@ -371,7 +371,7 @@ def test_other_derivatives(case):
 
 @pytest.mark.parametrize("both", [False, True])
 def test_sana_wm(both):
-    """SanaWM's core in float32 with random beta and decay: rotated numerator, plain denominator, scaled keys."""
+    """Compare with SanaWM's core in float32: rotated numerator, plain denominator, scaled keys."""
     sana = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm")
     batch, heads, width, frames, size = 2, 3, 12, 5, 8
     generator = torch.Generator().manual_seed(0)
@@ -428,7 +428,7 @@ def test_decay_keeps_its_precision(learnable):
 
 @pytest.mark.parametrize("encoding", ["own", "other", None])
 def test_module(encoding):
-    """The module passes its options on, also to an encoding that can't describe itself."""
+    """The module passes its options on, also to an encoding without a description."""
     rotate = RotateMd(head_dim=6, num_axes=3, act="softplus")
     call = {"own": rotate, None: None}.get(encoding, lambda q, k, positions: rotate(q, k, positions=positions))
     if encoding == "other":
@@ -487,7 +487,7 @@ def test_errors(options, message):
 
 
 def test_values_are_checked_at_each_call():
-    """A decay of the same shape is no reason to trust its values."""
+    """A new decay of the same shape is validated again."""
     q, k, v = (torch.randn(2, 2, 24, 6) for _ in range(3))
     linear_attention(q, k, v, map=None, block=6, decay=torch.tensor([0.5, 1.0]))
     with pytest.raises(ValueError, match="decay: expected factors"):

@@ -145,7 +145,7 @@ def test_foreign_encodings(normalizer, options):
 
 
 def test_xpos_scales_are_kept():
-    """A description of the encoding would lose its scales of q and k."""
+    """Linear attention keeps xPos's scales of q and k, which a description would lose."""
     encoding = Rotate1d(8, act="relu", scale_base=4.0)
     q, k, v = qkv()
     q_hat, k_hat = encoding(q, k, positions=TEXT)

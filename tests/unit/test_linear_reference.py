@@ -249,9 +249,7 @@ def test_other_calls(changes):
     ],
 )
 def test_largest_outputs(map, act, tokens, least, most):
-    """Check the statements of docs/linear-attention.md on denominators at head_dim 8, as multiples of the largest
-    value.
-    """
+    """Check what docs/linear-attention.md says about denominators at head_dim 8, in multiples of the largest value."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 20000 // tokens, 1, tokens, 8, dtype=torch.float64).unbind()
     omega = geometric_theta(8 if map == "cosine" else 4).view(1, -1, 1)

@@ -135,7 +135,7 @@ LEARNING = [kind for kind in KINDS if kind.get("learnable") or kind.get("phase")
 
 
 def flips(module, steps=100):
-    """Shares of the frequencies that changed their sign, and that moved by more than a factor of 2, under Adam."""
+    """Return the shares of the frequencies that changed sign, and that moved by more than a factor of 2, under Adam."""
     torch.manual_seed(0)
     start = module.get_omega().detach().clone()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
@@ -150,7 +150,7 @@ def flips(module, steps=100):
 
 
 def test_adam_keeps_the_order_of_frequencies(cls):
-    """Uses a usual learning rate and noise as gradients. A learned theta loses the order."""
+    """Check at a usual learning rate, with noise as gradients. A learned theta would lose the order."""
     assert flips(cls(32, 2, num_heads=4, learnable=True)) == (0, 0)
     flipped, moved = flips(cls(32, 2, num_heads=4, learnable="raw"))
     assert flipped > 0
@@ -159,7 +159,7 @@ def test_adam_keeps_the_order_of_frequencies(cls):
 
 @pytest.mark.parametrize("kind", LEARNING)
 def test_trainers_that_treat_matrices_differently_leave_it_alone(cls, kind):
-    """One dimension, whatever a trainer does to matrices; and the mark, also of copies and materialised modules."""
+    """Parameters have one dimension and the mark, also in copies and materialised modules."""
     with torch.device("meta"):
         late = cls(8, 2, **kind)
     assigned = copy.deepcopy(late)
@@ -182,7 +182,7 @@ def test_trainers_that_treat_matrices_differently_leave_it_alone(cls, kind):
         x = model[0](torch.randn(2, 4, 13, 8))
         module(x, positions=GRID).square().mul(torch.rand(())).sum().backward()
         optimizer.step()
-    for name, p in module.named_parameters():  # AdamW's step, not that of an orthogonal matrix
+    for name, p in module.named_parameters():  # AdamW's step, not an orthogonalised one
         assert (p - before[name]).abs().max() < 2e-4
 
 
@@ -213,7 +213,7 @@ def test_parameter_groups(cls):
 @pytest.mark.parametrize("learnable", [True, "raw"])
 @pytest.mark.parametrize("signs", [1, -1], ids=["positive", "some below 0, one 0"])
 def test_state_dicts_of_other_parametrisations(cls, learnable, signs):
-    """Theta, shaped, as before version 0.3; logarithms where theta is learned; and back, signs and zeros included."""
+    """Load theta, shaped tensors (before version 0.3), and logarithms into each other, signs and zeros included."""
     module = cls(8, 2, num_heads=4, learnable=learnable, phase=True)
     num_theta, num_phase = (4, 2) if cls is CosineMd else (2, 1), 8 if cls is CosineMd else 4
     theta = torch.linspace(0.1, 2, 4 * num_theta[0]).reshape(4, -1)

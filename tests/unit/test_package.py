@@ -17,7 +17,7 @@ from lrpe_md.engine.inductor.private import READ_FROM
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lrpe_md"
 
-PRIVATE = "engine.inductor.private"  # which imports torch alone, and which every layer may import
+PRIVATE = "engine.inductor.private"  # imports only torch, so every layer may import it
 LAYERS = {  # file or folder: modules that it may import
     "names": {
         "frequencies",
@@ -97,7 +97,7 @@ def test_the_layer_test_can_fail():
     assert imported(path, "import lrpe_md.modules") == {"modules"}
 
 
-ENGINE = {  # folders of the engine: those that each may import
+ENGINE = {  # folders of the engine, and what each may import
     "linear": {"core", "encode", "inductor", "kernels"},
     "encode": {"core", "inductor", "kernels"},
     "core": {"inductor", "kernels"},
@@ -121,7 +121,7 @@ PRIVATE_NAME = re.compile(
 
 
 def test_private_names_of_torch_are_in_one_folder():
-    """The integrations have their own."""
+    """Only one folder and the integrations use private names of torch."""
     places = {INDUCTOR, PACKAGE / "integrations"}
     found = {str(p.relative_to(PACKAGE)): PRIVATE_NAME.findall(p.read_text()) for p in FILES if p.parent not in places}
     allowed = {"engine/core/recording.py": ["from torch.utils._python_dispatch"]}  # TorchDispatchMode, in READ_FROM

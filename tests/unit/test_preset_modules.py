@@ -94,7 +94,7 @@ def test_frequencies_train(name):
 
 
 def test_frequencies_of_zero_stay_in_every_parametrisation():
-    """HoPE has none for time."""
+    """HoPE has frequencies of zero for time."""
     log, raw = (PresetMd("hope", learnable=kind) for kind in (True, "raw"))
     raw.load_state_dict(log.state_dict())
     torch.testing.assert_close(raw.get_omega(), raw.preset.omega.float(), rtol=1e-6, atol=0)
@@ -106,7 +106,7 @@ def test_frequencies_of_zero_stay_in_every_parametrisation():
 
 
 def test_an_original_that_learns_theta_keeps_its_parameter():
-    """TransNormer's, as its checkpoints have it; else the logarithm, for whoever asks."""
+    """TransNormer learns theta, as in its checkpoints; learnable=True selects the logarithm instead."""
     assert set(PresetMd("transnormer", num_heads=2).state_dict()) == {"theta"}
     assert set(PresetMd("transnormer", num_heads=2, learnable=True).state_dict()) == {"theta"}
     assert set(PresetMd("wan", learnable=True).state_dict()) == {"log_theta"}
