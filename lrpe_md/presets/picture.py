@@ -106,7 +106,7 @@ def _default_shape(made: Preset) -> tuple[int, ...]:
             continue
         return SIZES[number]
     raise ValueError(
-        f"shape: expected a shape, because {made.name} fits none of {tuple(SIZES.values())} fits, got None"
+        f"shape: expected a shape, because {made.name} fits none of {tuple(SIZES.values())}, got None"
     )
 
 
