@@ -107,4 +107,4 @@ def test_other_texts_are_in_the_source(beginning):
 
 def test_each_symptom_has_a_cause_and_a_remedy():
     for part in re.split(r"^\*\*.+\*\*$", PAGE, flags=re.M)[1:]:
-        assert part.count("- *Cause:* ") == part.count("- *Do:* ") == 1, part
+        assert part.count("- *Cause:* ") == part.count("- *Fix:* ") == 1, part
