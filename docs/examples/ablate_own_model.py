@@ -1,9 +1,9 @@
-"""Compare encodings in your own network, each trained with the same seeds.
+"""Compare encodings in your own network, with the same seeds for each encoding.
 
     python docs/examples/ablate_own_model.py --encoding rotate --encoding cosine --encoding dinov3 --seeds 3
 
-Choose from none, rotate, cosine, mixed and the presets with two axes. Replace Net and the digits with your own model
-and data. `lrpe-md ablate` also runs trainings in parallel, resumes when interrupted, and pairs the seeds.
+The choices are none, rotate, cosine, mixed and all two-axis presets. Replace Net and the digits with your own model and
+data. `lrpe-md ablate` can also run trainings in parallel, resume after an interruption, and pair results by seed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ OPTIONS = {"rotate": {"base": 100.0}, "cosine": {"base": 100.0, "act": "softplus
 
 
 class Net(nn.Module):
-    """Two convolutions, then attention between all pixels."""
+    """A network with two convolutions, then attention between all pixels."""
 
     def __init__(self, encoding: str, dim: int = 64, num_heads: int = 4) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
         x = self.stem(images.unsqueeze(1)).flatten(2).mT
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         if self.encoding is not None:
-            stack = EncodingStack(self.encoding)  # also handles an encoding per layer and presets
+            stack = EncodingStack(self.encoding)  # also handles per-layer encodings and presets
             q, k = stack[0](q, k, positions=stack.lay_out(images.shape[1:]))
         y = F.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def train(encoding: str, seed: int, epochs: int) -> float:
-    """Train with an encoding and a seed, and return the accuracy on the last third, which is held out."""
+    """Train with an encoding and a seed, and return the accuracy on the held-out last third of the data."""
     torch.manual_seed(seed)
     images, labels = (torch.tensor(values) for values in load_digits(return_X_y=True))
     images, cut = images.float().unflatten(1, (8, 8)) / 8 - 1, 1200

@@ -1,9 +1,9 @@
-"""Decode a batch of prompts of different lengths with a transformers language model and the fused rotation.
+"""Decode prompts of different lengths in one batch, with a transformers language model and the fused rotation.
 
     python docs/examples/decode_lm.py --model Qwen/Qwen3-0.6B --prompt "The sea is" --prompt "Once upon a time"
 
 `adapt_rotary` rotates q and k in one launch, with the model's own positions and length scaling. transformers still
-handles weights, cache and left padding. Without --model, a small random Llama decodes, whose tokens are bytes.
+handles weights, cache and left padding. Without --model, the script uses a small random Llama with byte tokens.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lrpe_md.integrations import restore_rotary
 
 
 class Bytes:
-    """A tokenizer of bytes: token 0 is padding, and byte b is token 1 + b."""
+    """A byte tokenizer: token 0 is padding, and byte b is token 1 + b."""
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         rows = [[1 + byte for byte in prompt.encode()] for prompt in prompts]
@@ -31,7 +31,7 @@ class Bytes:
 
 
 class Words:
-    """A tokenizer from the Hub that pads on the left."""
+    """A Hub tokenizer with left padding."""
 
     def __init__(self, name: str) -> None:
         self.inner = AutoTokenizer.from_pretrained(name, padding_side="left")

@@ -1,9 +1,9 @@
-"""Fine-tune a timm ViT that uses RoPE at another resolution, on a folder of images, with the fused kernels.
+"""Fine-tune a timm RoPE ViT on a folder of images at another resolution, with the fused kernels.
 
     python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
 
-FOLDER contains one folder of images per class. `adapt_rotary` changes neither weights nor their names, so the saved
-checkpoint loads into timm's own model, with or without this library.
+FOLDER contains one folder of images per class. `adapt_rotary` changes neither the weights nor their names, so you can
+load the saved checkpoint into timm's own model, with or without lrpe-md.
 """
 
 import argparse

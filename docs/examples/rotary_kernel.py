@@ -18,14 +18,14 @@ def cos_sin(s_y, s_x, p_omega, o_c, C: tl.constexpr):
         hi = w * 0.15915493667125702  # 1/2π as a float32; lo adds its rounding error
         lo = tl.fma(w, tl.full(w.shape, 6.420638326565253e-09, tl.float32), tl.fma(w, 0.15915493667125702, -hi))
         whole = tl.floor(s * hi + 0.5)
-        turns += tl.fma(s, hi, -whole) + s * lo  # the product is exact inside the fma
+        turns += tl.fma(s, hi, -whole) + s * lo  # the fma does not round the product
     angle = (turns - tl.floor(turns + 0.5)) * 6.283185307179586
     return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
 def rotary_kernel(p_x, p_y, p_omega, N, WIDTH, prefix, rows, SIGN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate a block of tokens in every row (head of a sample) of x (rows, N, 2C) by Θ, or by -Θ if SIGN is -1."""
+    """Rotate a block of tokens in every row (one head of one sample) of x (rows, N, 2C) by SIGN · Θ."""
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_c = tl.arange(0, C)
     index = tl.maximum(o_n - prefix, 0)  # prefix tokens are at (0, 0), where Θ = 0
@@ -42,7 +42,7 @@ def rotary_kernel(p_x, p_y, p_omega, N, WIDTH, prefix, rows, SIGN: tl.constexpr,
 
 
 class Rotate(torch.autograd.Function):
-    """Rotation by Θ; its backward is the rotation by -Θ."""
+    """Rotation by Θ. Its backward is the rotation by -Θ."""
 
     @staticmethod
     def forward(ctx, x, omega, shape, prefix):

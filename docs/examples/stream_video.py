@@ -2,8 +2,8 @@
 
     python docs/examples/stream_video.py --video clip.mp4 --window 8 --pretrained
 
-Each key is rotated once, at the time of its own frame, and cached. Scores depend only on the distance in time, so
-nothing is rotated again when the window moves. Times are read on the device, so every frame runs the same kernel.
+Each key is rotated once, at the time of its own frame, and then cached. Scores depend only on the offset in time, so
+cached keys stay valid when the window moves. The kernel reads times on the device, so all frames run the same kernel.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from lrpe_md import Grid, RotateMd
 
 
 class WindowAttention(nn.Module):
-    """timm's attention with cached keys and values of the last frames."""
+    """timm's attention with a cache of keys and values for the last few frames."""
 
     def __init__(self, attention: nn.Module, window: int) -> None:
         super().__init__()
         self.attention, self.window = attention, window
         self.rope = RotateMd(attention.head_dim, 3, base=100.0)
         self.kept: list[tuple[Tensor, Tensor]] = []
-        self.positions: Grid | None = None  # of the current frame
+        self.positions: Grid | None = None  # positions of the current frame
 
     def forward(self, x: Tensor, **kwargs: object) -> Tensor:
         own = self.attention
@@ -39,7 +39,7 @@ class WindowAttention(nn.Module):
 
 
 class Stream:
-    """An image ViT that reads a video and returns features (C,) of each frame."""
+    """An image ViT that reads a video frame by frame and returns features (C,) for each frame."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
         self.model, self.time = model, 0

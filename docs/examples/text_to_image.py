@@ -2,8 +2,8 @@
 
     python docs/examples/text_to_image.py --data FOLDER --prompt "a red circle" --prompt "a blue square" --out sheet.png
 
-FOLDER contains NAME.txt beside each NAME.png. `lrpe-md train diffusion` adds checkpoints, EMA, several GPUs
-and an evaluation; `lrpe-md train sample` samples prompts from its checkpoint.
+FOLDER contains NAME.txt next to each NAME.png. `lrpe-md train diffusion` adds checkpoints, EMA, multi-GPU training
+and evaluation. `lrpe-md train sample` generates images from its checkpoint.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     images, captions = read_pairs(args.data, args.size)
     images, tokens = images.to(device), tokenize(captions, device=device)
-    # Rotation on (height, width). The letters of the caption lie on the diagonal before the image.
+    # Rotate on (height, width). The bytes of the caption lie on the diagonal before the image.
     model = DiT(
         encoding="rotate", encoding_kwargs={"base": 100.0}, text_positions="diagonal", text_encoder=TextEncoder(96),
         patch_size=2, embed_dim=args.dim, depth=args.depth, num_heads=args.dim // 32,

@@ -2,8 +2,8 @@
 
     python docs/examples/video_clips.py --data FOLDER --frames 16 --size 112
 
-The model uses tubelets of two frames and Wan's axial rotation on (time, height, width). It is also tested at twice the
-frames, with time mapped onto the trained length.
+The model uses two-frame tubelets and Wan's axial rotation on (time, height, width). The script also tests the model on
+twice as many frames, with time mapped onto the training length.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 def read_clip(path: Path, num_frames: int, size: int) -> Tensor:
-    """Read frames at even intervals from a file: (3, frames, size, size) in [-1, 1]."""
+    """Read evenly spaced frames from a file: (3, frames, size, size) in [-1, 1]."""
     with av.open(str(path)) as container:
         frames = [frame.reformat(size, size, format="rgb24").to_ndarray() for frame in container.decode(video=0)]
     chosen = torch.linspace(0, len(frames) - 1, num_frames).round().long().tolist()
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
             optimizer.zero_grad()
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
     model.eval()
-    model.reference = model.patch_embed.grid_size  # maps positions onto the trained range, for any length
+    model.reference = model.patch_embed.grid_size  # map positions onto the training range, for any length
     accuracy = {}
     for step in (2, 1):
         with torch.no_grad():

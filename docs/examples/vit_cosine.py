@@ -1,8 +1,8 @@
-"""Train your own vision transformer with the cosine map and frequencies that each head learns.
+"""Train your own vision transformer with the cosine map and learned per-head frequencies.
 
     python docs/examples/vit_cosine.py
 
-Each pixel of scikit-learn's digits is a token. At another test size, positions are mapped onto the trained grid.
+Each pixel of scikit-learn's digits is a token. At other sizes, positions are mapped onto the training grid.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Block(nn.Module):
 class ViT(nn.Module):
     def __init__(self, dim: int = 48, depth: int = 3, num_heads: int = 3, num_classes: int = 10) -> None:
         super().__init__()
-        # Dense frequencies: each channel of each head has its own direction and length, which are learned.
+        # Dense frequencies: each channel of each head learns its own direction and length.
         kind = {"frequencies": "mixed", "num_heads": num_heads, "learnable": True, "base": 10.0}
         self.encoding = CosineMd(dim // num_heads, 2, act="softplus", **kind)
         self.embed, self.cls = nn.Linear(1, dim), nn.Parameter(torch.zeros(1, 1, dim))
