@@ -124,10 +124,11 @@ def test_readme_shows_measured_training_steps():
     assert {name: ", ".join(numbers) for name, numbers in shown.items()} == {n: rows[row] for n, row in ROWS.items()}
     ours, theirs = (shown[name][0].removeprefix("+") for name in ("**lrpe-md, axial**", "timm, axial"))
     text, home = (" ".join(path.read_text(encoding="utf-8").split()) for path in (README, DOCS / "index.md"))
-    added = f"axial RoPE adds {ours} to the time of a compiled ViT-B training step on an H100"
-    assert f"**With lrpe-md, {added}; timm's implementation adds {theirs}**" in text
-    steps = f"**+{ours}** step time for axial RoPE in a compiled ViT-B on an H100"
-    assert f"{steps}; timm's implementation adds {theirs}." in home
+    step = "the time of a compiled ViT-B training step on an H100"
+    claim = f"**With lrpe-md, axial RoPE (one axis per channel pair) adds {ours} to {step}"
+    assert f"{claim}; timm's implementation adds {theirs}**" in text
+    claim = f"**+{ours}** step time for axial RoPE in a compiled ViT-B on an H100"
+    assert f"{claim}; timm's implementation adds {theirs}." in home
     assert "(host)" not in text
 
 
