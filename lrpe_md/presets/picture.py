@@ -105,9 +105,7 @@ def _default_shape(made: Preset) -> tuple[int, ...]:
         except (ValueError, IndexError):
             continue
         return SIZES[number]
-    raise ValueError(
-        f"shape: expected a shape, because {made.name} fits none of {tuple(SIZES.values())}, got None"
-    )
+    raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SIZES.values())}, got None")
 
 
 def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
