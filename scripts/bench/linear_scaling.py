@@ -222,9 +222,9 @@ def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: 
 
 
 def main(
-    backbones: Annotated[str, typer.Option(help="Backbones to time, separated by commas.")] = ",".join(BACKBONES),
+    backbones: Annotated[str, typer.Option(help="Backbones, separated by commas.")] = ",".join(BACKBONES),
     tokens: Annotated[str, typer.Option(help="Tokens per sample, powers of 2.")] = ",".join(map(str, TOKENS)),
-    attention: Annotated[str, typer.Option(help="Kinds of attention to time, separated by commas.")] = ",".join(ATTENTIONS),
+    attention: Annotated[str, typer.Option(help="Attention kinds, separated by commas.")] = ",".join(ATTENTIONS),
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Use torch.compile; adds about 30 seconds per row.")
     ] = False,
