@@ -153,7 +153,8 @@ def attend(
             "causal" of each token. Prefix and suffix keep all.
         cu_seqlens: (num_seqs + 1,), from 0 to N: B is 1, and each sequence sees itself alone; not with mask "block".
         state: what is summed before the first token: (S, Σ), or (S,) with normalizer "none"; S (B, H_k, Ê, D_v),
-            Σ (B, H_k, D or Ê), one a sequence instead of B with cu_seqlens.
+            Σ (B, H_k, D or Ê), one a sequence instead of B with cu_seqlens. In both directions, those of the tokens
+            after the last follow; they come back likewise, with those before the first token.
         ends: how many of the tokens are prefix and suffix, for mask "block": blocks of their own.
         operands: for tests: a dtype that both sides of each product are rounded to, here and in the gradients.
     """
@@ -233,11 +234,17 @@ def attend_encoded(
         if cu_seqlens is not None:
             before = _initial(terms, state, cu_seqlens.shape[0] - 1)
             rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
+            last = tuple(after)
+        elif attention.forgets and attention.mask == "block":
+            count = len(state) // 2 if attention.has_both_directions else len(state)
+            before, behind = (_initial(terms, part, 0) for part in (state[:count], state[count:]))
+            rows, z, last = _attend_forgetting(attention, terms, (before, behind), ends, operands, decay)
         else:
             before = _initial(terms, state, 0) if state or attention.mask != "full" else None
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands, decay)
+            last = tuple(after)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
-        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
+        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in last if t is not None)
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
@@ -364,14 +371,8 @@ def _attend_blocks(
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
     """Prefix, blocks and suffix, one after the other."""
-    if attention.rule == "delta":
-        # A compiler unrolls the scan: with the number of tokens known it has no symbols to simplify in each step.
-        int(terms.q.shape[2])
-    pieces = _cut_blocks(terms, ends, attention.block)
-    if attention.forgets:
-        return _attend_forgetting(attention, pieces, before, operands, decay)
     state, found = before, []
-    for piece in pieces:
+    for piece in _cut_blocks(terms, ends, attention.block):
         through = _accumulate(state, _sum(piece, operands))
         found.append(_read(piece, through.map(lambda t: t[:, :, 1:]), operands))
         state = through.map(lambda t: t[:, :, -1])
@@ -379,13 +380,20 @@ def _attend_blocks(
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
-    """Return the prefix as one block, the blocks, and the suffix as one block: (B, H, blocks, tokens, ·) each."""
+    """Return the prefix as one block, the blocks, and the suffix as one block: (B, H, blocks, tokens, ·) each.
+
+    There may be no queries, for a call that only forms a state.
+    """
     prefix, suffix = ends
-    num_blocks = (terms.q.shape[2] - prefix - suffix) // size
+    num_blocks = (terms.k.shape[2] - prefix - suffix) // size
     pieces, start = [], 0
     for count, length in ((1, prefix), (num_blocks, size), (1, suffix)):
         stop = start + count * length
-        pieces.append(terms.map(lambda t, a=start, b=stop, n=(count, length): t[:, :, a:b].unflatten(2, n)))
+
+        def cut(t: Tensor, a: int = start, b: int = stop, sizes: tuple[int, int] = (count, length)) -> Tensor:
+            return t[:, :, a:b].unflatten(2, sizes if t.shape[2] else (sizes[0], 0))
+
+        pieces.append(terms.map(cut))
         start = stop
     return pieces
 
@@ -400,9 +408,18 @@ def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor,
 
 
 def _attend_forgetting(
-    attention: Attention, pieces: list[_Terms], before: _State, operands: torch.dtype | None, decay: Tensor | None
-) -> Rows:
-    """Attend with decay, by the delta rule or in both directions."""
+    attention: Attention, terms: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
+    operands: torch.dtype | None, decay: Tensor | None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Attend by blocks with decay, by the delta rule or in both directions.
+
+    given: the states before the first token and, for both directions, behind the last one.
+    """
+    if attention.rule == "delta":
+        # A compiler unrolls the scan: with the number of tokens known it has no symbols to simplify in each step.
+        int(terms.k.shape[2])
+    before, behind = given
+    pieces = _cut_blocks(terms, ends, attention.block)
     sizes = [piece.k.shape[2] for piece in pieces]
     sums = [_sum(piece, operands) for piece in pieces]
     parts = _State(
@@ -411,10 +428,11 @@ def _attend_forgetting(
     )
     decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
     through = _scan_blocks(attention, pieces, parts, before, decay, operands)
-    seen = through.map(lambda t: t[:, :, 1:])
+    seen, last = through.map(lambda t: t[:, :, 1:]), tuple(through.map(lambda t: t[:, :, -1]))
     if attention.has_both_directions:
-        later = _scan_blocks(attention, pieces, parts, before.map(torch.zeros_like), decay, operands, backward=True)
+        later = _scan_blocks(attention, pieces, parts, behind, decay, operands, backward=True)
         seen = seen.add(later.map(lambda t: t[:, :, :-1].flip(2)))
+        last += tuple(later.map(lambda t: t[:, :, -1]))
     states = [
         _State(products, features)
         for products, features in zip(
@@ -423,7 +441,7 @@ def _attend_forgetting(
         )
     ]  # fmt: skip
     found = [_read(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
-    return *_join_blocks(found), through.map(lambda t: t[:, :, -1])
+    return *_join_blocks(found), last
 
 
 def _scan_blocks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,15 +33,16 @@ def with_state(mesh, tensors: dict[str, Tensor], normalizer: str = "unrotated") 
 
 
 def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return o, S and Σ."""
+    """Return o, and without directions="both" S and Σ."""
     tensors = dict(tensors)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
     state = tuple(tensors.pop(name) for name in ("S", "sums") if name in tensors)
     phase = tensors.pop("phase", None)
     phase = (None, phase) if options.get("normalizer") == "none" and phase is not None else phase
-    o, after = linear_attention(
-        q, k, v, state=state or None, phase=phase, return_state=True, **{"act": "softplus", **options}, **tensors
-    )  # fmt: skip
+    options = {"act": "softplus", "phase": phase, "state": state or None, **options, **tensors}
+    if options.get("directions") == "both":
+        return (linear_attention(q, k, v, **options),)
+    o, after = linear_attention(q, k, v, return_state=True, **options)
     return (o, *(t for t in after if t is not None))
 
 
@@ -105,7 +107,7 @@ def linear_batch_and_heads(mesh, impl):
 
 @case
 def linear_memory(mesh, impl):
-    """Shard batch and heads of a memory that forgets; sharded tokens are refused."""
+    """Shard batch and heads of a memory that forgets."""
     frames = {"positions": Grid((4, 3), prefix=1, suffix=2), "block": 3}
     for options, blocks in (
         ({**frames, "rule": "delta"}, 4),
@@ -121,8 +123,49 @@ def linear_memory(mesh, impl):
     where = {"q": HEADS, "k": ALL, "v": ALL, "decay": ALL}
     tensors = inputs(mesh, key_heads=1) | {"decay": normal(mesh, 1).sigmoid()}
     close_enough(mesh, tensors, where, **frames)
-    with pytest.raises(ValueError, match="expected all tokens on each rank with a decay"):
-        close_enough(mesh, tensors, dict.fromkeys(QKV, TOKENS), **frames)
+
+
+def memory(mesh, size: tuple[int, ...] | None, **sizes: Any) -> dict[str, Tensor]:
+    """Return inputs with small keys, a gate that removes some, and decays of this size."""
+    tensors = inputs(mesh, **sizes)
+    tensors["k"], tensors["gate"] = tensors["k"] * 0.3, tensors["gate"] * (tensors["gate"] > 0.2)
+    return tensors if size is None else {**tensors, "decay": normal(mesh, *size).sigmoid()}
+
+
+NORMALIZER_NAMES = ("unrotated", "encoded", "none")
+FORGETTING = tuple(itertools.product(("add", "delta"), ("forward", "both")))
+
+
+def each_normalizer(mesh, tensors, where, **options):
+    """Compare with each normaliser; forward also with states in and out."""
+    for normalizer in NORMALIZER_NAMES:
+        given = dict(tensors)
+        if normalizer == "none":
+            del given["phase"]
+        if options.get("directions") != "both":
+            given["S"] = normal(mesh, *tensors["k"].shape[:2], 16, 6)
+            if normalizer != "none":
+                given["sums"] = normal(mesh, *tensors["k"].shape[:2], 16 if normalizer == "encoded" else 8).abs()
+        same(mesh, given, where, normalizer=normalizer, **options)
+
+
+@case
+def linear_memory_tokens(mesh, impl):
+    """Shard whole frames of a memory that forgets: an exchange of the maps of the ranks."""
+    where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
+    ends = {"positions": Grid((4, 3), prefix=2, suffix=2), "block": 3}  # 2 + 3 * 4 + 2 tokens
+    for rule, directions in FORGETTING:
+        options = {"rule": rule, "directions": directions}
+        for size in ((2,), (2, 2, 4)):
+            each_normalizer(mesh, memory(mesh, size, q_tokens=16, k_tokens=16), where, **ends, **options)
+        tensors = memory(mesh, (1, 1, 4), q_tokens=16, k_tokens=16)
+        same(mesh, tensors, {**where, "gate": TOKENS, "decay": ALL, "phase": ALL}, **ends, **options)
+        closed = {**tensors, "gate": tensors["gate"] > 0}
+        same(mesh, {n: t for n, t in closed.items() if n != "gate"}, where, gate=closed["gate"], **ends, **options)
+        if options != {"rule": "add", "directions": "forward"}:
+            same(mesh, memory(mesh, None, q_tokens=16, k_tokens=16), where, **ends, **options)
+        plain = {n: t for n, t in memory(mesh, (2,), q_tokens=12, k_tokens=12).items() if n in (*QKV, "decay")}
+        same(mesh, plain, dict.fromkeys(QKV, TOKENS), map=None, block=3, **options)
 
 
 @case
