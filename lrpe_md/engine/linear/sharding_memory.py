@@ -192,9 +192,10 @@ class _SumForRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, group):
         ctx.group = group
-        found = t.new_empty(t.shape[1:])
-        dist.reduce_scatter(found, [*t.contiguous()], group=group)
-        return found
+        received = torch.empty_like(t, memory_format=torch.contiguous_format)
+        # Not reduce_scatter, which some versions of gloo lack.
+        dist.all_to_all_single(received, t.contiguous(), group=group)
+        return received.sum(0)
 
     @staticmethod
     def backward(ctx, *grads):
