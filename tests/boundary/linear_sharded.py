@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lrpe_md import Coordinates, CosineMd, Grid, HeadDecay, LinearAttention, Norm, linear_attention
+from lrpe_md.engine.linear import sharding_memory
 
 GRID = Grid((4, 3), prefix=1, suffix=2)
 BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
@@ -213,11 +214,17 @@ def linear_memory_kernels(mesh, impl):
 
 @case
 def linear_memory_over_a_mesh(mesh, impl):
-    """Shard heads and tokens over two axes of a mesh, and tokens with a norm over all heads."""
+    """Shard heads and tokens over two axes of a mesh, and tokens with a norm over all heads.
+
+    Also form the map of a rank in parts, as on a GPU with a large state.
+    """
     frames = {"positions": Grid((4, 2), prefix=2, suffix=2), "block": 2, "rule": "delta"}
     tensors = memory(mesh, (2, 2, 4), q_tokens=12, k_tokens=12)
     weights = {"weight": normal(mesh, 4, 8), "weight_k": normal(mesh, 2, 8)}
     same(mesh, tensors | weights, dict.fromkeys(QKV, TOKENS), over="heads", directions="both", **frames)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding_memory, "fits_kernels", lambda *args, **options: False)
+        same(mesh, with_state(mesh, tensors), dict.fromkeys(QKV, TOKENS), **frames)
     for shape, placements in (((1, mesh.size()), [HEADS, TOKENS]), ((mesh.size(), 1), [TOKENS, HEADS])):
         square = init_device_mesh(mesh.device_type, shape)
         same(square, with_state(mesh, tensors), dict.fromkeys(QKV, placements), **frames)

@@ -24,6 +24,7 @@ from ...reference_products import product
 from ..core.call import Layout, Tables
 from ..core.memory import accumulator
 from .call import LinearCall, Operands
+from .plan import fits_kernels
 from .validate import no_frequencies
 
 __all__ = ["Run", "State", "run_memory", "without_queries", "without_tokens"]
@@ -133,13 +134,19 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 
 
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
-    """Return T (B, H_k, E, E): the state that values of 0 make of the identity."""
-    k = operands.k
+    """Return T (B, H_k, E, E): the state that values of 0 make of the identity.
+
+    Where a kernel can't hold the identity, it gets as many of its columns at a time as there are channels of v.
+    """
+    k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
-    identity = torch.eye(width, dtype=accumulator(k.dtype), device=k.device).expand(*k.shape[:2], width, width)
-    values = k.new_zeros(()).expand(*k.shape[:3], width)
-    _, (transition,) = run(call, operands._replace(v=values, state=(identity,)), True)
-    return transition
+    size = width if fits_kernels(width, width, k.element_size(), delta=True) else v.shape[3]
+    found: list[Tensor] = []
+    for columns in torch.eye(width, dtype=accumulator(k.dtype), device=k.device).split(size, dim=1):
+        values = k.new_zeros(columns.shape[1]).expand(*k.shape[:3], -1)
+        state = columns.expand(*k.shape[:2], *columns.shape)
+        found += run(call, operands._replace(v=values, state=(state,)), True)[1]
+    return torch.cat(found, dim=-1)
 
 
 def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, Operands]:
