@@ -151,6 +151,11 @@ NORMALIZER_NAMES = ("unrotated", "encoded", "none")
 FORGETTING = tuple(itertools.product(("add", "delta"), ("forward", "both")))
 
 
+def choose_impl(mesh, impl: str) -> str:
+    """Return the implementation to ask for: there are no kernels for float64 on a GPU."""
+    return "auto" if mesh.device_type == "cuda" else impl
+
+
 def each_normalizer(mesh, tensors, where, **options):
     """Compare with each normaliser; forward also with states in and out."""
     for normalizer in NORMALIZER_NAMES:
@@ -203,6 +208,8 @@ def linear_decay_of_tokens(mesh, impl):
 
 @case
 def linear_memory_kernels(mesh, impl):
+    """Run the kernels, with a norm and with states."""
+    impl = choose_impl(mesh, impl)
     frames = {"positions": Grid((2, 2), prefix=2, suffix=2), "block": 2, "impl": impl}
     tensors = memory(mesh, (1, 2, 2), batch=1, q_tokens=8, k_tokens=8)
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
@@ -233,6 +240,7 @@ def linear_memory_over_a_mesh(mesh, impl):
 @case
 def linear_memory_compiled(mesh, impl):
     """Compile a call and its exchanges as one graph."""
+    impl = choose_impl(mesh, impl)
 
     def plain(q, k, v, **options):
         return linear_attention(q, k, v, map=None, act="softplus", impl=impl, **options)
@@ -249,6 +257,35 @@ def linear_memory_compiled(mesh, impl):
         found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (o, *dxs)])
     for i, (right, y) in enumerate(zip(*found, strict=True)):
         close(f"output {i}", y, right)
+
+
+@partial(case, world_size=1)
+def linear_memory_of_one_rank(mesh, impl):
+    """Run the kernels that form the map of a rank, in the precision of a GPU.
+
+    All gradients of the returned state pass through that map. Errors are at most twice those of the call on plain
+    tensors, up to the rounding of the sums.
+    """
+    frames = {"positions": Grid((4, 4), prefix=4), "block": 4}
+    for options in ({**frames, "rule": "delta"}, {**frames, "rule": "delta", "directions": "both"}, frames):
+        tensors = with_state(mesh, memory(mesh, (2, 2, 4), q_tokens=20, k_tokens=20))
+        if "directions" in options:
+            del tensors["S"], tensors["sums"]
+        found = []
+        for kind in ("exact", "plain", "sharded"):
+            dtype = torch.float64 if kind == "exact" else torch.float32
+            leaves: dict[str, Any] = {name: leaf(t.float().to(dtype)) for name, t in tensors.items()}
+            if kind == "sharded":
+                leaves |= {n: distribute_tensor(leaves[n].detach(), mesh, [TOKENS]).requires_grad_() for n in QKV}
+            ys = attend(leaves, {**options, "impl": "reference" if kind == "exact" else impl})
+            dys = [normal(mesh, *y.shape, seed=7, dtype=dtype) for y in ys]
+            if kind == "sharded":
+                dys = [distribute_tensor(dy, mesh, y.placements) for dy, y in zip(dys, ys, strict=True)]
+            dxs = torch.autograd.grad(ys, [*leaves.values()], dys)
+            found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (*ys, *dxs)])
+        for exact, plain, sharded in zip(*found, strict=True):
+            bound = 2 * (plain - exact).abs().max() + 1e-6 * exact.abs().max()
+            assert (sharded - exact).abs().max() <= bound, options
 
 
 @partial(case, world_size=3)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lrpe_md import Coordinates, CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 
-CASES: dict[int, dict[str, Callable[[Any, str], None]]] = {2: {}, 3: {}}  # by number of processes
+CASES: dict[int, dict[str, Callable[[Any, str], None]]] = {1: {}, 2: {}, 3: {}}  # by number of processes
 GRID = Grid((2, 3), prefix=1)
 
 

@@ -53,6 +53,12 @@ def test_tokens_of_a_rank(num_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not NCCL or not torch.cuda.is_available(), reason="needs a GPU and NCCL")
+def test_one_gpu(tmp_path):
+    in_processes("nccl", "triton", tmp_path, 1)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not NCCL or torch.cuda.device_count() < 2, reason="needs two GPUs and NCCL")
 def test_two_gpus(tmp_path):
     in_processes("nccl", "triton", tmp_path)
