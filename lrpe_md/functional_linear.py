@@ -95,6 +95,8 @@ def linear_attention(
     Args:
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v) with any strides; H_k divides H_q (GQA): query
             head h reads key head h // (H_q / H_k). N_q and N_k differ with a pair of positions, or without a map.
+            DTensors may have batch, heads or tokens sharded; with ``block``, each rank holds whole blocks. Then o has
+            q's placements, and positions, block and the blocks of a decay are those of the whole sequence.
         map: "cosine" (:func:`lrpe_md.cosine`), "rotate" (:func:`lrpe_md.rotate`) or None: no positions.
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: as those functions have them. A pair
             of positions is for q and for k (cross-attention), a pair of phases likewise. Without a map positions are

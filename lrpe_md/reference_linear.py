@@ -154,7 +154,8 @@ def attend(
             The state does not decay in prefix and suffix.
         cu_seqlens: (num_seqs + 1,), from 0 to N, with B = 1: sequences do not see each other. Not with mask "block".
         state: sums before the first token: (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), Σ is
-            (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B.
+            (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. For both directions, the sums of the backward memory
+            after the last token follow, and those before the first token are returned.
         ends: numbers of prefix and suffix tokens, for mask "block"; each forms a block of its own.
         operands: for tests, round both factors of each product to this dtype, also in the backward.
     """
@@ -234,11 +235,17 @@ def attend_encoded(
         if cu_seqlens is not None:
             before = _initial(terms, state, cu_seqlens.shape[0] - 1)
             rows, z, after = _attend_packed(attention.mask, terms, before, cu_seqlens, operands, decay)
+            last = tuple(after)
+        elif attention.forgets and attention.mask == "block":
+            count = len(state) // 2 if attention.has_both_directions else len(state)
+            before, behind = (_initial(terms, part, 0) for part in (state[:count], state[count:]))
+            rows, z, last = _attend_forgetting(attention, terms, (before, behind), ends, operands, decay)
         else:
             before = _initial(terms, state, 0) if state or attention.mask != "full" else None
             rows, z, after = _ATTEND[attention.mask](attention, terms, before, ends, operands, decay)
+            last = tuple(after)
         o = rows if z is None else normalizer.divide(rows, z, attention.eps)
-        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in after if t is not None)
+        return o.to(dtype or v.dtype).contiguous(), tuple(t.contiguous() for t in last if t is not None)
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
@@ -365,14 +372,8 @@ def _attend_blocks(
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
     """Attend over the prefix, the blocks and the suffix in turn."""
-    if attention.rule == "delta":
-        # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
-        int(terms.q.shape[2])
-    pieces = _cut_blocks(terms, ends, attention.block)
-    if attention.forgets:
-        return _attend_forgetting(attention, pieces, before, operands, decay)
     state, found = before, []
-    for piece in pieces:
+    for piece in _cut_blocks(terms, ends, attention.block):
         through = _accumulate(state, _sum(piece, operands))
         found.append(_read(piece, through.map(lambda t: t[:, :, 1:]), operands))
         state = through.map(lambda t: t[:, :, -1])
@@ -380,13 +381,20 @@ def _attend_blocks(
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
-    """Return prefix (one block), grid blocks and suffix (one block), each (B, H, blocks, tokens, ·)."""
+    """Return prefix (one block), grid blocks and suffix (one block), each (B, H, blocks, tokens, ·).
+
+    There may be no queries, for a call that only forms a state.
+    """
     prefix, suffix = ends
-    num_blocks = (terms.q.shape[2] - prefix - suffix) // size
+    num_blocks = (terms.k.shape[2] - prefix - suffix) // size
     pieces, start = [], 0
     for count, length in ((1, prefix), (num_blocks, size), (1, suffix)):
         stop = start + count * length
-        pieces.append(terms.map(lambda t, a=start, b=stop, n=(count, length): t[:, :, a:b].unflatten(2, n)))
+
+        def cut(t: Tensor, a: int = start, b: int = stop, sizes: tuple[int, int] = (count, length)) -> Tensor:
+            return t[:, :, a:b].unflatten(2, sizes if t.shape[2] else (sizes[0], 0))
+
+        pieces.append(terms.map(cut))
         start = stop
     return pieces
 
@@ -401,9 +409,18 @@ def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor,
 
 
 def _attend_forgetting(
-    attention: Attention, pieces: list[_Terms], before: _State, operands: torch.dtype | None, decay: Tensor | None
-) -> Rows:
-    """Attend over blocks with decay, by the delta rule or in both directions."""
+    attention: Attention, terms: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
+    operands: torch.dtype | None, decay: Tensor | None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Attend over blocks with decay, by the delta rule or in both directions.
+
+    given: the states before the first token and, for both directions, after the last one.
+    """
+    if attention.rule == "delta":
+        # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
+        int(terms.k.shape[2])
+    before, behind = given
+    pieces = _cut_blocks(terms, ends, attention.block)
     sizes = [piece.k.shape[2] for piece in pieces]
     sums = [_sum(piece, operands) for piece in pieces]
     parts = _State(
@@ -412,10 +429,11 @@ def _attend_forgetting(
     )
     decay = torch.nn.functional.pad(lay_out_decay(decay, sizes[1], before.products), (1, 1), value=1.0)
     through = _scan_blocks(attention, pieces, parts, before, decay, operands)
-    seen = through.map(lambda t: t[:, :, 1:])
+    seen, last = through.map(lambda t: t[:, :, 1:]), tuple(through.map(lambda t: t[:, :, -1]))
     if attention.has_both_directions:
-        later = _scan_blocks(attention, pieces, parts, before.map(torch.zeros_like), decay, operands, backward=True)
+        later = _scan_blocks(attention, pieces, parts, behind, decay, operands, backward=True)
         seen = seen.add(later.map(lambda t: t[:, :, :-1].flip(2)))
+        last += tuple(later.map(lambda t: t[:, :, -1]))
     states = [
         _State(products, features)
         for products, features in zip(
@@ -424,7 +442,7 @@ def _attend_forgetting(
         )
     ]  # fmt: skip
     found = [_read(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
-    return *_join_blocks(found), through.map(lambda t: t[:, :, -1])
+    return *_join_blocks(found), last
 
 
 def _scan_blocks(

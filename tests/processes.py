@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["free_port", "run_two"]
+__all__ = ["free_port", "run_processes"]
 
 
 def free_port() -> int:
@@ -21,14 +21,16 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def run_two(run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str]) -> None:
-    """Run ``run(rank, *args)`` in two processes; it writes its failures to ``folder/failed{rank}``.
+def run_processes(
+    run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str], count: int = 2
+) -> None:
+    """Run ``run(rank, *args)`` in several processes; it writes its failures to ``folder/failed{rank}``.
 
     imported: modules that the server imports. Without any, processes are spawned, which is required for processes that
     use a GPU.
     """
     multiprocessing.set_forkserver_preload(list(imported))
     method = "forkserver" if imported else "spawn"
-    torch.multiprocessing.start_processes(run, args=tuple(args), nprocs=2, start_method=method)
-    failed = "".join((folder / f"failed{rank}").read_text() for rank in range(2))
+    torch.multiprocessing.start_processes(run, args=tuple(args), nprocs=count, start_method=method)
+    failed = "".join((folder / f"failed{rank}").read_text() for rank in range(count))
     assert not failed, f"\n{failed}"

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lrpe_md import Coordinates, CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 
-CASES: dict[str, Callable[[Any, str], None]] = {}
+CASES: dict[int, dict[str, Callable[[Any, str], None]]] = {1: {}, 2: {}, 3: {}}  # by number of processes
 GRID = Grid((2, 3), prefix=1)
 
 
-def case(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    CASES[function.__name__] = function
+def case(function: Callable[[Any, str], None], world_size: int = 2) -> Callable[[Any, str], None]:
+    CASES[world_size][function.__name__] = function
     return function
 
 
@@ -46,7 +46,7 @@ def run(rank: int, world_size: int, backend: str, impl: str, folder: str) -> Non
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             quicken(patch)
-        for name, function in CASES.items():
+        for name, function in CASES[world_size].items():
             try:
                 function(mesh, impl)
             except (Exception, pytest.fail.Exception):

@@ -1,4 +1,4 @@
-"""DTensor, FSDP2 and sequence parallelism in two processes; sharded.py has the cases."""
+"""DTensor, FSDP2 and sequence parallelism in several processes; sharded.py has the cases."""
 
 import itertools
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_two
+from processes import run_processes
 
 from lrpe_md.engine.core import sharding
 
@@ -14,17 +14,23 @@ GLOO = dist.is_available() and dist.is_gloo_available()
 NCCL = dist.is_available() and dist.is_nccl_available()
 
 
-def in_two_processes(backend, impl, folder):
+def in_processes(backend, impl, folder, count=2):
     import sharded
 
     imported = ["torch.distributed.fsdp", "torch.distributed.tensor", "lrpe_md.testing", "triton"]
-    run_two(sharded.run, (2, backend, impl, str(folder)), folder, [] if backend == "nccl" else imported)
+    imported = [] if backend == "nccl" else imported
+    run_processes(sharded.run, (count, backend, impl, str(folder)), folder, imported, count)
 
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
 def test_two_processes(tmp_path):
     """Run all cases in one start, since importing torch twice takes longer than the cases."""
-    in_two_processes("gloo", "triton", tmp_path)
+    in_processes("gloo", "triton", tmp_path)
+
+
+@pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
+def test_three_processes(tmp_path):
+    in_processes("gloo", "triton", tmp_path, 3)
 
 
 @pytest.mark.skipif(not GLOO, reason="torch is built without gloo")
@@ -47,6 +53,12 @@ def test_tokens_of_a_rank(num_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not NCCL or not torch.cuda.is_available(), reason="needs a GPU and NCCL")
+def test_one_gpu(tmp_path):
+    in_processes("nccl", "triton", tmp_path, 1)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not NCCL or torch.cuda.device_count() < 2, reason="needs two GPUs and NCCL")
 def test_two_gpus(tmp_path):
-    in_two_processes("nccl", "triton", tmp_path)
+    in_processes("nccl", "triton", tmp_path)

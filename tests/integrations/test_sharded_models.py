@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from processes import run_two
+from processes import run_processes
 
 LIBRARIES = ("timm", "diffusers", "transformers")
 for _library in LIBRARIES:
@@ -15,4 +15,4 @@ def test_mixed_precision(tmp_path):
     import sharded_models
 
     imported = ["torch.distributed.fsdp", *(f"lrpe_md.scripts.adapters.trial_{name}" for name in LIBRARIES)]
-    run_two(sharded_models.run, (str(tmp_path),), tmp_path, imported)
+    run_processes(sharded_models.run, (str(tmp_path),), tmp_path, imported)

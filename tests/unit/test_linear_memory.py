@@ -238,28 +238,42 @@ def test_many_tokens_of_packed_sequences():
             torch.testing.assert_close(whole[i : i + 1], part)
 
 
-@pytest.mark.parametrize(("rule", "block"), [("add", SIZE), ("add", None), ("delta", SIZE)])
-def test_pieces_equal_the_whole(rule, block):
-    case = Case(rule=rule, block=block, prefix=2, suffix=1)
-    t = make(case)
-    options = {"map": "rotate", "omega": t["omega"], "act": "softplus", "rule": rule, "return_state": True}
-    options |= {"is_causal": True} if block is None else {"block": block}
-    whole, last = linear_attention(
-        t["q"], t["k"], t["v"], positions=Grid(SHAPE, 2, 1), gate=t["gate"], decay=t["decay"], **options
-    )
-    state, pieces = None, []
-    for start, stop, first, end in ((0, 2, 0, 0), (2, 8, 0, 1), (8, 8, 1, 1), (8, 20, 1, 3), (20, 27, 3, 4)):
-        first, end = (start, stop) if block is None else (first, end)
-        here = slice(start, stop)
+def attend_in_pieces(case, t, cuts):
+    """Return the results of :func:`actual`, from one call for each piece of the tokens."""
+    found, state = [], (t["S"], t.get("sums")) if case.state else None
+    for start, stop in itertools.pairwise(cuts):
+        decay = t.get("decay")
+        if decay is not None and decay.ndim == 3:
+            before, size = (0, 1) if case.block is None else (case.prefix, case.block)
+            first, end = (max(0, n - before) // size for n in (start, stop))
+            decay = decay[:, :, first:end]
         o, state = linear_attention(
-            *(t[name][:, :, here] for name in ("q", "k", "v")), gate=t["gate"][:, :, here],
-            positions=Grid(SHAPE, 2, 1, start=start, length=stop - start), decay=t["decay"][:, :, first:end],
-            state=state, **options,
+            *(t[name][:, :, start:stop] for name in ("q", "k", "v")), map=case.map, omega=t.get("omega"), act=case.act,
+            positions=Grid(SHAPE, case.prefix, case.suffix, start=start, length=stop - start), decay=decay,
+            gate=t["gate"][:, :, start:stop], normalizer=case.normalizer, rule=case.rule, block=case.block,
+            is_causal=case.block is None, eps=case.eps, state=state, return_state=True,
         )  # fmt: skip
-        pieces.append(o)
-    torch.testing.assert_close(torch.cat(pieces, 2), whole)
-    for found, right in zip(state, last, strict=True):
-        torch.testing.assert_close(found, right)
+        found.append(o)
+    return {"o": torch.cat(found, 2), "S": state[0], **({} if state[1] is None else {"sums": state[1]})}
+
+
+@pytest.mark.parametrize("cuts", [(0, 2, 8, 8, 20, 27), (0, 14, 27), (0, 20, 26, 27)], ids=str)
+@pytest.mark.parametrize("normalizer", ["unrotated", "encoded", "none"])
+@pytest.mark.parametrize(("rule", "block"), [("add", SIZE), ("add", None), ("delta", SIZE)])
+def test_pieces_equal_the_whole(rule, block, normalizer, cuts):
+    """Pass the state through pieces: the prefix alone, nothing, several frames with or without prefix and suffix.
+
+    Gradients pass through the states as well.
+    """
+    for map, decay, state in (("rotate", "block", False), ("cosine", "head", True), ("rotate", "one head", True)):
+        case = Case(map, normalizer, rule, block=block, decay=decay, prefix=2, suffix=1, state=state)
+        t = make(case)
+        whole = differentiate(lambda t, case=case: actual(case, t), t)
+        pieces = differentiate(lambda t, case=case: attend_in_pieces(case, t, cuts), t)
+        assert pieces.keys() == whole.keys()
+        for name, y in whole.items():
+            bound = 1e-10 * y.abs().max().item()
+            torch.testing.assert_close(pieces[name], y, rtol=1e-10, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("block", [SIZE, None])

@@ -106,13 +106,13 @@ class LinearCall(NamedTuple):
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and Σ, or only of S without a normaliser."""
+        """Return the shapes of S and Σ, or only of S without a normaliser; for both directions, two memories' worth."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
         if normalizer != "none":
             sizes.append((num_seqs, k.shape[1], k.shape[3] if normalizer == "unrotated" else width))
-        return sizes
+        return sizes * 2 if self.attention.has_both_directions else sizes
 
 
 class Packing(NamedTuple):
@@ -130,7 +130,8 @@ class Results(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Tensors that are not in the call. state: (S, Σ), (S,) or ()."""
+    """Tensors that are not in the call. state: (S, Σ), (S,) or (), and in both directions twice as many: see
+    :func:`lrpe_md.reference_linear.attend`."""
 
     q: Tensor
     k: Tensor

@@ -90,6 +90,8 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
         memory = form_memory(work, operands)
         write_outputs(work, o, (memory.seen, memory.sums))
         last = split_state(work, memory.series[-1]) if return_state else []
+        if return_state and memory.later is not None:
+            last += split_state(work, memory.later[0])
     return [o, *last, *([t for t in memory if t is not None] if keep else ())]
 
 
@@ -99,13 +101,20 @@ def form_memory(work: Work, operands: Operands) -> Memory:
     parts = form_states(work, pieces, exact=True)
     transitions = form_transitions(work, pieces) if attention.rule == "delta" else None
     decay = lay_out_decay(work, operands.decay, pieces)
-    first = join_state(work, operands.state) if operands.state else None
+    first, behind = join_states(work, operands.state)
     scan = Scan(work, locate_blocks(work, pieces), transitions, decay)
     series, _ = scan.run(parts, first)
-    later = scan.run(parts, None, backward=True)[0] if attention.has_both_directions else None
+    later = scan.run(parts, behind, backward=True)[0] if attention.has_both_directions else None
     return Memory(
         *split_sums(work, add_scans(series[1:], None if later is None else later[1:])), series, later, transitions
     )
+
+
+def join_states(work: Work, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the state that the forward scan starts with, and that of the backward scan, as the kernels have them."""
+    count = len(state) // 2 if work.call.attention.has_both_directions else len(state)
+    first, behind = (join_state(work, part) if part else None for part in (state[:count], state[count:]))
+    return first, behind
 
 
 def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
@@ -270,24 +279,27 @@ def differentiate(
     attention, pieces = work.call.attention, work.pieces(of_queries=True)
     memory = restore(work, saved) if saved else form_memory(work, operands)
     parts = differentiate_queries(work, grads, (memory.seen, memory.sums))
+    if work.sizes.num_queries == 0:  # a call that only forms a state: zeros for each piece of the keys
+        pieces = work.pieces(of_queries=False)
+        parts = parts.new_zeros(pieces.num_pieces, *parts.shape[1:])
     decay = lay_out_decay(work, operands.decay, pieces)
     scan, wanted = Scan(work, locate_blocks(work, pieces), memory.transitions, decay), work.needs.decay
-    first = join_state(work, dstate) if dstate else None
+    first, behind = join_states(work, dstate)
     gradients, ddecay = scan.run(
         parts, first, backward=True, adds_first=True, partner=memory.series if wanted else None
     )  # fmt: skip
     before = Pair(memory.series[:-1], gradients[1:])
-    later = None
+    later, last = None, split_state(work, gradients[0]) if work.needs.state else []
     if memory.later is not None:
-        found, more = scan.run(parts, None, partner=memory.later if wanted else None)
+        found, more = scan.run(parts, behind, partner=memory.later if wanted else None)
         later = Pair(memory.later[1:], found[:-1])
+        last += split_state(work, found[-1]) if work.needs.state else []
         ddecay = None if ddecay is None or more is None else ddecay + more
     dseen = split_sums(work, add_scans(before.gradients, None if later is None else later.gradients))
     if attention.rule == "delta":
         differentiate_delta(work, grads, dseen, (before, later), decay)
     else:
         differentiate_keys(work, grads, dseen)
-    last = split_state(work, gradients[0]) if work.needs.state else []
     if wanted and ddecay is not None and operands.decay is not None:
         last.append(reduce_block_decay(work, ddecay, operands.decay))
     return last

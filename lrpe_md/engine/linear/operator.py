@@ -126,7 +126,7 @@ class Attend(Operator):
         )  # fmt: skip
         o, after = reference_linear.attend(
             call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, scales=scales, gate=gate,
-            decay=decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends, operands=rounded,
+            decay=decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.k_layout.ends, operands=rounded,
         )  # fmt: skip
         return arrange_in_memory(o, memory_order(q)), *after
 
@@ -179,8 +179,8 @@ class Attend(Operator):
     ) -> tuple[Results, int]:
         """Save states only if all sizes are known and the kernels run. Otherwise, the backward recomputes them."""
         keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
-        num = 1 if not options.return_state else 2 if call.attention.normalizer == "none" else 3
-        return Results(options.return_state, keep), num
+        num_states = len(call.state_sizes(*inputs[1:3])) if options.return_state else 0
+        return Results(options.return_state, keep), 1 + num_states
 
     def run_shards(
         self, run: Callable[..., Any], call: LinearCall, inputs: Operands, options: Results

@@ -3,7 +3,7 @@ sum of states between.
 
 Sharded over tokens, a rank forms the state of its own keys (a call without queries). Where all tokens see each other it
 reads the sum of all ranks' states (a call without keys); where they see what comes before, its own call goes on from
-the sum of the states of the ranks before it.
+the sum of the states of the ranks before it. For a memory that forgets, see :mod:`engine.linear.sharding_memory`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from ..core.sharding import (
     wrap_shard,
 )
 from .call import LinearCall, Operands, Results
+from .sharding_memory import Run, State, run_memory, without_queries, without_tokens
 from .validate import check_edges
 
 __all__ = ["run_shards"]
-
-State = tuple[Tensor, ...]
-Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the state where it is asked for
 
 
 def run_shards(
@@ -66,16 +64,20 @@ def run_shards(
     check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
     _check(call, *placed)
     local = _localize(call, q, k)
-    _check_local_blocks(call, local, q)
+    _check_blocks_of_ranks(call, q)
     apart = _axes_apart(q, k)
     here = Operands(
         _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, apart),
         tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, apart) for t in state),
-        decay if decay is None else _local_decay(decay, k, apart),
+        decay if decay is None else _local_decay(decay, (call, local), k, apart),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
     if over_tokens:
-        o, after = _run_tokens(run, local, here, placed[0].device_mesh.get_group(over_tokens[0]))
+        group = placed[0].device_mesh.get_group(over_tokens[0])
+        if call.attention.forgets:
+            o, after = run_memory(run, local, here, group, return_state)
+        else:
+            o, after = _run_tokens(run, local, here, group)
     else:
         o, after = run(local, here, return_state)
     states = [_whole_state(t, q, k) for t in after] if return_state else []
@@ -85,14 +87,12 @@ def run_shards(
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
     """Run with tokens sharded over the group. Return the local part of o and the state after all tokens."""
     q, k, v, gate, before, _ = operands
-    alone = call._replace(
-        attention=call.attention._replace(mask="full", block=0),
-        **dict(zip(("q_layout", "q_tables"), _without_tokens(call.q_layout, call.q_tables), strict=True)),
-    )
-    _, own = run(alone, Operands(q[:, :, :0], k, v, gate, ()), True)
+    alone, given = without_queries(call, operands)
+    alone = alone._replace(attention=call.attention._replace(mask="full", block=0))
+    _, own = run(alone, given, True)
     total = _add(tuple(_SumRanks.apply(t, group) for t in own), before)
     if call.attention.mask == "full":
-        k_layout, k_tables = _without_tokens(call.k_layout, call.k_tables)
+        k_layout, k_tables = without_tokens(call.k_layout, call.k_tables)
         reading = call._replace(k_layout=k_layout, k_tables=k_tables)
         none = None if gate is None else gate[:, :, :0]
         return run(reading, Operands(q, k[:, :, :0], v[:, :, :0], none, total), False)[0], total
@@ -102,15 +102,6 @@ def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> t
 
 def _add(state: State, before: State) -> State:
     return tuple(a + b for a, b in zip(state, before, strict=True)) if before else state
-
-
-def _without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for zero tokens with the same frequencies, as new values for each side."""
-    tables = Tables(*tables)
-    if tables.coords is None:
-        return layout._replace(num_tokens=0), tables
-    rotated = None if tables.rotated is None else tables.rotated[..., :0]
-    return Layout(0, 0, 0, 0, ()), tables._replace(coords=tables.coords[..., :0, :], rotated=rotated)
 
 
 # --- between the ranks ------------------------------------------------------------------------------------------
@@ -185,11 +176,6 @@ def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
             f"cu_seqlens: expected all tokens on each rank, got q with its tokens or batch sharded, "
             f"{tuple(q.placements)}"
         )
-    if call.attention.forgets and count_ranks(q, TOKENS) > 1:
-        raise ValueError(
-            f"q: expected all tokens on each rank with a decay, rule='delta' or directions='both', got its tokens "
-            f"sharded, {tuple(q.placements)}; shard its batch or heads"
-        )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
         raise ValueError(f"q: expected tokens sharded over one axis of the mesh, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
@@ -202,14 +188,19 @@ def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
         local_part(x, HEADS)
 
 
-def _check_local_blocks(call: LinearCall, local: LinearCall, q: Any) -> None:
-    if call.attention.mask != "block" or count_ranks(q, TOKENS) == 1:
+def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
+    """Check the blocks of all ranks on each of them, so that no rank waits for one that has raised."""
+    num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
+    if call.attention.mask != "block" or num_ranks == 1:
         return
     if call.q_tables.coords is not None:
         raise ValueError(
             "block: expected a Grid if tokens are sharded, so that every rank knows prefix and suffix, got coordinates"
         )
-    check_edges(local.q_layout, call.q_layout.start + q.shape[2], call.attention.block)
+    layout, step = call.q_layout, -(-num_tokens // num_ranks)
+    for begin in range(0, num_tokens, step):
+        part = layout._replace(num_tokens=min(step, num_tokens - begin), start=layout.start + begin)
+        check_edges(part, layout.start + num_tokens, call.attention.block)
 
 
 def _axes_apart(q: Any, k: Any) -> list[int]:
@@ -240,10 +231,18 @@ def _local_gate(gate: Any, k: Any, apart: list[int]) -> Tensor:
     return _share_gradient(take_local(gate, k, dims), k, apart)
 
 
-def _local_decay(decay: Any, k: Any, apart: list[int]) -> Tensor:
+def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, apart: list[int]) -> Tensor:
+    """Return the decays of this rank's samples, heads and blocks. calls: the whole and the local one."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
-    return _share_gradient(take_local(decay, k, dims), k, apart)
+    found = _share_gradient(take_local(decay, k, dims), k, apart)
+    if decay.ndim == 1 or count_ranks(k, TOKENS) == 1:
+        return found
+    (start, length), block = local_part(k, TOKENS), calls[0].attention.block
+    if calls[0].attention.mask == "block":
+        prefix, own = calls[0].k_layout.ends[0], calls[1].k_layout.ends
+        start, length = max(0, start - prefix) // block, (length - sum(own)) // block
+    return found[:, :, start : start + length]
 
 
 def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
