@@ -32,7 +32,7 @@ _LEAST_DECAY = torch.finfo(torch.float32).tiny  # where a decay underflows to 0,
 class Core(NamedTuple):
     """Our implementation of a function, and how to compare the two.
 
-    run: takes ``impl`` and the function's arguments; returns None for arguments that it does not take.
+    run: takes ``impl`` and the function's arguments by name; returns None for arguments that it does not take.
     draw: number of the comparison, function that draws a leaf → leaves with a gradient, and arguments.
     """
 
@@ -46,12 +46,16 @@ _lookups: dict[FunctionType, list[Any]] = {}  # globals that each function looke
 @functools.cache
 def find_core(function: FunctionType) -> Core | None:
     """Return our implementation of another library's function, compared with it; None for other functions."""
-    code = inspect.unwrap(function).__code__
-    core = _CORES.get(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    core = _CORES.get(_parameters(function))
     if core is None:
         return None
     _lookups[function] = _look_up(function)
     return core if quietly(lambda: _agrees(function, core)) else None
+
+
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    code = inspect.unwrap(function).__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _look_up(function: FunctionType) -> list[Any]:
@@ -69,7 +73,7 @@ def _agrees(function: FunctionType, core: Core) -> bool:
     """Return whether a function has our results and gradients."""
     try:
         for case in range(2):
-            found, right = (_differentiate(call, core, case) for call in (partial(core.run, "auto"), function))
+            found, right = (_differentiate(call, core, case) for call in (_by_name(core, function, "auto"), function))
             for a, b in zip(right, found, strict=True):
                 if a.shape != b.shape or not (a - b).abs().max() <= _TOLERANCE * a.abs().max():
                     return False
@@ -97,13 +101,20 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
         impl: see :func:`lrpe_md.rotate`.
     """
     core: Any = find_core(function)
+    ours = _by_name(core, function, impl)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = core.run(impl, *args, **kwargs) if _is_unchanged(function) else None
+        found = ours(*args, **kwargs) if _is_unchanged(function) else None
         return plain(*args, **kwargs) if found is None else found
 
     return run
+
+
+def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., Any]:
+    """Return our implementation with the parameters of the function that it stands for."""
+    names, run = _parameters(function), core.run
+    return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tables: Any, eps: float, act: Act, impl: Impl, **memory: Any) -> Tensor:
@@ -123,7 +134,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, tables: Any, eps: float, act: Act, 
 
 
 def _run_processor(
-    impl: Impl, processor: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None,
+    *, impl: Impl, self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None,
     attention_mask: Any = None, rotary_emb: Any = None,
 ) -> Tensor | None:  # fmt: skip
     """Attend as a processor of diffusers, whose tables are cos and sin (1, N, 1, D)."""
@@ -153,26 +164,26 @@ def _draw_processor(case: int, rand: Callable[..., Tensor]) -> tuple[list[Tensor
 
 
 def _run_frames(
-    impl: Impl, core: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, recall_gate: Any,
-    num_frames: int, rotary_emb: Tensor | None = None, *masks: Any, **named_masks: Any,
+    *, impl: Impl, self: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, recall_gate: Any,
+    num_frames: int, rotary_emb: Tensor | None = None, **masks: Any,
 ) -> Tensor | None:  # fmt: skip
     """Attend in both directions, q, k and v (B, N, H, D), beta (B, H, F, S), decay (B, H, F), F frames of S tokens.
 
     Keys are scaled by s = (D S)^-½. With s² β and s eps instead, numerator and denominator are s times what they were.
     """
-    size, is_masked = query.shape[1] // num_frames, any(m is not None for m in (*masks, *named_masks.values()))
+    size, is_masked = query.shape[1] // num_frames, any(mask is not None for mask in masks.values())
     if is_masked or size < 2 or beta.ndim != 4 or (rotary_emb is not None and rotary_emb.ndim != 4):
         return None
     scale = (query.shape[3] * size) ** -0.5
     o = _attend(
-        *(x.transpose(1, 2) for x in (query, key, value)), rotary_emb, core.eps * scale, "none", impl,
+        *(x.transpose(1, 2) for x in (query, key, value)), rotary_emb, self.eps * scale, "none", impl,
         gate=beta.flatten(2).float() * scale**2, directions="both", **_forget(decay, size),
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2).to(value.dtype)
 
 
 def _run_scan(
-    impl: Impl, q_rot: Tensor, k_rot: Tensor, v: Tensor, beta: Tensor, decay: Tensor, chunk_size: Any = None
+    *, impl: Impl, q_rot: Tensor, k_rot: Tensor, v: Tensor, beta: Tensor, decay: Tensor, chunk_size: Any = None
 ) -> Tensor | None:  # fmt: skip
     """Attend to earlier frames and the own one, without a normaliser: q, k and v (B, H, D, N)."""
     size = q_rot.shape[3] // beta.shape[2]
@@ -185,7 +196,7 @@ def _run_scan(
     ).mT  # fmt: skip
 
 
-def _rotate_columns(impl: Impl, hidden_states: Tensor, freqs: Tensor) -> Tensor | None:
+def _rotate_columns(*, impl: Impl, hidden_states: Tensor, freqs: Tensor) -> Tensor | None:
     """Rotate x (B, H, D, N) by complex tables (B or 1, H or 1, N, D / 2)."""
     if freqs.ndim != 4 or not freqs.is_complex():
         return None
