@@ -175,8 +175,9 @@ def _run_frames(
     if is_masked or size < 2 or beta.ndim != 4 or (rotary_emb is not None and rotary_emb.ndim != 4):
         return None
     scale = (query.shape[3] * size) ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = _attend(
-        *(x.transpose(1, 2) for x in (query, key, value)), rotary_emb, self.eps * scale, "none", impl,
+        q, k, v, rotary_emb, self.eps * scale, "none", impl,
         gate=beta.flatten(2).float() * scale**2, directions="both", **_forget(decay, size),
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2).to(value.dtype)
