@@ -167,7 +167,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     are replaced by equal ones (:func:`drop_in`), in this model alone: parameters, their names, hooks, optimizers and
     the state_dict stay as they are, and so do other models of the same classes. cos and sin stay the model's own: what
     it learns, what scales or replaces its frequencies, and hooks on its rotary module work as before, whether they are
-    set before or afterwards.
+    set before or afterwards. Linear attention as SANA-Video and SANA-WM have it is replaced as a whole, by
+    :func:`lrpe_md.linear_attention`.
 
     Args:
         model: an ``nn.Module``, or a pipeline of diffusers, whose text encoders are left alone.
