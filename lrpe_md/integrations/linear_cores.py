@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..engine.core.call import Act, Impl
+from ..engine.linear.plan import fits_kernels
 from ..functional import rotate
 from ..functional_linear import linear_attention
 from .probing import quietly
@@ -117,11 +118,15 @@ def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., An
     return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 
 
+def _widen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in one dtype; float16 as float32, since sums over all tokens exceed its range."""
+    wide = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
+    wide = torch.float32 if wide == torch.float16 else wide
+    return q.to(wide), k.to(wide), v.to(wide)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, tables: Any, eps: float, act: Act, impl: Impl, **memory: Any) -> Tensor:
     """Return q̂ S / (q̄ · Σ + eps), with q̄ = act(q), and the rotation q̂ of it. q, k and v: (B, H, N, D)."""
-    wide = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
-    wide = torch.float32 if wide == torch.float16 else wide  # sums over all tokens exceed its range
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
     sum_up = partial(linear_attention, map=None, normalizer="none", impl=impl, **memory)
     z = sum_up(q, k, v.new_ones(1).expand(*v.shape[:3], 1), act=act)
     if tables is not None:
@@ -143,7 +148,7 @@ def _run_processor(
     q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
     q = q if attn.norm_q is None else attn.norm_q(q)
     k = k if attn.norm_k is None else attn.norm_k(k)
-    q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in _widen(q, k, v))
     cos, sin = rotary_emb
     tables = cos[..., 0::2].transpose(1, 2), sin[..., 1::2].transpose(1, 2)
     o = _attend(q, k, v, tables, 1e-15, "relu", impl).transpose(1, 2).flatten(2)
@@ -171,11 +176,12 @@ def _run_frames(
 
     Keys are scaled by s = (D S)^-½. With s² β and s eps instead, numerator and denominator are s times what they were.
     """
+    q, k, v = (x.transpose(1, 2) for x in _widen(query, key, value))
     size, is_masked = query.shape[1] // num_frames, any(mask is not None for mask in masks.values())
-    if is_masked or size < 2 or beta.ndim != 4 or (rotary_emb is not None and rotary_emb.ndim != 4):
+    has_tables = rotary_emb is None or rotary_emb.ndim == 4
+    if is_masked or beta.ndim != 4 or not has_tables or not _takes_frames(size, q):
         return None
     scale = (query.shape[3] * size) ** -0.5
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o = _attend(
         q, k, v, rotary_emb, self.eps * scale, "none", impl,
         gate=beta.flatten(2).float() * scale**2, directions="both", **_forget(decay, size),
@@ -187,14 +193,19 @@ def _run_scan(
     *, impl: Impl, q_rot: Tensor, k_rot: Tensor, v: Tensor, beta: Tensor, decay: Tensor, chunk_size: Any = None
 ) -> Tensor | None:  # fmt: skip
     """Attend to earlier frames and the own one, without a normaliser: q, k and v (B, H, D, N)."""
-    size = q_rot.shape[3] // beta.shape[2]
-    if size < 2 or not q_rot.dtype == k_rot.dtype == v.dtype:
+    size, (q, k, v) = q_rot.shape[3] // beta.shape[2], (x.mT for x in (q_rot, k_rot, v))
+    if not (q.dtype == k.dtype == v.dtype and _takes_frames(size, q)):
         return None
     beta = beta.unsqueeze(3) if beta.ndim == 3 else beta
     return linear_attention(
-        q_rot.mT, k_rot.mT, v.mT, map=None, act="none", normalizer="none", impl=impl,
+        q, k, v, map=None, act="none", normalizer="none", impl=impl,
         gate=beta.expand(*beta.shape[:3], size).flatten(2), **_forget(decay, size),
     ).mT  # fmt: skip
+
+
+def _takes_frames(size: int, q: Tensor) -> bool:
+    """Return whether kernels run the delta rule: else the original is as fast. size: tokens of a frame."""
+    return size > 1 and fits_kernels(q.shape[3], q.shape[3], q.element_size(), delta=True)
 
 
 def _rotate_columns(*, impl: Impl, hidden_states: Tensor, freqs: Tensor) -> Tensor | None:

@@ -351,3 +351,14 @@ def test_dtypes_that_are_widened(kind):
     assert found.dtype == kind
     tolerance = 1e-5 if kind == torch.float64 else 1e-2
     torch.testing.assert_close(found.float(), right, rtol=0, atol=tolerance * right.abs().max().item())
+
+
+@pytest.mark.parametrize(("dtype", "is_ours"), [(torch.float32, False), (BF16, True)])
+def test_states_that_are_too_large(dtype, is_ours, calls):
+    """A float32 state of SANA-WM's width is too large for the kernels of the delta rule."""
+    core = WM.SanaWMBidirectionalGDNAttention(eps=1e-8)
+    q, k, v = torch.rand(3, 1, 8, 1, 112).to(dtype).unbind()
+    args = q, k, v, torch.rand(1, 1, 2, 4), torch.rand(1, 1, 2), torch.zeros(1), 2
+    found = adapt_rotary(copy.deepcopy(core))(*args)
+    assert bool(calls) == is_ours
+    torch.testing.assert_close(found, core(*args), rtol=2e-2 if is_ours else 0, atol=0)
