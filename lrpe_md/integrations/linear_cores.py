@@ -178,34 +178,15 @@ def _run_frames(
     """
     q, k, v = (x.transpose(1, 2) for x in _widen(query, key, value))
     size, is_masked = query.shape[1] // num_frames, any(mask is not None for mask in masks.values())
-    has_tables = rotary_emb is None or rotary_emb.ndim == 4
-    if is_masked or beta.ndim != 4 or not has_tables or not _takes_frames(size, q):
+    fits = size > 1 and fits_kernels(v.shape[3], q.shape[3], q.element_size(), delta=True)  # else no faster
+    if is_masked or not fits or beta.ndim != 4 or (rotary_emb is not None and rotary_emb.ndim != 4):
         return None
     scale = (query.shape[3] * size) ** -0.5
     o = _attend(
-        q, k, v, rotary_emb, self.eps * scale, "none", impl,
-        gate=beta.flatten(2).float() * scale**2, directions="both", **_forget(decay, size),
+        q, k, v, rotary_emb, self.eps * scale, "none", impl, gate=beta.flatten(2).float() * scale**2,
+        decay=decay.float().clamp_min(_LEAST_DECAY), block=size, rule="delta", directions="both",
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2).to(value.dtype)
-
-
-def _run_scan(
-    *, impl: Impl, q_rot: Tensor, k_rot: Tensor, v: Tensor, beta: Tensor, decay: Tensor, chunk_size: Any = None
-) -> Tensor | None:  # fmt: skip
-    """Attend to earlier frames and the own one, without a normaliser: q, k and v (B, H, D, N)."""
-    size, (q, k, v) = q_rot.shape[3] // beta.shape[2], (x.mT for x in (q_rot, k_rot, v))
-    if not (q.dtype == k.dtype == v.dtype and _takes_frames(size, q)):
-        return None
-    beta = beta.unsqueeze(3) if beta.ndim == 3 else beta
-    return linear_attention(
-        q, k, v, map=None, act="none", normalizer="none", impl=impl,
-        gate=beta.expand(*beta.shape[:3], size).flatten(2), **_forget(decay, size),
-    ).mT  # fmt: skip
-
-
-def _takes_frames(size: int, q: Tensor) -> bool:
-    """Return whether kernels run the delta rule: else the original is as fast. size: tokens of a frame."""
-    return size > 1 and fits_kernels(q.shape[3], q.shape[3], q.element_size(), delta=True)
 
 
 def _rotate_columns(*, impl: Impl, hidden_states: Tensor, freqs: Tensor) -> Tensor | None:
@@ -213,10 +194,6 @@ def _rotate_columns(*, impl: Impl, hidden_states: Tensor, freqs: Tensor) -> Tens
     if freqs.ndim != 4 or not freqs.is_complex():
         return None
     return rotate(hidden_states.mT, tables=freqs, pairs="interleaved", impl=impl).mT
-
-
-def _forget(decay: Tensor, size: int) -> dict[str, Any]:
-    return {"decay": decay.float().clamp_min(_LEAST_DECAY), "block": size, "rule": "delta"}
 
 
 def _draw_frames(case: int, rand: Callable[..., Tensor]) -> tuple[list[Tensor], list[Any]]:
@@ -232,11 +209,6 @@ def _draw_columns(case: int, rand: Callable[..., Tensor]) -> tuple[list[Tensor],
     return [x, angles], [x.permute(0, 2, 3, 1), torch.polar(1 + angles, 3 * angles)]
 
 
-def _draw_scan(case: int, rand: Callable[..., Tensor]) -> tuple[list[Tensor], list[Any]]:
-    leaves = [*[rand(2, 2, 6, 15) for _ in range(3)], rand(2, 2, 5, 3) if case else rand(2, 2, 5), rand(2, 2, 5)]
-    return leaves, [*leaves, 2]
-
-
 _FRAMES = (
     "self", "query", "key", "value", "beta", "decay", "recall_gate", "num_frames", "rotary_emb", "token_valid_mask",
     "beta_valid_mask", "decay_valid_mask",
@@ -247,5 +219,4 @@ _CORES = {  # by the names of a function's parameters
     ),
     _FRAMES: Core(_run_frames, _draw_frames),
     ("hidden_states", "freqs"): Core(_rotate_columns, _draw_columns),
-    ("q_rot", "k_rot", "v", "beta", "decay", "chunk_size"): Core(_run_scan, _draw_scan),
 }

@@ -44,7 +44,7 @@ class DropIns(NamedTuple):
     impl: Impl
 
     def __call__(self, function: Any) -> Any:
-        """Return a function of ours, or None where this is not a rotary function or a scan with decay."""
+        """Return a function of ours, or None where this is not a rotary function."""
         if isinstance(function, FunctionType) and find_core(function) is not None:
             return replace_core(function, function, self.impl)
         found = _drop_in(function, self.impl) if _is_candidate(function) else None

@@ -79,7 +79,7 @@ def call_sana_wm(model, x, camera=True, **kwargs):
 
 MODELS = {  # model, call, size of the input, calls of linear attention in a layer
     "video": (sana_video, call_sana_video, (2, 4, 3, 6, 10), 2),
-    "wm": (sana_wm, call_sana_wm, (2, 4, 5, 3, 4), 4),
+    "wm": (sana_wm, call_sana_wm, (2, 4, 5, 3, 4), 2),
 }
 
 
@@ -245,7 +245,7 @@ def test_frames_that_are_padding(calls):
     mask[1, 3:] = 0
     adapted = adapt_rotary(copy.deepcopy(model))
     models.same(model, adapted, lambda m, x: call_sana_wm(m, x, frame_valid_mask=mask), x)
-    assert len(calls) == 2  # of the camera branch alone
+    assert not calls
 
 
 def test_frames_of_one_token(calls):
