@@ -352,9 +352,9 @@ def adapt_class(cls: type, recipe: Recipe, copier: Copier | None = None) -> Any:
     for name, function in find_methods(cls, recipe.entries).items():
         method = find_method(cls, name)
         ours = copier.replace(function, is_wrapped=not isinstance(method, staticmethod))
-        if ours is not None and method is function:
+        if method is function:
             ours, attributes = recipe.exchange.refine(function, ours)
-            methods |= {name: (ours, None), **attributes}
+            methods |= {} if ours is None else {name: (ours, None), **attributes}
         elif ours is not None:
             methods[name] = (ours, type(method))
     return derive_class(cls, tuple(methods.items()), recipe) if methods else cls
@@ -403,12 +403,12 @@ def restore_class(part: Any) -> None:
 
 
 def replaced_names(cls: type) -> set[str]:
-    """Return the names of functions that an adapted class replaces: those its methods call, and its static methods."""
+    """Return the names of functions that an adapted class replaces: those its methods call, and whole methods."""
     found: set[str] = set()
     for name, method in vars(cls).items():
         called = _private_names(getattr(method, "__func__", method))
-        is_whole = isinstance(method, staticmethod) and hasattr(getattr(cls, _ORIGINAL), name)
-        found |= called or ({name} if is_whole else set())
+        is_whole = isinstance(method, (staticmethod, FunctionType)) and method is not _reduce
+        found |= called or ({name} if is_whole and hasattr(getattr(cls, _ORIGINAL), name) else set())
     return found
 
 

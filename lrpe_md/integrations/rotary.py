@@ -20,6 +20,7 @@ from ..engine.core.operator import IMPLS
 from . import copies
 from .drop_ins import drop_in
 from .fused import fuse
+from .linear_cores import find_core, replace_core
 
 __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts", "restore_rotary"]
 
@@ -44,12 +45,19 @@ class DropIns(NamedTuple):
 
     def __call__(self, function: Any) -> Any:
         """Return a function of ours, or None where this is not a rotary function."""
+        if isinstance(function, FunctionType) and find_core(function) is not None:
+            return replace_core(function, function, self.impl)
         found = _drop_in(function, self.impl) if _is_candidate(function) else None
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the method of a known class in which more goes into a launch, and attributes of the class."""
-        return fuse(method, copied, self, self.impl)
+        """Return the method of a known class in which more goes into a launch, and attributes of the class.
+
+        copied: the method with its functions replaced; None where there are none.
+        """
+        if find_core(method) is not None:
+            return replace_core(method, copied or method, self.impl), {}
+        return (None, {}) if copied is None else fuse(method, copied, self, self.impl)
 
 
 def _unwrap(function: Any) -> Any:
@@ -60,7 +68,7 @@ def _unwrap(function: Any) -> Any:
 
 def _is_candidate(function: Any) -> bool:
     inner = _unwrap(function)
-    return isinstance(inner, FunctionType) and copies.looks_rotary(inner.__code__)
+    return isinstance(inner, FunctionType) and copies.looks_rotary(inner.__code__) and find_core(inner) is None
 
 
 @functools.cache
@@ -159,7 +167,8 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     are replaced by equal ones (:func:`drop_in`), in this model alone: parameters, their names, hooks, optimizers and
     the state_dict stay as they are, and so do other models of the same classes. cos and sin stay the model's own: what
     it learns, what scales or replaces its frequencies, and hooks on its rotary module work as before, whether they are
-    set before or afterwards.
+    set before or afterwards. Linear attention as SANA-Video and SANA-WM have it is replaced as a whole, by
+    :func:`lrpe_md.linear_attention`.
 
     Args:
         model: an ``nn.Module``, or a pipeline of diffusers, whose text encoders are left alone.

@@ -77,6 +77,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
         **WAN, "cross_attention_dim": 24, "num_cross_attention_heads": 2, "cross_attention_head_dim": 12,
         "sample_size": 8,
     },
+    "SanaWMTransformer3DModel": {"linear_head_dim": 16, "chunk_plucker_channels": 6, "caption_channels": 24},
     "BriaTransformer2DModel": {"pooled_projection_dim": None}, "BriaFiboTransformer2DModel": {"text_encoder_dim": 12},
     "BriaFibo2Transformer2DModel": {
         "n_refiner_layers": 1, "injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 4,
@@ -346,6 +347,11 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # additional inputs by class
     },
     "QwenImage21Transformer2DModel": lambda: {
         "img_mask": torch.tensor([[False] * 5 + [True] * 6] * 2), "encoder_hidden_states_mask": None,
+    },
+    "SanaWMTransformer3DModel": lambda: {
+        "encoder_hidden_states": _randn(2, 1, 5, 24), "timestep": torch.randint(1000, (2, 1, 3)),
+        "camera_conditions": torch.cat([torch.eye(4).flatten(), torch.tensor([8.0, 8.0, 6.0, 4.0])]).expand(2, 3, 20),
+        "chunk_plucker": _randn(2, 6, 3, 8, 12),
     },
     "StableAudio3DiTModel": lambda: {
         "hidden_states": _randn(1, 8, 32), "timestep": torch.tensor([0.5]), "encoder_hidden_states": _randn(1, 5, 24),

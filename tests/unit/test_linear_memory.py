@@ -389,30 +389,37 @@ def test_sana_wm(both):
     sana = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm")
     batch, heads, width, frames, size = 2, 3, 12, 5, 8
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, heads, frames * size, width, generator=generator) for _ in range(3))
-    scaled = k * (width * size) ** -0.5
+    q, k, v = (torch.randn(batch, frames * size, heads, width, generator=generator) for _ in range(3))
     beta = torch.rand(batch, heads, frames, size, generator=generator)
     decay = torch.rand(batch, heads, frames, generator=generator) * 0.5 + 0.5
     omega = torch.randn(1, width // 2, 3, generator=generator)
     grid = Grid((frames, 2, 4))
-    options = {"map": "rotate", "omega": omega, "positions": grid, "pairs": "interleaved", "block": size, "eps": 1e-15}
-    directions = "both" if both else "forward"
-    o = linear_attention(
-        q, scaled, v, gate=beta.flatten(2), decay=decay, rule="delta", directions=directions, **options
-    )  # fmt: skip
-    angles = torch.polar(torch.ones(frames * size, width // 2), grid.coordinates().float() @ omega[0].T)
-    rows = [x.relu().mT for x in (q, k, v)]
-    rows[2] = v.mT
-    if both:
-        core = sana.SanaWMBidirectionalGDNAttention()
-        right = core(
-            *(x.permute(0, 3, 1, 2) for x in rows), beta, decay, torch.zeros(1), frames, rotary_emb=angles[None, None]
-        ).unflatten(-1, (heads, width)).transpose(1, 2)  # fmt: skip
-    else:
-        key = rows[1] * (width * size) ** -0.5
-        rotated = [sana._apply_rotary_emb(x, angles[None, None]) for x in (rows[0], key)]
-        right = sana.torch_chunk_sana_gdn(rows[0], key, rows[2], *rotated, beta, decay, eps=0.0).mT
+    angles = torch.polar(torch.ones(frames * size, width // 2), grid.coordinates().float() @ omega[0].T)[None, None]
+    scale = (width * size) ** -0.5
+
+    def ours(q, k, v, beta, decay):
+        return linear_attention(
+            q.transpose(1, 2), k.transpose(1, 2) * scale, v.transpose(1, 2), map="rotate", omega=omega, positions=grid,
+            pairs="interleaved", block=size, eps=1e-15, gate=beta.flatten(2), decay=decay, rule="delta",
+            directions="both" if both else "forward",
+        )  # fmt: skip
+
+    def stock(q, k, v, beta, decay):
+        q, k = q.relu(), k.relu()
+        if both:
+            core = sana.SanaWMBidirectionalGDNAttention()
+            o = core(q, k, v, beta, decay, torch.zeros(1), frames, rotary_emb=angles)
+            return o.unflatten(-1, (heads, width)).transpose(1, 2)
+        q, k, v = (x.permute(0, 2, 3, 1) for x in (q, k * scale, v))
+        rotated = [sana._apply_rotary_emb(x, angles) for x in (q, k)]
+        return sana.torch_chunk_sana_gdn(q, k, v, *rotated, beta, decay, eps=0.0).mT
+
+    leaves = [x.requires_grad_() for x in (q, k, v, beta, decay)]
+    o, right = ours(*leaves), stock(*leaves)
     torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+    do = torch.randn(o.shape, generator=generator)
+    for found, dx in zip(*(torch.autograd.grad(y, leaves, do) for y in (o, right)), strict=True):
+        torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-5 * dx.abs().max().item())
 
 
 # --- the module -----------------------------------------------------------------------------------------------------
