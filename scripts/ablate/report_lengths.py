@@ -61,7 +61,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s per training."
+        f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
+        "per training."
     ]
     return "\n".join(lines) + "\n"
 

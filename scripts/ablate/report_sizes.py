@@ -113,7 +113,7 @@ def how_long(training: dict[str, Any]) -> str:
 
 
 def how_run(training: dict[str, Any]) -> str:
-    graphs = ", as CUDA graphs" if training.get("cuda_graphs") else ""
+    graphs = ", with CUDA graphs" if training.get("cuda_graphs") else ""
     return f", compiled{graphs}" if training["compile"] else ""
 
 
@@ -129,9 +129,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     fewest, seeds = groups.nunique().min(), groups.nunique().max()
     number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
     scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list {task.measure} ({', '.join(settings['data'])}): {scheme}. The first column is the training "
+        f"The tables list the {measure} ({', '.join(settings['data'])}): {scheme}. The first column is the training "
         "size, the only size that the model saw in training. Rows are sorted by that column. Each training ran "
         f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
@@ -157,7 +158,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         "",
         *_trainings(results, ranking),
     ]
-    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:

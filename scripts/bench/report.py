@@ -18,6 +18,7 @@ from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
+from ..common.provenance import name_commits
 from . import front, linear_report
 from .layers import TEXT_WORKLOADS, WORKLOADS
 from .measure import COLUMNS, HERE, KEY, PASSES
@@ -69,8 +70,9 @@ def render(rows: pd.DataFrame) -> str:
     """Render the section as markdown; empty if nothing was measured."""
     if not len(rows):
         return ""
-    one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton", "commit")}
-    lines = [f"{one['gpu']}, torch {one['torch']}, triton {one['triton']}, commit {one['commit']}."]
+    one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}
+    commits = name_commits(ordered(v for v in rows["commit"] if v) or ["unknown"])
+    lines = [f"Measured on {one['gpu']}, torch {one['torch']}, triton {one['triton']}, {commits}."]
     speeds: Any = rows.copy_gbps.dropna()
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
@@ -200,7 +202,7 @@ def pivot(file: Path) -> str:
             line.append("" if row is None else f"{float(row[shown.value]):.{shown.digits}f}{more}")
         lines.append(line)
     first = rows.iloc[0]
-    here = f"{first.gpu}, {first.versions}, commit {', '.join(dict.fromkeys(rows.commit))}."
+    here = f"Measured on {first.gpu}, {first.versions}, {name_commits(rows.commit)}."
     return "\n".join([f"{shown.text} {here}", "", *table(["", *impls], lines)])
 
 

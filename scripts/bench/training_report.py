@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..common.markdown import table
+from ..common.provenance import name_commits
 
 HOW = (
     "Values are medians of interleaved steps in bfloat16. (host) means that the CPU spends at least 90% of the step "
@@ -22,8 +23,8 @@ def read(file: Path) -> pd.DataFrame:
 
 
 def where(rows: pd.DataFrame) -> str:
-    gpu, versions, commit = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions", "commit"))
-    return f"{gpu}, {versions}, commit {commit}"
+    gpu, versions = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions"))
+    return f"Measured on {gpu}, {versions}, {name_commits(rows['commit'])}"
 
 
 def host(row: Any) -> str:
