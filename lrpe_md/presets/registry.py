@@ -27,25 +27,25 @@ SKIP, DIAGONAL, LINE = Tokens(0, "skip"), Tokens(0, "diagonal"), Tokens(0, "axis
 
 SCHEMES: dict[str, Scheme] = {
     "eva02": Scheme(
-        """EVA-02 and timm's other rope ViTs (arXiv 2303.11331; timm ``RotaryEmbeddingCat``).
+        """EVA-02 and timm's other RoPE ViTs (arXiv 2303.11331; timm ``RotaryEmbeddingCat``).
 
-        (h, w) are scaled to a 16×16 grid, the size used in pre-training. Class and register tokens are not rotated.
+        h and w are scaled to a 16×16 grid, the size used in pre-training. Class and register tokens are not rotated.
         """,
         64, Axial((1, 1)), reference=(16, 16), tokens=SKIP,
     ),
     "rope_vit_axial": Scheme(
         """RoPE-Axial of RoPE-ViT (arXiv 2403.13298; timm ``vit_*_patch16_rope_224``).
 
-        (x, y): the first block of channels belongs to the column. Base 100. Positions are not rescaled when the image
-        size changes.
+        Positions are (x, y), so the first block of channels encodes the column. The base is 100. Positions are not
+        rescaled when the image size changes.
         """,
         64, Axial((1, 1), 100.0, axis_order="minor_first"), tokens=SKIP,
     ),
     "rope_vit_mixed": Scheme(
         """RoPE-Mixed of RoPE-ViT (arXiv 2403.13298; timm ``RotaryEmbeddingMixed``), learned per layer and head.
 
-        Each head starts with one random angle: half of its pairs lie along that direction, half across it. Frequencies
-        have no weight decay. In timm, the parameter (2, depth, H, C) is ordered (x, y): to get "omega" in the
+        Each head starts with one random direction: half of its pairs point along it, half across it. Frequencies have
+        no weight decay. timm's parameter (2, depth, H, C) has the order (x, y). To convert it to "omega" in the
         state_dict of layer i, use ``freqs[:, i].flip(0).permute(1, 2, 0)``.
         """,
         64, Dense(2, f.random_plane, base=10.0), tokens=SKIP, learned=True,
@@ -53,12 +53,12 @@ SCHEMES: dict[str, Scheme] = {
     "dinov3": Scheme(
         """DINOv3 (arXiv 2508.10104; timm ``RotaryEmbeddingDinoV3``).
 
-        Positions are cell centres in [-1, 1], where each axis is scaled by its own size; the option ``by`` also takes
-        "shorter" or "longer". Periods are 100^(i/n), so ω = 2π / period. One class token and four register tokens are
-        not rotated. The model was trained with random rescaling. The published weights store the periods in bfloat16;
-        timm and this preset do not round them. To match the published weights, round them yourself: with ``made =
-        preset("dinov3")`` and ``periods = (2 * math.pi / made.omega).bfloat16().double()``, use
-        ``PresetMd(dataclasses.replace(made, omega=2 * math.pi / periods))``.
+        Positions are cell centres in [-1, 1], and each axis is scaled by its own size. To scale by one side instead,
+        set the option ``by`` to "shorter" or "longer". Periods are 100^(i/n), so ω = 2π / period. One class token and
+        four register tokens are not rotated. The model was trained with random rescaling. The published weights store
+        the periods in bfloat16, but timm and this preset do not round them. To match the published weights, round the
+        periods yourself: with ``made = preset("dinov3")`` and ``periods = (2 * math.pi /
+        made.omega).bfloat16().double()``, use ``PresetMd(dataclasses.replace(made, omega=2 * math.pi / periods))``.
         """,
         64, Axial((1, 1), 100.0, series=f.periods),
         pairs="half", grid=f.cells, tokens=SKIP, augment={"rescale": 2.0},
@@ -66,60 +66,61 @@ SCHEMES: dict[str, Scheme] = {
     "perception_encoder": Scheme(
         """Perception Encoder (arXiv 2504.13181; timm ``vit_pe_*``).
 
-        (x, y) are counted from 1 and then scaled to the grid of pre-training: 24×24, for patches of 16 at 384 pixels.
-        The class token is not rotated. The gigantic model counts from 0: use ``offset=0`` and ``reference=(32, 32)``.
+        x and y are counted from 1, then scaled to the pre-training grid: 24×24, for patches of 16 pixels at 384 pixels.
+        The class token is not rotated. The gigantic model counts from 0. For it, use ``offset=0`` and ``reference=(32,
+        32)``.
         """,
         64, Axial((1, 1), axis_order="minor_first"), grid=f.counted, reference=(24, 24), tokens=SKIP,
     ),
     "pixtral": Scheme(
         """Pixtral's vision tower (arXiv 2410.07073; transformers ``PixtralVisionRotaryEmbedding``).
 
-        Rows use the even members of one series, columns the odd ones. Images are packed, and each attends only to
-        itself.
+        Rows use the even frequencies of one series, columns the odd ones. Images are packed, and each image attends
+        only to itself.
         """,
         64, Axial((1, 1), axis_map="even_odd"), pairs="half",
     ),
     "qwen2_vl_vision": Scheme(
         """The vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (arXiv 2409.12191; transformers).
 
-        (h, w), the same in every frame. Tokens come in blocks of 2×2 that are merged later, so positions are a table;
-        the option ``merge`` sets the block size. Shapes are in patches. Qwen2.5-VL also sorts the blocks by window
-        (:func:`window_order`).
+        Positions are (h, w), the same in every frame. Tokens are ordered in blocks of 2×2 that are merged later, so
+        positions are a table. The option ``merge`` sets the block size. Shapes are in patches. Qwen2.5-VL also sorts
+        the blocks by window (:func:`window_order`).
         """,
         80, Axial((1, 1)), pairs="half", grid=f.merged, row_major=False,
     ),
     "qwen2_vl": Scheme(
         """M-RoPE of Qwen2-VL's language model (arXiv 2409.12191; transformers ``Qwen2VLRotaryEmbedding``).
 
-        One series is split into sections: t has the first quarter, h and w three eighths each. Text has the same
+        One series is split into sections: t gets the first quarter, h and w get three eighths each. Text has the same
         position on all axes. An image or video starts after the tokens before it, and the next segment starts after its
-        largest position. This follows the paper; transformers 5 advances by the height or width instead, so long videos
-        differ. Shapes (T, H, W) are in merged tokens. Base 1e6; with head_dim 128, the axes have 16, 24 and 24 pairs.
+        largest position. This rule follows the paper. transformers 5 advances by the height or width instead, so long
+        videos differ. Shapes (T, H, W) are in merged tokens. The base is 1e6. With head_dim 128, the axes have 16, 24
+        and 24 pairs.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "qwen3_vl": Scheme(
         """Interleaved M-RoPE of Qwen3-VL (arXiv 2511.21631; transformers ``Qwen3VLTextRotaryEmbedding``).
 
-        The pairs of one series are assigned in turn, t h w t h w .., and the remaining ones go to t: 24, 20 and 20
-        pairs of 64. Otherwise it is like ``qwen2_vl``, but each frame is a separate grid, preceded by its timestamp as
-        text.
+        The pairs of one series are assigned in turn, t h w t h w .., and the remaining pairs go to t: 24, 20 and 20 of
+        64. The rest is like ``qwen2_vl``, except that each frame is a separate grid, preceded by its timestamp as text.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "flux1": Scheme(
         """FLUX.1 (diffusers ``FluxPosEmbed``), float64.
 
-        (0, h, w). Text is at zero and comes before the image. FLUX.1 Kontext's reference image has a 1 on the first
-        axis.
+        Image positions are (0, h, w). Text is at zero and comes before the image. For FLUX.1 Kontext's reference image,
+        the first coordinate is 1.
         """,
         128, Axial((2, 7, 7)), grid=f.video, tokens=Tokens(0, "zero"), apart=(1, 0, 0),
     ),
     "flux2": Scheme(
         """FLUX.2 (diffusers ``Flux2PosEmbed``), float64.
 
-        (0, h, w, 0). Text is at (0, 0, 0, l) and comes before the image. Base 2000. Reference images are 10 apart on
-        axis 0.
+        Image positions are (0, h, w, 0). Text is at (0, 0, 0, l) and comes before the image. The base is 2000.
+        Reference images are 10 apart on axis 0.
         """,
         128, Axial((1, 1, 1, 1), 2000.0), grid=f.layered, tokens=Tokens(0, "axis", 3),
         apart=(10, 0, 0, 0),
@@ -134,8 +135,8 @@ SCHEMES: dict[str, Scheme] = {
     "qwen_image": Scheme(
         """Qwen-Image (arXiv 2508.02324; diffusers ``QwenEmbedRope``).
 
-        (frame, h - (H - H//2), w - (W - W//2)). Text lies on the diagonal, starting at max(H//2, W//2), and comes
-        before the images. Reference images count as further frames.
+        Positions are (frame, h - (H - H//2), w - (W - W//2)). Text lies on the diagonal, starting at max(H//2, W//2),
+        and comes before the images. Reference images count as additional frames.
         """,
         128, Axial((2, 7, 7)), grid=f.centred, tokens=DIAGONAL,
         tokens_start=f.behind_centred, apart=(1, 0, 0),
@@ -143,9 +144,9 @@ SCHEMES: dict[str, Scheme] = {
     "cogvideox": Scheme(
         """CogVideoX (arXiv 2408.06072; diffusers ``get_3d_rotary_pos_embed``).
 
-        (t, h, w), where h and w cover the largest crop with the same aspect ratio in the training grid, ``size``: 30×45
-        for the 5B model. With ``size=None`` they are plain indices, as in CogVideoX 1.5. Text comes first and is not
-        rotated.
+        Positions are (t, h, w). h and w cover the largest crop of the training grid that has the same aspect ratio. The
+        option ``size`` sets that grid: 30×45 for the 5B model. With ``size=None``, h and w are plain indices, as in
+        CogVideoX 1.5. Text comes first and is not rotated.
         """,
         64, Axial((2, 3, 3)), grid=f.crop, tokens=SKIP,
     ),
@@ -167,9 +168,9 @@ SCHEMES: dict[str, Scheme] = {
     "mochi": Scheme(
         """Mochi 1 (genmo 2024; diffusers ``MochiRoPE``): frequencies are learned per head and shared by all layers.
 
-        t counts frames; h and w are centred and scaled so that the area is 192² (option ``area``). Text is not rotated.
-        To get "omega" in the state_dict from a checkpoint's parameter (3, H, C), use ``pos_frequencies.permute(1, 2,
-        0)``. diffusers initialises it with zeros, this preset with random directions.
+        t counts frames. h and w are centred, and scaled so that the area is 192² (option ``area``). Text is not
+        rotated. To convert a checkpoint's parameter (3, H, C) to "omega" in the state_dict, use
+        ``pos_frequencies.permute(1, 2, 0)``. diffusers initialises it with zeros, this preset with random directions.
         """,
         128, Dense(3, f.random_frames, base=1e4), grid=f.same_area, tokens=SKIP, learned=True,
         shared=True,
@@ -177,8 +178,8 @@ SCHEMES: dict[str, Scheme] = {
     "cosmos": Scheme(
         """Cosmos-Predict (arXiv 2501.03575; diffusers ``CosmosRotaryPosEmbed``).
 
-        Each axis has a third of the pairs, and t also gets the remainder: 22, 21, 21. The base of t is stretched by a
-        factor of 2 (NTK). With ``fps``, t counts 24ths of a second, otherwise frames. Text enters through
+        Each axis has a third of the pairs, and t also gets the remainder: 22, 21, 21. The base for t is stretched by a
+        factor of 2 (NTK). t counts 24ths of a second if you pass ``fps``, and frames otherwise. Text enters through
         cross-attention and is not rotated. The learned absolute positions of the 14B models are not included.
         """,
         128, Axial((1, 1, 1), remainder=0, scaling=(partial(ntk_scaling, factor=2.0), None, None)), pairs="half",
@@ -195,8 +196,8 @@ SCHEMES: dict[str, Scheme] = {
     "cosformer": Scheme(
         """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length, counted from 1.
 
-        Θ = π (i + 1) / (2 M), where M is the longer length of queries and keys; the option ``longest`` sets it, and the
-        default is the current length. The two halves of the output are [sin, cos]. relu is applied to q and k.
+        Θ = π (i + 1) / (2 M), where M is the longer of the query and key lengths. To set M, use the option ``longest``;
+        the default is the current length. The two halves of the output are [sin, cos]. relu is applied to q and k.
         """,
         64, Axial((1,), None, series=f.quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=f.portion,
@@ -204,7 +205,7 @@ SCHEMES: dict[str, Scheme] = {
     "pope": Scheme(
         """PoPE (arXiv 2509.10534): the cosine map with softplus, and a phase on the keys.
 
-        One frequency per channel, 10000^(-c/d). The phase is learned per head and channel, and kept in [-2π, 0].
+        Each channel has one frequency, 10000^(-c/d). The phase is learned per head and channel, and kept in [-2π, 0].
         """,
         64, Axial((1,)), map="cosine", act="softplus", tokens=Tokens(0, "axis"), after=(0,),
         phase="k", phase_range=(-2 * math.pi, 0.0),
@@ -212,22 +213,23 @@ SCHEMES: dict[str, Scheme] = {
     "gemma4_vision": Scheme(
         """The vision tower of Gemma 4 (transformers ``Gemma4VisionRotaryEmbedding``).
 
-        (x, y): the first half of a head belongs to the column. Base 100. Within each half, pairs use the half layout.
+        Positions are (x, y), so the first half of a head encodes the column. The base is 100. Within each half, pairs
+        use the half layout.
         """,
         64, Axial((1, 1), 100.0, axis_order="minor_first"), pairs="blocks",
     ),
     "llama4_vision": Scheme(
         """The vision tower of Llama 4 (transformers ``Llama4VisionRotaryEmbedding``).
 
-        (x, y), counted from 1. The class token comes last and is not rotated.
+        Positions are (x, y), counted from 1. The class token comes last and is not rotated.
         """,
         88, Axial((1, 1), axis_order="minor_first"), grid=f.counted, tokens=SKIP,
     ),
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        (t, h, w) with a third of the pairs each. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
-        the half layout. Tokens come in blocks of 2×2 as in Qwen2-VL (option ``merge``).
+        t, h and w have a third of the pairs each. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
+        the half layout. Tokens are ordered in blocks of 2×2, as in Qwen2-VL (option ``merge``).
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
     ),
@@ -243,8 +245,8 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_5": Scheme(
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
-        Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn, t h w t h w ..: 11, 11 and 10.
-        Base 1e7. After an image, positions continue from the larger of its height and width.
+        Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn, t h w t h w .., which makes 11,
+        11 and 10. The base is 1e7. After an image, positions continue from the larger of the image's height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
@@ -252,8 +254,8 @@ SCHEMES: dict[str, Scheme] = {
     "ernie4_5_vl": Scheme(
         """ERNIE-4.5-VL's language model (transformers ``Ernie4_5_VLMoeTextRotaryEmbedding``).
 
-        One series: h and w alternate on the first 44 pairs, and t has the last 20. After an image or video, positions
-        continue from the larger of its height and width.
+        All axes share one series of frequencies. h and w alternate on the first 44 pairs, and t has the last 20. After
+        an image or video, positions continue from the larger of the height and width.
         """,
         128, Axial((10, 11, 11), 5e5, axis_map=((1, 2), (0,))), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2),
         advance=(1, 2),
@@ -261,9 +263,9 @@ SCHEMES: dict[str, Scheme] = {
     "glm4v": Scheme(
         """GLM-4.1V's language model (arXiv 2507.01006; transformers ``Glm4vTextRotaryEmbedding``).
 
-        Like ``qwen2_vl``, with interleaved pairs. Checkpoints rotate only the first half of a head: use
-        ``rotary_dim=64`` of 128, with 8, 12 and 12 pairs. By default this preset rotates the whole head, like the
-        default configuration.
+        It is like ``qwen2_vl``, but with interleaved pairs. By default, this preset rotates the whole head, like the
+        model's default configuration. Published checkpoints rotate only the first half of a head. For them, pass
+        ``rotary_dim=64`` with head_dim 128, which makes 8, 12 and 12 pairs.
         """,
         128, Axial((2, 3, 3), axis_map="chunk"), grid=f.video, tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
     ),
@@ -271,51 +273,53 @@ SCHEMES: dict[str, Scheme] = {
         """Z-Image (arXiv 2511.22699; diffusers ``transformer_z_image.RopeEmbedder``), float64.
 
         The image comes first, followed by its text at (1 + i, 0, 0). The image is at (1 + L, h, w), where L is the
-        length of the text. Base 256. Both are padded to multiples of 32: padding of the text continues its count, and
-        padding of the image is at zero.
+        length of the text. The base is 256. Text and image are padded to multiples of 32. Text padding continues the
+        text's count, and image padding is at zero.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=Tokens(0, "axis", 0, 1), tokens_first=True, after=(0,),
     ),
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        (0, h, w) with a half and two quarters of the pairs. Text is at zero and comes after the image.
+        Positions are (0, h, w). The first axis has half of the pairs, h and w a quarter each. Text is at zero and comes
+        after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),
     "cogview4": Scheme(
         """CogView4 (diffusers ``CogView4RotaryPosEmbed``).
 
-        (h, w) = ⌊i · 256 / n⌋, as integers (option ``size``). Text comes first and is not rotated.
+        Each of h and w is ⌊i · 256 / n⌋, an integer (the option ``size`` replaces 256). Text comes first and is not
+        rotated.
         """,
         128, Axial((1, 1)), pairs="half", grid=f.rounded_down, tokens=SKIP,
     ),
     "glm_image": Scheme(
         """GLM-Image (diffusers ``GlmImageRotaryPosEmbed``).
 
-        (h, w), in the half layout. Text comes first and is not rotated.
+        Positions are (h, w), and pairs use the half layout. Text comes first and is not rotated.
         """,
         128, Axial((1, 1)), pairs="half", tokens=SKIP,
     ),
     "hunyuan_image": Scheme(
         """HunyuanImage 2.1 (diffusers ``HunyuanImageRotaryPosEmbed``).
 
-        (h, w). Base 256. Text comes after the image and is not rotated.
+        Positions are (h, w). The base is 256. Text comes after the image and is not rotated.
         """,
         128, Axial((1, 1), 256.0), tokens=SKIP,
     ),
     "hunyuan_video15": Scheme(
         """HunyuanVideo-1.5 (arXiv 2511.18870; diffusers ``HunyuanVideo15RotaryPosEmbed``).
 
-        Like HunyuanVideo: base 256, with unrotated text after the video.
+        It is like HunyuanVideo: the base is 256, and unrotated text comes after the video.
         """,
         128, Axial((2, 7, 7), 256.0), grid=f.video, tokens=SKIP,
     ),
     "allegro": Scheme(
         """Allegro (arXiv 2410.15458; diffusers ``get_3d_rotary_pos_embed_allegro``).
 
-        Each axis is divided by a factor (option ``by``). Within the third of each axis, pairs use the half layout. Text
-        enters through cross-attention and is not rotated.
+        Each axis is divided by a factor (option ``by``). Within each axis's third of the channels, pairs use the half
+        layout. Text enters through cross-attention and is not rotated.
         """,
         96, Axial((1, 1, 1)), pairs="blocks", grid=partial(f.divided, by=(2.2, 2.0, 2.0)),
     ),
@@ -330,23 +334,24 @@ SCHEMES: dict[str, Scheme] = {
     "sana_video": Scheme(
         """SANA-Video (arXiv 2509.24695; diffusers ``transformer_sana_video.WanRotaryPosEmbed``), float64.
 
-        Like Wan, but for linear attention: relu is applied to q and k before the rotation, and the normaliser uses them
-        unrotated.
+        It is like Wan, but for linear attention. relu is applied to q and k before the rotation, and the normaliser
+        uses the unrotated q and k.
         """,
         112, Axial((1, 1, 1), remainder=0), act="relu", grid=f.video,
     ),
     "chronoedit": Scheme(
         """ChronoEdit (arXiv 2510.04290; diffusers ``ChronoEditRotaryPosEmbed``), float64.
 
-        Like Wan, but the two frames (the image and its edit) are the first and the last of 8 (option ``skip``).
+        It is like Wan, but with two frames, the image and its edit. They have the positions of the first and last of 8
+        frames (option ``skip``).
         """,
         128, Axial((1, 1, 1), remainder=0), grid=f.two_apart,
     ),
     "ltx": Scheme(
         """LTX-Video (arXiv 2501.00103; diffusers ``LTXVideoRotaryPosEmbed``).
 
-        The channels of all heads are treated as one vector: t, h and w alternate, each with frequencies from π/2 up to
-        10000 π/2. The pairs left over, at the front, are not rotated. (t, h, w) are in [-1, 1] over 20 seconds and
+        The channels of all heads are treated as one vector. t, h and w alternate, each with frequencies from π/2 up to
+        10000 π/2. The remaining pairs, at the front, are not rotated. t, h and w are in [-1, 1] over 20 seconds and
         2048×2048 pixels (options ``fps``, ``steps``, ``trained``). Text enters through cross-attention.
         """,
         64, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
@@ -355,9 +360,9 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2": Scheme(
         """LTX-2's video (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        Like LTX, with the half layout within each head (``rope_type="split"``). Positions are the centres of the
-        interval that a latent covers; the first latent covers a single frame (options ``fps``, ``steps``, ``trained``).
-        Text enters through cross-attention.
+        It is like LTX, but with the half layout within each head (``rope_type="split"``). Each position is the centre
+        of the interval that a latent covers. The first latent covers a single frame (options ``fps``, ``steps``,
+        ``trained``). Text enters through cross-attention.
         """,
         128, Axial((1, 1, 1), series=f.rising, axis_map="alternate", remainder="front", across_heads=True),
         pairs="half", num_heads=32, grid=f.causal_video,
@@ -365,8 +370,8 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_audio": Scheme(
         """LTX-2's audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        One axis, in seconds. Positions are the centres of the intervals that the latents cover: 4 frames of a
-        spectrogram with 100 frames per second, in [-1, 1] over 20 seconds.
+        The only axis is time, in [-1, 1] over 20 seconds. Each position is the centre of the interval that a latent
+        covers: 4 frames of a spectrogram with 100 frames per second.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
         grid=f.causal_audio,
@@ -374,8 +379,8 @@ SCHEMES: dict[str, Scheme] = {
     "ltx2_cross": Scheme(
         """LTX-2's attention between video and audio (arXiv 2601.03233; diffusers ``LTX2AudioVideoRotaryPosEmbed``).
 
-        Only time, in seconds: a shape (T, H, W) is a video, and (N,) is audio. Queries and keys have separate
-        positions.
+        The only axis is time, in seconds. A shape (T, H, W) is a video, and (N,) is audio. Queries and keys have
+        separate positions.
         """,
         64, Axial((1,), series=f.rising, remainder="front", across_heads=True), pairs="half", num_heads=32,
         grid=f.causal_time,
@@ -383,14 +388,15 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_h3": Scheme(
         """MiniMax-H3 (diffusers ``MiniMaxH3RotaryPosEmbed``).
 
-        The first three quarters of a head are rotated, a third for each axis, with the half layout across all three.
+        The first three quarters of a head are rotated. Each axis has a third of them, and the half layout spans all
+        three.
         """,
         128, Axial((1, 1, 1)), pairs="half", rotary=(0, 0.75), grid=f.video,
     ),
     "rope_1d": Scheme(
         """RoPE (arXiv 2104.09864): one axis for any shape, in the half layout, as in Llama (transformers).
 
-        A video or an image is read row by row, like text; comparisons call this "vanilla RoPE".
+        A video or image is read row by row, like text. Papers that compare encodings call this "vanilla RoPE".
         """,
         128, Axial((1,)), pairs="half", grid=f.sequence, tokens=LINE, after=(0,),
     ),
@@ -404,7 +410,7 @@ SCHEMES: dict[str, Scheme] = {
     "mrope_interleave": Scheme(
         """MRoPE-I (arXiv 2510.23095): frequencies of ``qwen3_vl``; h and w of an image start at zero.
 
-        t continues after the tokens before the image; the next segment starts after the largest position in the image.
+        t continues after the tokens before the image. The next segment starts after the largest position in the image.
         The option ``stride`` scales t.
         """,
         128, Axial((6, 5, 5), 5e6, axis_map="stride"), pairs="half", grid=f.strided, tokens=DIAGONAL, after=(0,),
@@ -421,7 +427,8 @@ SCHEMES: dict[str, Scheme] = {
     "videorope": Scheme(
         """VideoRoPE (arXiv 2502.05173; Wiselnn570/VideoRoPE): h and w alternate on the fast pairs; t has the slow ones.
 
-        Frames lie on the diagonal: t = stride · i, with h and w around it. The next segment starts after the last t.
+        Frames lie on the diagonal: t = stride · i, and h and w are centred around t. The next segment starts after the
+        last t.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,))), pairs="half", grid=f.diagonal, tokens=DIAGONAL,
         after=(0, 1, 2), advance=(0,),
@@ -429,7 +436,7 @@ SCHEMES: dict[str, Scheme] = {
     "hope": Scheme(
         """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE without the frequencies of t.
 
-        The model was trained with a random ``stride`` between 0.5 and 1.5 for each video.
+        In training, each video had a random ``stride`` between 0.5 and 1.5.
         """,
         128,
         Axial((2, 3, 3), 1e6, axis_map=((1, 2), (0,)), scaling=(f.no_turn, None, None)), pairs="half",
@@ -438,8 +445,9 @@ SCHEMES: dict[str, Scheme] = {
     "circle_rope": Scheme(
         """Circle-RoPE (arXiv 2505.16416; lose4578/CircleRoPE): an image lies on a circle around the text's diagonal.
 
-        Every image token has the same distance from a text token. Options are ``radius``, ``alpha`` (weight of the
-        angle; the rest is the token's index), ``mix`` (weight of the plane) and ``stride`` (between frames).
+        All image tokens are at the same distance from a text token. The options are ``radius``, ``alpha`` (the weight
+        of the angle, while the token's index gets the rest), ``mix`` (the weight of the plane) and ``stride`` (between
+        frames).
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
     ),
@@ -462,7 +470,7 @@ SCHEMES: dict[str, Scheme] = {
     "mm_rope": Scheme(
         """MM-RoPE of Lumos-1 (arXiv 2507.08801): the pairs of one series are assigned t t h w h w h w, repeatedly.
 
-        Otherwise it is like ``qwen2_vl``. Set ``scale=(4, 8, 8)`` if positions are counted in pixels.
+        The rest is like ``qwen2_vl``. Set ``scale=(4, 8, 8)`` if positions are counted in pixels.
         """,
         128, Axial((2, 3, 3), 1e4, axis_map=((0, 0, 1, 2, 1, 2, 1, 2),)), pairs="half", grid=f.scaled,
         tokens=DIAGONAL, after=(0, 1, 2),

@@ -49,10 +49,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"Bits per byte of held-out text, {scheme}. Rows are sorted by the longest length. Trained at length "
-        f"{trained} for {training['steps']:,} steps of {training['batch']} windows, evaluated at each length on the "
-        f"same {training['test_bytes']:,} bytes; + linear, ntk, yarn: stretched by length / {trained} at evaluation, "
-        "without training.",
+        f"The table lists bits per byte of held-out text: {scheme}. Rows are sorted by the longest length. Models were "
+        f"trained at length {trained} for {training['steps']:,} steps, with {training['batch']} windows per step. "
+        f"Each length is evaluated on the same {training['test_bytes']:,} bytes. For + linear, ntk and yarn, positions "
+        f"are stretched by length / {trained} at evaluation, without further training.",
         "",
     ]
     rows = [
@@ -61,7 +61,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"{describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s per training."
+        f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
+        "per training."
     ]
     return "\n".join(lines) + "\n"
 

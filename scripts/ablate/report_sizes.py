@@ -15,7 +15,7 @@ from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the trained grid"}
+POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the training grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -107,18 +107,18 @@ def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 def how_long(training: dict[str, Any]) -> str:
     seconds = training.get("seconds")
-    return f"Trained for as many steps as fit into {seconds:g} s, not counting the first ones," if seconds else (
+    return f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
 
 
 def how_run(training: dict[str, Any]) -> str:
-    graphs = ", as CUDA graphs" if training.get("cuda_graphs") else ""
+    graphs = ", with CUDA graphs" if training.get("cuda_graphs") else ""
     return f", compiled{graphs}" if training["compile"] else ""
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the tables, best at the trained size first."""
+    """Render the tables, best at the training size first."""
     settings = config["settings"]
     task, training = TASKS[settings["task"]], settings["training"]
     digits = 1 if task.higher else 4
@@ -129,12 +129,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     fewest, seeds = groups.nunique().min(), groups.nunique().max()
     number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
     scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
-    measure = task.measure[0].upper() + task.measure[1:]
+    measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"{measure} ({', '.join(settings['data'])}), {scheme}. The first column is the trained size, and rows are "
-        f"sorted by it. {how_long(training)} with batches of {training['batch']}, {precision}{how_run(training)}. "
-        "The model saw no other sizes in training.",
+        f"The tables list the {measure} ({', '.join(settings['data'])}): {scheme}. The first column is the training "
+        "size, the only size that the model saw in training. Rows are sorted by that column. Each training ran "
+        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -146,19 +146,19 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
-                ": mean ± half of Student's 95% interval; bold if it excludes zero. This is not corrected for the "
-                "number of comparisons: by chance, one interval in twenty excludes zero"
+                ". The tables list the mean ± half the width of Student's 95% interval. Bold intervals exclude zero. "
+                "They are not corrected for the number of comparisons: by chance, one interval in twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
-        lines += [f"Difference from {baseline} {what}.", "", *_differences(results, ranking, baseline, digits)]
+        lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        "Medians over all runs, and the largest rise of the training loss in any run. A rise far above the "
-        "others means that the learning rate was too high for that encoding.",
+        "The table lists medians over all runs, and the largest rise in training loss in any run. If a rise is far "
+        "above the others, the learning rate was too high for that encoding.",
         "",
         *_trainings(results, ranking),
     ]
-    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:

@@ -133,8 +133,9 @@ TASKS = {
         plots={"accuracy.png": "trained", "resolution.png": "sizes"}, full=Full(MORE_DIGITS, 5, {"steps": 2100}),
         data=("digits",),
         note=(
-            "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table "
-            "only in the second. With 450 test images, the standard error is 1.0 at an accuracy of 95%."
+            "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm. The "
+            "sin-cos table is only resampled for rescaled positions. With 450 test images, "
+            "the standard error is 1.0 at an accuracy of 95%."
         ),
     ),
     "image": Task(
@@ -148,7 +149,10 @@ TASKS = {
         },
         {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"},
         accuracy, "accuracy, %", True, on_gpu=FAST,
-        note="A learned table is resampled to the grid of the image in both tables; the sin-cos table in the second.",
+        note=(
+            "Learned position tables are resampled to the image's grid for both kinds of positions, and the sin-cos "
+            "table only for rescaled positions."
+        ),
     ),
     "video": Task(
         video.VideoTraining, video.run,
@@ -164,7 +168,7 @@ TASKS = {
             "parts": 4, "test_samples": 8,
         },
         accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
-        note="A learned table is resampled to the grid of the clip in both tables.",
+        note="Learned position tables are resampled to the clip's grid for both kinds of positions.",
     ),
     "diffusion": Task(
         diffusion.DiffusionTraining, diffusion.run,

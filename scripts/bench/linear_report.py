@@ -64,8 +64,9 @@ def linear_table(rows: Any) -> str:
         return ""
     works = list(dict.fromkeys(measured.workload))
     lines = [
-        "**Linear attention**: share of the copy's speed (4·BHND elements forward, 7·BHND backward), and milliseconds "
-        f"in brackets. Medians in bfloat16 with a cold L2 cache. {where(measured)}.",
+        "**Linear attention.** The table lists the share of the copy's speed, and milliseconds in brackets. The "
+        "forward must move 4·BHND elements, the backward 7·BHND. Times are medians in bfloat16 with a cold L2 cache. "
+        f"{where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -93,8 +94,9 @@ def scaling_table(rows: Any) -> str:
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
-        "**Training steps by number of tokens**: thousand tokens per second, and peak memory in GiB, of backbones with "
-        f"four blocks of width 768 in bfloat16. A step is forward, backward and optimiser. {where(rows)}.",
+        "**Training steps by number of tokens.** The table lists thousands of tokens per second, and peak memory in "
+        "GiB. The backbones have four blocks of width 768 and run in bfloat16. A step consists of forward, backward "
+        f"and optimiser. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",

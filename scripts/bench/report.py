@@ -18,6 +18,7 @@ from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
+from ..common.provenance import name_commits
 from . import front, linear_report
 from .layers import TEXT_WORKLOADS, WORKLOADS
 from .measure import COLUMNS, HERE, KEY, PASSES
@@ -69,8 +70,9 @@ def render(rows: pd.DataFrame) -> str:
     """Render the section as markdown; empty if nothing was measured."""
     if not len(rows):
         return ""
-    one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton", "commit")}
-    lines = [f"{one['gpu']}, torch {one['torch']}, triton {one['triton']}, commit {one['commit']}."]
+    one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}
+    commits = name_commits(ordered(v for v in rows["commit"] if v) or ["unknown"])
+    lines = [f"Measured on {one['gpu']}, torch {one['torch']}, triton {one['triton']}, {commits}."]
     speeds: Any = rows.copy_gbps.dropna()
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
@@ -83,8 +85,8 @@ def render(rows: pd.DataFrame) -> str:
 
 
 WORDS = """
-A workload is the shape of a batch: prefix tokens and a grid of tokens, in heads of head_dim channels. The share of the
-copy's speed is the number of bytes that must move, divided by the time, and by the bandwidth of a large copy.
+A workload describes a batch: the grid, the prefix tokens, the batch size, the heads and the head_dim. The share of the
+copy's speed is the achieved bandwidth (bytes that must move, over time) relative to the bandwidth of a large copy.
 """
 
 
@@ -97,7 +99,7 @@ def workloads() -> str:
 
 
 def adapters(folder: Path) -> str:
-    """Report which models `adapt_rotary` supports, and why it refuses the others."""
+    """Report which models `adapt_rotary` supports, and why it rejects the others."""
     parts: list[str] = []
     counts: list[list[str]] = []
     for file in sorted(folder / f"{library}.csv" for library in LIBRARIES):
@@ -108,23 +110,24 @@ def adapters(folder: Path) -> str:
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
         taken = table(["", "adapted"], group_names([row.model for row in of["adapted"].itertuples()]), words=2)
         others = [
-            [f"`{row.model}`", outcome, row.reason.replace("|", "\\|")]
-            for outcome in ("refused", "untried")
+            [f"`{row.model}`", shown, row.reason.removeprefix("refused ").replace("|", "\\|")]
+            for outcome, shown in (("refused", "rejected"), ("untried", "not tried"))
             for row in sorted(of[outcome].itertuples(), key=lambda row: row.model.lower())
         ]
         lines = table(["model", "outcome", "reason"], others, words=3) if others else []
         parts.append("\n".join([f"## {file.stem}", "", *taken, *lines]))
     if not parts:
         return ""
-    return "\n".join([*table(["library", "adapted", "refused", "not tried"], counts), *parts])
+    return "\n".join([*table(["library", "adapted", "rejected", "not tried"], counts), *parts])
 
 
 CHANGES = """
 ## Modified models
 
-Each adapted model is modified before and after `adapt_rotary`, and compared with an original that has the same
-modification. The table counts models and orders; modifications that do not apply to a model are left out. `unstable`
-counts originals whose own outputs differ under the modification: they read weights that an offload has not loaded.
+Each modification is made to a model before `adapt_rotary` in one test, and after it in another. Both tests compare the
+model with an original that has the same modification. The table counts the outcomes, except where a modification does
+not apply to a model. `unstable` means that the modified original does not reproduce its own outputs, because it reads
+weights that an offload has not loaded.
 """
 OUTCOMES = ("same", "refused", "different", "error", "unstable")
 
@@ -138,7 +141,7 @@ def changes(file: Path) -> str:
     for change in ordered(rows.change):
         found = rows[rows.change == change].outcome
         lines.append([change, *(str((found == outcome).sum()) for outcome in OUTCOMES)])
-    return "\n".join([CHANGES, *table(["change", *OUTCOMES], lines)])
+    return "\n".join([CHANGES, *table(["change", *(name.replace("refused", "rejected") for name in OUTCOMES)], lines)])
 
 
 def group_names(names: list[str]) -> list[list[str]]:
@@ -162,17 +165,19 @@ class Pivot(NamedTuple):
 
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
-        "**RMS norm and rotation of q and k**: share of the copy's speed (2 units forward, 3 backward), and "
-        "milliseconds in brackets. The norm is over the channels of one head or of all heads.",
+        "**RMS norm and rotation of q and k.** The table lists the share of the copy's speed, and milliseconds in "
+        "brackets. The forward must move 2 times the bytes of q and k, the backward 3 times. The norm is over the "
+        "channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
-        "**A decoding step**: rotate q and k, and store k and v in the cache. Milliseconds on the GPU, in a CUDA "
-        "graph, and on the CPU.",
+        "**A decoding step** rotates q and k, and stores k and v in the cache. Times are in milliseconds: on the GPU, "
+        "in a CUDA graph, and on the CPU.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
-        "**A compiled call with q and k**: CPU time in microseconds, next to a `triton_op` with as many arguments.",
+        "**A compiled call with q and k.** The table lists its CPU time in microseconds, and the CPU time of a "
+        "`triton_op` with the same number of arguments.",
         ("map", "pass"), "p50", 0,
     ),
 }  # fmt: skip
@@ -197,14 +202,14 @@ def pivot(file: Path) -> str:
             line.append("" if row is None else f"{float(row[shown.value]):.{shown.digits}f}{more}")
         lines.append(line)
     first = rows.iloc[0]
-    here = f"{first.gpu}, {first.versions}, commit {', '.join(dict.fromkeys(rows.commit))}."
+    here = f"Measured on {first.gpu}, {first.versions}, {name_commits(rows.commit)}."
     return "\n".join([f"{shown.text} {here}", "", *table(["", *impls], lines)])
 
 
 HOST_TESTS = (
-    "The libraries' own tests of these models, run with the original models and with models adapted on construction "
-    "(`python -m scripts.host_tests`). {passed} tests pass with the originals; {worse} of those fail with "
-    "adapted models. {adapted} tests used an adapted model; the others don't build a model."
+    "`python -m scripts.host_tests` runs the libraries' own tests of these models twice: with the original models, and "
+    "with models adapted on construction. {passed} tests pass with the originals, and {worse} of them fail with "
+    "adapted models. {adapted} tests used an adapted model. The other tests don't build a model."
 )
 
 
@@ -238,7 +243,7 @@ def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
     speed = render(rows), counters(folder / "counters.csv")
     others = [pivot(folder / name) for name in PIVOTS]
     found = {
-        "performance.md": ("Speed of the encoding", (WORDS, workloads(), *speed, *others) if any(speed) else ()),
+        "performance.md": ("Encoding speed", (WORDS, workloads(), *speed, *others) if any(speed) else ()),
         "training-steps.md": (
             "Training steps",
             (
@@ -246,7 +251,7 @@ def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
                 backbones(folder / "backbones.csv"),
             ),
         ),
-        "linear-attention.md": ("Speed of linear attention", (linear_report.section(folder),)),
+        "linear-attention.md": ("Linear attention speed", (linear_report.section(folder),)),
         "adapted-models.md": (
             "Adapted models",
             (
@@ -284,12 +289,12 @@ def passes(rows: pd.DataFrame) -> list[str]:
         return []
     wrong = (plain.in_budget == "False").any()
     lines = [
-        "Share of the copy's speed: medians in bfloat16 with a cold L2 cache. Per element of a tensor, cosine must "
-        "move 3 elements, rotate 2, and the gradient of ω adds one. Rotate takes q and k as slices of a packed "
-        "projection. If a library has to copy them, the copy is included. Tables are computed beforehand. The backward "
-        "is `torch.autograd.grad` on a retained graph. "
-        f"{'✗: outside the error budget against float64. ' if wrong else ''}"
-        "A copy of the same number of bytes shows how much of the large copy's speed this size allows.",
+        "The tables list shares of the copy's speed: medians in bfloat16 with a cold L2 cache. For each element of q "
+        "and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
+        "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
+        "of cos and sin are computed beforehand. The backward is `torch.autograd.grad` on a retained graph. "
+        f"{'✗ marks results outside the error budget. ' if wrong else ''}"
+        "A copy of the same number of bytes shows what share a plain copy reaches at this size.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -313,7 +318,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         mine = part[part.op == op]
         names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
         lines += [
-            f"**{op}** with other arguments (the backward of an activation reads x again):",
+            f"**{op}** with other arguments. The backward of an activation reads x again.",
             "",
             *pass_table(mine, names),
         ]
@@ -332,9 +337,10 @@ def host(rows: pd.DataFrame) -> list[str]:
         return []
     some = part.iloc[0]
     lines = [
-        f"Median CPU time per call in microseconds (B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, "
-        f"D {some.head_dim:.0f}, {some['dtype']}). The custom_op is the same launcher behind "
-        "`torch.library.custom_op`. A launch alone is Triton launching the compiled kernel with prepared arguments.",
+        "The table lists the median CPU time per call in microseconds "
+        f"(B {SMALL.batch}, H {SMALL.heads}, N {some.num_tokens:.0f}, D {some.head_dim:.0f}, {some['dtype']}). "
+        "`custom_op` wraps the same launcher in `torch.library.custom_op`. For `launch alone`, Triton launches the "
+        "compiled kernel with prepared arguments.",
         "",
     ]
     places = [(op, way) for op in ordered(part.op) for way in WAYS]
@@ -347,7 +353,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
         texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"Kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
+        lines += [f"Number of kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
     return lines
 
 
@@ -356,7 +362,7 @@ def first_compile(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     texts = [f"{row.op} {row.p50:.1f} s ({row.variant})" for row in part.itertuples()]
-    return [f"First call in a fresh process with an empty Triton cache: {', '.join(texts)}.", ""]
+    return [f"Time of the first call in a fresh process with an empty Triton cache: {', '.join(texts)}.", ""]
 
 
 def memory(rows: pd.DataFrame) -> list[str]:
@@ -364,8 +370,8 @@ def memory(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     lines = [
-        "Memory of forward and backward, without the inputs: the peak as a multiple of y and the gradients, and the "
-        "MiB kept between the passes in addition to y.",
+        "The table lists the memory of forward and backward, without the inputs. The first number is the peak as a "
+        "multiple of y and the gradients. The second is the MiB stored between the passes in addition to y.",
         "",
     ]
     places = [(op, work) for op in ordered(part.op) for work in ordered(part.workload)]
@@ -395,7 +401,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
         [peer, *(cell(part[(part.peer == peer) & (part.num_axes == n)], "{:.1e}", "p50") for n in axes)]
         for peer in ordered(part.peer)
     ]
-    lines = ["Largest error of an angle at positions up to 2^20, in radians:", ""]
+    lines = ["The largest angle error at positions up to 2^20, in radians:", ""]
     return lines + table(["", *(f"{n:.0f} {'axis' if n == 1 else 'axes'}" for n in axes)], found)
 
 
@@ -405,9 +411,10 @@ def counters(file: Path) -> str:
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
     lines = [
-        "GPU counters of one run per pass with cold caches (`lrpe-md bench counters`): bytes of memory traffic as a "
-        "multiple of those that must move (about 25 MB stay in the L2 cache at the end); utilisation of memory, of the "
-        "busiest part of the L2 cache and of the schedulers; and the share of active warps. "
+        "`lrpe-md bench counters` reads the GPU's counters in one run per pass, with cold caches. `bytes` is the "
+        "memory traffic as a multiple of the bytes that must move (about 25 MB stay in the L2 cache at the end). "
+        "`memory`, `L2` and `instructions issued` are the utilisation of memory, of the busiest part of the L2 cache, "
+        "and of the schedulers. `warps` is the share of active warps. "
         f"{where(found)}.",
         "",
     ]

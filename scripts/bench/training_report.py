@@ -8,8 +8,12 @@ from typing import Any
 import pandas as pd
 
 from ..common.markdown import table
+from ..common.provenance import name_commits
 
-HOW = "medians of interleaved steps in bfloat16. (host): launching kernels takes the CPU at least 90% of the step"
+HOW = (
+    "Values are medians of interleaved steps in bfloat16. (host) means that the CPU spends at least 90% of the step "
+    "launching kernels"
+)
 
 
 def read(file: Path) -> pd.DataFrame:
@@ -19,8 +23,8 @@ def read(file: Path) -> pd.DataFrame:
 
 
 def where(rows: pd.DataFrame) -> str:
-    gpu, versions, commit = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions", "commit"))
-    return f"{gpu}, {versions}, commit {commit}"
+    gpu, versions = (", ".join(dict.fromkeys(rows[name])) for name in ("gpu", "versions"))
+    return f"Measured on {gpu}, {versions}, {name_commits(rows['commit'])}"
 
 
 def host(row: Any) -> str:
@@ -33,8 +37,8 @@ def training(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Training steps**: extra time and peak memory, compared with the same model without the encoding (for timm, "
-        f"its own model without RoPE); {HOW}. {where(rows)}.",
+        "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
+        f"without position encoding (for timm, with timm's model without RoPE). {HOW}. {where(rows)}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))
@@ -58,9 +62,10 @@ def backbones(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Training steps of this project's backbones**, on random data, by `lrpe-md bench training --models "
-        "image,video_model,dit --out scripts/results/backbones.csv`: million patches per second and peak "
-        f"memory. Brackets compare with the same model without an encoding (none); {HOW}. {where(rows)}.",
+        "**Training steps of this project's backbones**, on random data. The table lists millions of patches per "
+        "second, and peak memory. Brackets compare with the same model without position encoding (none). "
+        f"{HOW}. Command: `lrpe-md bench training --models image,video_model,dit --out scripts/results/backbones.csv`. "
+        f"{where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))
@@ -80,9 +85,10 @@ def adapted(file: Path) -> str:
         return ""
     rows = read(file)
     lines = [
-        "**Models of other libraries**, at their published width, a few layers deep, with weights in bfloat16: "
-        "milliseconds per step of the original model. Brackets give the change in time and memory after adapting; "
-        f"{HOW}. Command: `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
+        "**Models from other libraries**, at their published width, with a few layers and bfloat16 weights. The table "
+        "lists milliseconds per step of the original model. Brackets show the change in time and memory after "
+        f"adapting. {HOW}. "
+        f"Command: `lrpe-md bench training --models {','.join(dict.fromkeys(rows.model))}`. {where(rows)}.",
         "",
     ]
     modes = list(dict.fromkeys(rows["mode"]))

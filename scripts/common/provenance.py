@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,5 +62,10 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 def describe_environments(environments: list[dict[str, Any]]) -> str:
     """Summarise environments for a report: machines, versions and commits."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
-    commits = dict.fromkeys((found["commit"] or "unknown")[:12] for found in environments)
-    return f"{' and '.join(where)}, commit {', '.join(commits)}"
+    return f"{' and '.join(where)}, {name_commits((found['commit'] or 'unknown')[:12] for found in environments)}"
+
+
+def name_commits(commits: Iterable[str]) -> str:
+    """Return "commit a" or "commits a, b and c", without duplicates."""
+    *others, last = dict.fromkeys(commits)
+    return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"

@@ -94,10 +94,9 @@ def render(files: list[str]) -> str:
     head = table(["preset", "axes", "map", "pairs", "head_dim", "learned"], rows, words=6)
     pictures = "\n\n".join(f"![Similarity over a grid]({PICTURES}/gallery/{file})" for file in files)
     how = (
-        "Each picture shows the similarity of the ringed token to every other token if all channels are equal: over "
-        "18 × 28 patches for images, in one of nine frames for videos, and over 64 tokens for text. Colours range "
-        "from the lowest value (see the title) to 1. If heads have different frequencies, the picture shows the head "
-        "that varies most."
+        "Each picture shows how similar the circled token is to every other token if all channels are equal. Images "
+        "have 18 × 28 patches, videos show one of nine frames, and text has 64 tokens. Colours range from the lowest "
+        "value (see the title) to 1. If heads have different frequencies, the picture shows the head that varies most."
     )
     return page(
         "All presets", COMMAND, "\n".join(head), "## What they look like", how, pictures, "## Sources", *texts

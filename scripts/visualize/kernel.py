@@ -45,11 +45,11 @@ def draw_walk(axis: Any) -> None:
 
 def draw_passes(axis: Any) -> None:
     """Show the two passes of linear attention with the scan between them."""
-    for piece in range(3):
-        y = 4.4 - 2 * piece
-        box(axis, (0, y), (1.7, 1.2), LIGHT, f"k, v\npiece {piece}")
-        box(axis, (3.0, y), (1.7, 1.2), GREY, f"S{piece} = Σ k̂ vᵀ")
-        box(axis, (9.0, y), (1.7, 1.2), LIGHT, f"q\npiece {piece}")
+    for chunk in range(3):
+        y = 4.4 - 2 * chunk
+        box(axis, (0, y), (1.7, 1.2), LIGHT, f"k, v\nchunk {chunk}")
+        box(axis, (3.0, y), (1.7, 1.2), GREY, f"S{chunk} = Σ k̂ vᵀ")
+        box(axis, (9.0, y), (1.7, 1.2), LIGHT, f"q\nchunk {chunk}")
         box(axis, (12.0, y), (1.9, 1.2), GREY, "o = q̂ S / z")
         arrow(axis, (1.7, y + 0.6), (3.0, y + 0.6))
         arrow(axis, (4.7, y + 0.6), (6.1, 3.0), ORANGE)
@@ -59,7 +59,7 @@ def draw_passes(axis: Any) -> None:
     axis.text(6.95, 3.0, "scan\nS = Σ Sᵢ", ha="center", va="center", fontsize=9, color="white")
     for x, text in ((2.35, "first pass: keys and values"), (11.4, "second pass: queries")):
         axis.text(x, 6.1, text, ha="center", fontsize=10)
-    axis.text(6.95, 1.9, "with a causal mask:\nthe sum of the pieces before", ha="center", va="top", fontsize=8)
+    axis.text(6.95, 1.9, "with a causal mask:\nthe sum of earlier chunks", ha="center", va="top", fontsize=8)
     axis.set(xlim=(-0.2, 14.2), ylim=(0.1, 6.6))
 
 

@@ -248,7 +248,7 @@ def test_the_report_counts_changes_by_outcome(tmp_path):
             (sweep.Outcome("timm", "a", change, "after", outcome, "") for change, outcome in rows), file, sweep.Outcome
         )
     lines = report.changes(tmp_path / "changes.csv").splitlines()
-    assert "| change | same | refused | different | error | unstable |" in lines
+    assert "| change | same | rejected | different | error | unstable |" in lines
     assert "| low rank | 2 | 1 | 0 | 0 | 0 |" in lines
     assert "| save | 0 | 0 | 0 | 0 | 1 |" in lines
     assert report.changes(tmp_path / "none.csv") == ""

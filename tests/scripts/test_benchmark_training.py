@@ -294,8 +294,8 @@ def test_another_mode_is_another_column_of_the_report(tmp_path: Path):
     result = invoke(*args, "--out", str(out))
     assert result.exit_code == 0, (result.output, result.exception)
     lines = report.training(out).splitlines()
-    assert "commit first" in lines[0] or "commit unknown, first" in lines[0]
-    assert lines[0].endswith(", later.")
+    assert "commits first" in lines[0] or "commits unknown, first" in lines[0]
+    assert lines[0].endswith(" and later.")
     rows = [line.split(" | ") for line in lines]
     head, axial = (next(row for row in rows if row[0] == start) for start in ("| ", "| **axial**"))
     assert head[-1] == "video, graphs |"
