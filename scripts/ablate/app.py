@@ -64,7 +64,8 @@ def run(
         ),
     ] = None,
     attention: Annotated[
-        list[str] | None, typer.Option(help="Attention to train: softmax or linear; repeatable.")
+        list[str] | None,
+        typer.Option(help="Attention to train: softmax, linear, or kinds by layer as linear,softmax; repeatable."),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
@@ -131,18 +132,21 @@ def select_encodings(
     task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
 ) -> dict[str, list[str]]:
     """Return the encodings to compare, by attention."""
-    known = task.config.backbone.attentions
+    backbone = task.config.backbone
     pairs = [each.rpartition("/") for each in encoding or []]
-    choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
-    for *_, name in pairs:
-        task.config.backbone.find(name)
+    for kind, slash, name in pairs:
+        backbone.find(name)
+        if slash:
+            backbone.split_attention(kind, "--encoding")
     with_attention = pairs and all(slash for _, slash, _ in pairs)
-    kinds = choose(
-        "--attention", attention or ([kind for kind, *_ in pairs] if with_attention else task.compared), known
-    )
+    kinds = list(dict.fromkeys(attention or ([kind for kind, *_ in pairs] if with_attention else task.compared)))
+    for kind in kinds:
+        backbone.split_attention(kind)
     if not pairs:
         everything = list(task.full.encodings) if full and task.full else []
-        return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
+        # Of a model with both kinds: what linear attention can have, softmax attention can have as well.
+        compared = {kind: task.compared.get("linear" if "," in kind else kind, task.encodings) for kind in kinds}
+        return {kind: everything or list(names) for kind, names in compared.items()}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
