@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import typer
 from accelerate import PartialState
+from lrpe_md.models.video import LrpeVideoTransformer, inflate
 from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
@@ -34,7 +35,7 @@ def start_from(model: nn.Module, path: Path) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
     The head of other classes, class and register tokens, and the encoding may differ. Weights of a vision transformer
-    are resampled to the model's sizes.
+    are resampled to the model's sizes, and those of an image model are inflated for a video model.
 
     Returns:
         a digest of the weights.
@@ -140,9 +141,10 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     for name in ("weight", "bias"):  # with a mean over tokens, the norm comes after it
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
-    filtered = checkpoint_filter_fn(found, model)
+    filtered = inflate(found, model) if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn(found, model)
     # Remove entries that the filter added from the model.
-    return {name: value for name, value in filtered.items() if name in found or not name.startswith("encoding.")}
+    added = {name for name in own - found.keys() if name.startswith("encoding.") or name.endswith(".decay.logit")}
+    return {name: value for name, value in filtered.items() if name not in added}
 
 
 def export_weights(trainer: Trainer) -> None:

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from lrpe_md.models.video import LrpeVideoTransformer
+from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train.data import videos as video_data
 from lrpe_md.scripts.train.data.videos import TASKS, VideoError, decode, find_videos, ordered, segments
 from lrpe_md.scripts.train.encodings import VIDEOS
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
+from lrpe_md.scripts.train.weights import start_from
 from torch import nn
 from train_commands import flags, output_of
 
@@ -445,3 +448,32 @@ def test_validation_during_training(footage, tmp_path):
     rows = weights[1]["history"]
     assert [(row["step"], "accuracy" in row) for row in rows] == [(2, False), (3, True), (4, True)]
     assert rows[-1]["accuracy"] == checked["accuracy"]["extrapolated"]["4x8x8"]
+
+
+@needs_decoder
+def test_training_starts_from_a_video_run(footage, tmp_path, capsys):
+    """A run of two steps at a vanishing rate ends with the weights that it starts from."""
+    train_once(footage, tmp_path / "first")
+    start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
+    train_once(footage, tmp_path / "second", weights=str(tmp_path / "first"), seed=1, lr=1e-12, weight_decay=0.0)
+    assert f"Starting from {tmp_path / 'first'}\n" in capsys.readouterr().err
+    found = torch.load(tmp_path / "second" / "checkpoint.pt")["model"]
+    assert start.keys() == found.keys()
+    for name, value in start.items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_training_starts_from_an_image_model(tmp_path):
+    """Kernels of patches are divided among the frames of a tubelet; a head of other classes is left out."""
+    options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "absolute": "none"}
+    image = LrpeVisionTransformer(num_classes=3, encoding="rotate", encoding_kwargs={"learnable": True}, **options)
+    video = LrpeVideoTransformer(
+        num_classes=2, encoding="rotate", encoding_kwargs={"learnable": True}, tubelet_size=2, **options
+    )
+    torch.nn.init.normal_(image.cls_token)
+    safetensors.torch.save_file(image.state_dict(), tmp_path / "image.safetensors")
+    start_from(video, tmp_path / "image.safetensors")
+    kernel = image.patch_embed.proj.weight
+    assert torch.equal(video.patch_embed.proj.weight, kernel[:, :, None].repeat(1, 1, 2, 1, 1) / 2)
+    assert torch.equal(video.cls_token, image.cls_token)
+    assert torch.equal(video.blocks[0].attn.qkv.weight, image.blocks[0].attn.qkv.weight)
