@@ -47,6 +47,8 @@ ENCODINGS: dict[str, Encoding] = {
     "rotate": _entry("rotate"),
     "rotate-base-10000": _entry("rotate", "axes", base=10000.0),
     "rotate-learnable": _entry("rotate", learnable=True),
+    "rotate-numerator": _entry("rotate", "memory", model={"normalizer": "unrotated"}),
+    "rotate-both": _entry("rotate", "memory", model={"normalizer": "encoded"}),
     "rotate-split": _entry("rotate", "time", split=[2, 3, 3]),
     "rotate-mixed-fixed": _entry("mixed", "axes", learnable=False),
     "rotate-mixed": _entry("mixed", "axes"),
@@ -105,7 +107,8 @@ class Backbone:
 
     Args:
         can: of "axes" (more than one), "time" (three, the first of them time), "caption" (text beside the image),
-            "table" (a learned absolute table), "sincos" (an absolute one that is computed).
+            "table" (a learned absolute table), "sincos" (an absolute one that is computed), "memory" (linear attention
+            with or without a denominator, by encoding).
         base: of the frequencies where an encoding names none.
         attentions: arguments of the model by attention.
         options: those of encodings that the model passes on; None: all.
@@ -172,6 +175,14 @@ _VIT = {
 }
 IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), 100.0, _VIT)
 VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), 100.0, _VIT)
+# Memory or softmax attention → its layers, see :class:`.memory.Layers`.
+RECALL = Backbone(
+    frozenset({"axes", "time", "table", "sincos", "memory"}),
+    100.0,
+    {"softmax": {"layers": ["add", 1]}}
+    | {name: {"layers": [name, 0]} for name in ("add", "decay", "delta")}
+    | {f"{name}-25": {"layers": [name, 4]} for name in ("add", "decay", "delta")},
+)
 CAPTIONED = Backbone(
     frozenset({"axes", "caption", "sincos"}),
     100.0,

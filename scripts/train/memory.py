@@ -1,0 +1,107 @@
+"""Attention layers whose state of linear attention adds, forgets or overwrites, for `train recall`.
+
+Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_md import HeadDecay
+from lrpe_md.engine.encode.views import split_qkv
+from lrpe_md.integrations.attention import NOTHING, Context
+from lrpe_md.integrations.encoding import EncodingStack, build_encoding
+from lrpe_md.integrations.timm import LrpeAttention
+from lrpe_md.modules.linear import attend_with
+
+from ...models.video import LrpeVideoTransformer
+
+MemoryName = Literal["add", "decay", "delta"]
+HALF_LIVES = 1.0, 16.0  # frames, of the first and of the last head
+
+
+class Layers(NamedTuple):
+    """Kinds of attention of a model's layers.
+
+    Args:
+        memory: of the layers with linear attention. "add" sums all frames. "decay" forgets with a learned rate per
+            head. "delta" forgets so, too, and a key replaces what was written with it.
+        softmax_every: every so many layers, the last one is softmax attention; 0: none, 1: all.
+    """
+
+    memory: MemoryName = "add"
+    softmax_every: int = 0
+
+    def is_softmax(self, layer: int) -> bool:
+        return bool(self.softmax_every) and (layer + 1) % self.softmax_every == 0
+
+
+class MemoryAttention(LrpeAttention):
+    """Linear attention of :class:`LrpeAttention` over frames, with a memory and a learned gate per token and head.
+
+    The gate (sigmoid of a linear layer) is how strongly a token writes. The norm of the keys starts with the weight
+    1/√D, so that a key's length is at most about 1 and a gate of 1 replaces what was written with it.
+    """
+
+    memory: MemoryName
+    write_gate: nn.Linear
+    decay: nn.Module | None
+
+    def remember(self, memory: MemoryName) -> None:
+        """Set the memory, and make the parameters that it needs."""
+        if memory not in get_args(MemoryName):
+            raise ValueError(f"memory: expected one of {get_args(MemoryName)}, got {memory!r}")
+        self.memory = memory
+        device, heads = self.qkv.weight.device, self.num_heads
+        self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
+        lives = torch.logspace(0, 1, heads, HALF_LIVES[1] / HALF_LIVES[0], device="cpu") * HALF_LIVES[0]
+        self.decay = None if memory == "add" else HeadDecay(heads, 0.5 ** (1 / lives), learnable=True, device=device)
+        nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, N, C) → (B, N, C); attn_mask: the :class:`Context` of a video model that is causal between frames."""
+        assert isinstance(attn_mask, Context)
+        q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in float32
+        out = attend_with(
+            NOTHING if attn_mask.encoding is None else attn_mask.encoding, q, k, v, attn_mask.positions,
+            normalizer=self.normalizer, gate=self.write_gate(x).sigmoid().transpose(1, 2), block=attn_mask.block,
+            decay=None if self.decay is None else self.decay(), rule="delta" if self.memory == "delta" else "add",
+        )  # fmt: skip
+        return self._project(out, None)
+
+
+def build_model(
+    layers: Sequence[Any], *, encoding: Any, encoding_kwargs: dict[str, Any], depth: int, **arguments: Any
+) -> LrpeVideoTransformer:
+    """Build a video model whose frames see themselves and earlier ones, with an output for each token.
+
+    Args:
+        layers: a :class:`Layers`, or its values.
+        encoding, encoding_kwargs: of q and k. Layers with linear attention use relu before it unless told otherwise.
+        arguments: of :class:`LrpeVideoTransformer`.
+    """
+    kinds = Layers(*layers)
+    softmax = [kinds.is_softmax(i) for i in range(depth)]
+    model = LrpeVideoTransformer(
+        encoding=encoding, encoding_kwargs=encoding_kwargs, depth=depth, causal="frames", class_token=False,
+        global_pool="", qk_norm=True, scale_attn_norm=True, attention="softmax" if all(softmax) else "linear",
+        **{"normalizer": "none", **arguments},
+    )  # fmt: skip
+    blocks: Any = model.blocks
+    for is_softmax, block in zip(softmax, blocks, strict=True):
+        if is_softmax:
+            block.attn.attention = "softmax"
+        else:
+            block.attn.__class__ = MemoryAttention
+            block.attn.remember(kinds.memory)
+    if any(softmax) and not all(softmax):
+        attn = blocks[0].attn
+        built = build_encoding(encoding, encoding_kwargs, attn.head_dim, attn.num_heads, depth, model.num_axes)
+        stacks = EncodingStack(model.encoding), EncodingStack(built)
+        model.encoding = nn.ModuleList(stacks[is_softmax][i] or NOTHING for i, is_softmax in enumerate(softmax))
+    return model
