@@ -64,13 +64,14 @@ def run(
         ),
     ] = None,
     attention: Annotated[
-        list[str] | None, typer.Option(help="Attention to train: softmax or linear; repeatable.")
+        list[str] | None,
+        typer.Option(help="Attention to train: softmax or linear (for recall: softmax, add, ..); repeatable."),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and longer training.")
+        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and longer training.")
     ] = False,
     baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
     assignments: Annotated[
@@ -137,11 +138,11 @@ def select_encodings(
     for *_, name in pairs:
         task.config.backbone.find(name)
     with_attention = pairs and all(slash for _, slash, _ in pairs)
-    kinds = choose(
-        "--attention", attention or ([kind for kind, *_ in pairs] if with_attention else task.compared), known
-    )
+    longer = task.full if full else None
+    usual = longer.attentions if longer and longer.attentions else task.compared
+    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if with_attention else usual), known)
     if not pairs:
-        everything = list(task.full.encodings) if full and task.full else []
+        everything = list(longer.encodings) if longer else []
         return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}

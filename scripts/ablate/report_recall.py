@@ -78,9 +78,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"Accuracy in % of questions about symbols of earlier frames, {scheme}. Chance is {100 / training['values']:g}%. "
-        f"Columns are clips of frames × height × width tokens; the first is the trained size, and rows are sorted by the "
-        f"longest. In longer clips, only the last {frames_of(trained)} frames count. {how_long(training)} with batches "
+        f"Accuracy in % of questions about symbols of earlier frames, {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Columns are clips of frames × height × width tokens; the first is the trained "
+        f"size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} frames "
+        f"count. {how_long(training)} with batches "
         f"of {training['batch']}, {precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
@@ -94,7 +95,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
-            lines += [f"Difference from {base} with the same {same}, paired by seed; bold if the interval excludes zero.", ""]
+            lines += [
+                f"Difference from {base} with the same {same}, paired by seed; bold if the interval excludes zero.",
+                "",
+            ]
         for kind, rows in compared.items():
             lines += [f"Questions {kind}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]

@@ -42,11 +42,15 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison: more encodings per attention, more seeds, longer trainings."""
+    """Settings of a task's longer comparison: more encodings per attention, more seeds, longer trainings.
+
+    attentions: those compared, if others than in the default comparison.
+    """
 
     encodings: tuple[str, ...]
     seeds: int
     training: dict[str, Any]
+    attentions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,12 +180,16 @@ TASKS = {
     "recall": Task(
         recall.RecallTraining, recall.run,
         {
-            "softmax": ("none", "rotate", "cosine-silu"),
-            **dict.fromkeys(("add", "decay", "delta", "add-25", "decay-25", "delta-25"), RECALL),
+            "softmax": ("none", "rotate"),
+            **dict.fromkeys(("add", "decay", "delta"), ("none", "rotate", "rotate-numerator")),
         },
-        {**TINY, "dim": 16, "heads": 2, "depth": 4, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
+        {**TINY, "dim": 16, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
         answers, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
-        defaults={"depth": 4}, on_gpu={"compile": True}, data=("8x4x4",),
+        on_gpu={"compile": True}, data=("8x4x4",),
+        full=Full(
+            RECALL, 5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 2000},
+            ("softmax", "add", "decay", "delta", "add-25", "decay-25", "delta-25"),
+        ),
     ),
     "diffusion": Task(
         diffusion.DiffusionTraining, diffusion.run,

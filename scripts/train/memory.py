@@ -5,6 +5,7 @@ Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,8 +29,8 @@ class Layers(NamedTuple):
     """Kinds of attention of a model's layers.
 
     Args:
-        memory: of the layers with linear attention. "add" sums all frames. "decay" forgets with a learned rate per
-            head. "delta" forgets so, too, and a key replaces what was written with it.
+        memory: of the layers with linear attention. "add" sums all frames. "decay" forgets them with a learned rate for
+            each head. "delta" forgets nothing, but a key replaces what was written with it.
         softmax_every: every so many layers, the last one is softmax attention; 0: none, 1: all.
     """
 
@@ -58,8 +59,9 @@ class MemoryAttention(LrpeAttention):
         self.memory = memory
         device, heads = self.qkv.weight.device, self.num_heads
         self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
-        lives = torch.logspace(0, 1, heads, HALF_LIVES[1] / HALF_LIVES[0], device="cpu") * HALF_LIVES[0]
-        self.decay = None if memory == "add" else HeadDecay(heads, 0.5 ** (1 / lives), learnable=True, device=device)
+        lives = torch.logspace(*map(math.log2, HALF_LIVES), heads, base=2, device="cpu")
+        decays = 0.5 ** (1 / lives)
+        self.decay = HeadDecay(heads, decays, learnable=True, device=device) if memory == "decay" else None
         nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -70,7 +70,10 @@ class Clips(NamedTuple):
 
 
 def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) -> Clips:
-    """Return a clip of this size (frames, height, width) for each draw (B,) int64; the same draw gives the same clip."""
+    """Return a clip of this size (frames, height, width) for each draw (B,) int64.
+
+    The same draw gives the same clip in any batch.
+    """
     frames, height, width = size
     shape = len(draws), frames, height * width
     random = np.stack([np.random.default_rng(int(draw)).random((DRAWS, *shape[1:])) for draw in draws], axis=1)
@@ -80,7 +83,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
     asks = (order >= symbols.writes) & (order < symbols.writes + symbols.questions)
     values = np.where(writes, (value * symbols.values).astype(np.int64), -1)
     keys = np.full(shape, -1)
-    keys[writes] = _distinct(symbols, key, shape[:2])[np.nonzero(writes)[:2] + (order[writes],)]
+    keys[writes] = _distinct(symbols, key, shape[:2])[(*np.nonzero(writes)[:2], order[writes])]
     latest = _latest(symbols, keys, values)
     keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # their value is not used
     answers = np.full(shape, -1)

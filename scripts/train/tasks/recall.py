@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...common.options import choose
-from ..config import MODEL, RUN, Training, changed, option
+from ..config import RUN, Training, changed, option
 from ..data.recall import KINDS, NO_ANSWER, OFFSETS, Symbols, draw_clips, encode_clips
 from ..encodings import RECALL, Backbone
 from ..loop import Trainer
@@ -60,14 +60,14 @@ class RecallTraining(Training):
 
     Command: python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
 
-    Cost: 71,000 parameters; 400 steps of 16 clips of 128 tokens take about a minute on one CPU core.
+    Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
     Expect: see docs/results/ablate-recall.md.
     """
 
     backbone: ClassVar[Backbone] = RECALL
-    steps: int = changed("steps", 400)
-    batch: int = changed("batch", 16, "Clips per step, over all processes and micro-batches.")
+    steps: int = changed("steps", 300)
+    batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
     lr: float = changed("lr", 2e-3)
     weight_decay: float = changed("weight_decay", 0.01)
     warmup: int = changed("warmup", 50)
@@ -77,8 +77,8 @@ class RecallTraining(Training):
         "", "Sizes to test at as well, separated by commas. Default: 2, 4 and 8 times the frames, and twice the height "
         "and width.", free=True, panel=RUN,
     )  # fmt: skip
-    keys: int = option(16, "Number of different keys.", least=1)
-    values: int = option(16, "Number of different values.", least=2)
+    keys: int = option(8, "Number of different keys.", least=1)
+    values: int = option(8, "Number of different values.", least=2)
     writes: int = option(4, "Tokens of a frame that write a value.", least=1)
     questions: int = option(2, "Tokens of a frame that ask, of each kind.", least=1)
     encoding: str = option("rotate", RECALL.help)
@@ -87,9 +87,9 @@ class RecallTraining(Training):
         f"Memory of linear attention, or softmax; -25: every fourth layer is softmax. One of: "
         f"{', '.join(RECALL.attentions)}.",
     )
-    dim: int = option(64, "Embedding width.", least=1)
+    dim: int = option(32, "Embedding width.", least=1)
     depth: int = option(2, "Number of blocks.", least=1)
-    heads: int = option(4, "Number of attention heads.", least=1)
+    heads: int = option(2, "Number of attention heads.", least=1)
     test_clips: int = option(128, "Number of clips to test on at each size.", free=True, least=1)
 
     def __post_init__(self) -> None:
