@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
 
 __all__ = [
-    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "fleeting", "is_finite_number",
-    "is_real", "split_pair", "suggest",
+    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of", "fleeting",
+    "is_finite_number", "is_real", "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -103,3 +103,27 @@ def check_at_least(least: int, **numbers: Any) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
             raise ValueError(f"{name}: expected an integer of at least {least}, got {number!r}")
+
+
+def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    """Check that an option has one of its known values."""
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
+
+
+def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an option of each layer: one value is for all layers, a sequence is repeated over the depth.
+
+    Raises:
+        ValueError: an unknown value, or a sequence whose length does not divide the depth.
+    """
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for each in values:
+        check_one_of(name, each, known)
+    if not values or depth % len(values):
+        raise ValueError(
+            f"{name}: expected one value, or a sequence that can be repeated over the {depth} layers, got "
+            f"{len(values)} values; pass a sequence whose length divides {depth}"
+        )
+    return values * (depth // len(values))

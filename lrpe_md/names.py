@@ -13,6 +13,7 @@ from .modules.encodings import Rotate1d as Rotate1d
 from .modules.encodings import RotateMd as RotateMd
 from .modules.linear import HeadDecay as HeadDecay
 from .modules.linear import LinearAttention as LinearAttention
+from .modules.linear import Memory as Memory
 from .norm import Norm as Norm
 from .optim import parameter_groups as parameter_groups
 from .pairs import convert_pairs as convert_pairs

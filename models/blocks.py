@@ -19,10 +19,12 @@ from timm.layers.norm import RmsNorm
 from torch import Tensor, nn
 
 from lrpe_md import Norm, geometric_theta
+from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import Context, attend_encoded, attend_linearly, softmax_attention
+from lrpe_md.integrations.attention import AttentionKind, Context, attend_encoded, attend_linearly, softmax_attention
 from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
+from lrpe_md.modules.linear import Memory
 
 __all__ = [
     "BlockOptions", "CrossAttention", "DiTBlock", "ModulationTable", "Stream", "TextAttention", "TimeEmbedding",
@@ -33,7 +35,10 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options that the blocks of a model share; :class:`lrpe_md.models.dit.DiT` describes them."""
+    """Options of a block; :class:`lrpe_md.models.dit.DiT` describes them.
+
+    feature_act: activation of q and k in linear attention, in place of the encoding's own.
+    """
 
     embed_dim: int
     num_heads: int
@@ -43,9 +48,11 @@ class BlockOptions(NamedTuple):
     qk_norm: Literal["head", "heads", "none"] = "head"
     modulation: Literal["block", "shared"] = "block"
     cross_norm: bool = True
-    attention: Literal["softmax", "linear"] = "softmax"
+    attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
     keep_encoded: bool = True
+    memory: Memory | None = None
+    feature_act: Act | None = None
 
 
 class TimeEmbedding(nn.Module):
@@ -209,14 +216,18 @@ class DiTBlock(nn.Module):
             one sequence; None, there is no text.
         parallel: see :class:`Stream`.
         last: nothing reads the text that the block returns.
+        decay: of the memory, see :meth:`lrpe_md.Memory.build_decay`.
     """
 
     def __init__(
-        self, options: BlockOptions, *, text: TextAttention | None = None, parallel: bool = False, last: bool = False
-    ) -> None:
+        self, options: BlockOptions, *, text: TextAttention | None = None, parallel: bool = False, last: bool = False,
+        decay: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.attention, self.keep_encoded, self.qk_norm = options.attention, options.keep_encoded, options.qk_norm
         self.normalizer: NormalizerName = options.normalizer
+        self.memory, self.decay = options.memory, decay
+        self.feature_act: Act | None = options.feature_act
         self.single = text == "single"
         self.image = Stream(options, parallel=parallel)
         self.text = Stream(options, parallel=parallel, last=last) if text == "joint" else None
@@ -276,7 +287,11 @@ class DiTBlock(nn.Module):
         mask = None if self.cross is not None else context.attn_mask
         if self.attention == "linear":
             gate = None if mask is None else mask[:, None]
-            return attend_linearly(q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate, norm=norm)
+            return attend_linearly(
+                q, k, v, encoding, positions, normalizer=self.normalizer, gate=gate, norm=norm, act=self.feature_act,
+                block=context.block_for(self.memory), memory=self.memory,
+                decay=None if self.decay is None else self.decay(),
+            )  # fmt: skip
         attend = partial(softmax_attention, scale=self.scale, attn_mask=None if mask is None else mask[:, None, None])
         if encoding is None:
             return attend(q, k, v)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
-from lrpe_md.checks import check_at_least
+from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
+from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import Context
-from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_encoding
-from lrpe_md.presets.scheme import Preset, Scheme
+from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_memory
+from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers
+from lrpe_md.modules.linear import Memory
 
 from .blocks import (
     BlockOptions,
@@ -55,7 +56,6 @@ SIZES = {  # DiT, arXiv 2212.09748, table 1
     "L": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     "XL": {"embed_dim": 1152, "depth": 28, "num_heads": 16},
 }
-T = TypeVar("T")
 
 
 def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
@@ -90,14 +90,18 @@ class DiT(nn.Module):
         modulation: "block": each block has an MLP from time to shifts, scales and gates. "shared": all blocks have one
             MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv 2310.00426).
         parallel: run attention and MLP of a block side by side on one input (ViT-22B, arXiv 2302.05442). One value, or
-            one for each block.
+            a sequence of them that is repeated over the blocks.
         reg_tokens: number of register tokens. They are not rotated.
         encoding, encoding_kwargs: of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`; a preset
             (flux1, wan, qwen_image, ..) comes with its positions of text and image.
         absolute: positions added to the patches: "none", "sincos", or "sincos_dit", the same in the order of channels
             that the weights of DiT and PixArt expect.
-        attention, normalizer: as there; linear takes act="relu" unless told otherwise, and with normalizer="none" puts
-            an RMSNorm behind the attention. Cross-attention is always softmax.
+        attention, normalizer: "softmax" or "linear", see :func:`lrpe_md.linear_attention`; one value, or a sequence
+            that is repeated over the blocks: ("linear", "linear", "linear", "softmax"). Linear takes act="relu" unless
+            told otherwise, and with normalizer="none" puts an RMSNorm behind the attention. Cross-attention is always
+            softmax.
+        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". Of videos
+            (``num_axes=3``) without text in the sequence (text_attention="cross"), which would be forgotten, too.
         keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Take one of :mod:`lrpe_md.models.text`, for captions, class labels or
@@ -106,7 +110,7 @@ class DiT(nn.Module):
             :class:`lrpe_md.models.text.TextFeatures`.
         text_attention: "joint": text and patches attend to both, with weights of their own (MM-DiT, SD3). "single":
             they share the weights of one sequence. "cross": patches attend to text after they attended to patches. One
-            value, or one for each block, as joint and then single blocks (FLUX).
+            value, or a sequence of them that is repeated over the blocks; joint and then single blocks are FLUX.
         cross_norm: put a LayerNorm in front of cross-attention.
         text_projection: layers from the features of text to embed_dim: "linear", or "mlp" with one hidden layer.
         pooled_projection: the same for pooled features; "none" adds them to the time embedding as they are (DiT's
@@ -146,8 +150,9 @@ class DiT(nn.Module):
         encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "sincos", "sincos_dit"] = "none",
-        attention: Literal["softmax", "linear"] = "softmax",
+        attention: AttentionKind | Sequence[AttentionKind] = "softmax",
         normalizer: NormalizerName = "unrotated",
+        memory: Memory | None = None,
         keep_encoded: bool = True,
         text_encoder: Any = None,
         text_width: int | None = None,
@@ -162,8 +167,8 @@ class DiT(nn.Module):
     ) -> None:
         super().__init__()
         options = BlockOptions(
-            embed_dim, num_heads, mlp_ratio, mlp, norm, qk_norm, modulation, cross_norm, attention, normalizer,
-            keep_encoded,
+            embed_dim, num_heads, mlp_ratio, mlp, norm, qk_norm, modulation, cross_norm, normalizer=normalizer,
+            keep_encoded=keep_encoded,
         )  # fmt: skip
         _check_options(options, absolute=absolute, reg_tokens=reg_tokens, depth=depth)
         self.num_axes, self.in_chans, self.out_chans = num_axes, in_chans, in_chans if out_chans is None else out_chans
@@ -172,15 +177,19 @@ class DiT(nn.Module):
         self.reference: tuple[int | None, ...] | None = None
         self.grad_checkpointing = False
 
-        kinds = _of_blocks("text_attention", text_attention, depth, ("joint", "cross", "single"))
-        self.cross = "cross" in kinds
-        self._set_encoding(encoding, dict(encoding_kwargs or {}), options, depth)
+        texts = repeat_over_layers("text_attention", text_attention, depth, ("joint", "cross", "single"))
+        kinds: tuple[AttentionKind, ...] = repeat_over_layers("attention", attention, depth, ATTENTIONS)
+        self.cross, self.memory = "cross" in texts, memory
+        options = options._replace(feature_act=self._set_encoding(encoding, encoding_kwargs or {}, kinds, normalizer))
         self.num_registers = reg_tokens
         self._set_rules(text_positions, image_after)
         self._set_inputs(absolute, interval)
         self._set_conditions(text_encoder, text_width, pooled_width, (text_projection, pooled_projection))
-        self._check_text_attention(kinds)
-        self._set_blocks(options, kinds, _of_blocks("parallel", parallel, depth, (False, True)))
+        self._check_text_attention(texts)
+        self._check_memory(kinds, qk_norm)
+        side_by_side = repeat_over_layers("parallel", parallel, depth, (False, True))
+        own = [options._replace(attention=kind, memory=memory if kind == "linear" else None) for kind in kinds]
+        self._set_blocks(own, texts, side_by_side)
         self._init_weights()
 
     @classmethod
@@ -201,15 +210,40 @@ class DiT(nn.Module):
             )
         return cls(**{"patch_size": int(patch_size), **SIZES[size], **kwargs})
 
-    def _set_encoding(self, encoding: Encoding, kwargs: dict[str, Any], options: BlockOptions, depth: int) -> None:
-        linear, num_heads = options.attention == "linear", self.num_heads
-        if linear and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
-            kwargs.setdefault("act", "relu")
-        self.encoding = build_encoding(encoding, kwargs, self.embed_dim // num_heads, num_heads, depth, self.num_axes)
-        stack = EncodingStack(self.encoding)
-        stack.check(self.num_axes)
-        if linear:
-            stack.check_linear(options.normalizer)
+    def _set_encoding(
+        self, encoding: Encoding, kwargs: dict[str, Any], kinds: Sequence[AttentionKind], normalizer: NormalizerName
+    ) -> Act | None:
+        """Build the encoding, and return the activation that linear layers use in place of its own."""
+        head_dim = self.embed_dim // self.num_heads
+        self.encoding, feature_act = build_for_layers(
+            encoding, kwargs, head_dim, self.num_heads, kinds, self.num_axes, normalizer
+        )
+        EncodingStack(self.encoding).check(self.num_axes)
+        return feature_act
+
+    def _check_memory(self, kinds: Sequence[AttentionKind], qk_norm: str) -> None:
+        check_memory(self.memory, kinds)
+        if self.memory is None:
+            return
+        if self.num_axes != 3:
+            raise ValueError(
+                f"memory: expected None for images, whose tokens have no order, got {self.memory}; use num_axes=3"
+            )
+        if self.memory.directions != "both":
+            raise ValueError(
+                "directions: expected 'both', because all frames are denoised at once, got "
+                f"{self.memory.directions!r}; pass Memory(directions='both')"
+            )
+        if self.text_width and not self.cross:
+            raise ValueError(
+                "text_attention: expected 'cross' with a memory, which would forget text in the sequence like a frame, "
+                "got 'joint' or 'single'"
+            )
+        if self.memory.rule == "delta" and qk_norm == "none":
+            raise ValueError(
+                "qk_norm: expected 'head' or 'heads' with rule='delta', because the state can grow without bound if "
+                "the keys do, got 'none'"
+            )
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
         """Build what precedes the blocks, without the text."""
@@ -240,8 +274,8 @@ class DiT(nn.Module):
             text_encoder = TextFeatures(text_width or 0, pooled_width)
         self.text_encoder = text_encoder
         self.text_width, self.pooled_width = _widths(text_encoder)
-        _one_of("text_projection", projections[0], ("linear", "mlp"))
-        _one_of("pooled_projection", projections[1], ("linear", "mlp", "none"))
+        check_one_of("text_projection", projections[0], ("linear", "mlp"))
+        check_one_of("pooled_projection", projections[1], ("linear", "mlp", "none"))
         if self.text_width:
             act = partial(nn.GELU, approximate="tanh")
             self.text_embed = _projection(projections[0], self.text_width, self.embed_dim, act)
@@ -265,10 +299,22 @@ class DiT(nn.Module):
                 f"{kinds[0]!r}; pass a text_encoder or text_width="
             )
 
-    def _set_blocks(self, options: BlockOptions, kinds: Sequence[TextAttention], parallel: Sequence[bool]) -> None:
-        embed_dim, depth = self.embed_dim, len(kinds)
+    def _set_blocks(
+        self, by_block: Sequence[BlockOptions], texts: Sequence[TextAttention], parallel: Sequence[bool]
+    ) -> None:
+        embed_dim, depth, options = self.embed_dim, len(by_block), by_block[0]
+        decays = [
+            None if own.memory is None else own.memory.build_decay(self.num_heads, i, depth)
+            for i, own in enumerate(by_block)
+        ]
         self.blocks = nn.ModuleList(
-            DiTBlock(options, text=kinds[i] if self.text_width else None, parallel=parallel[i], last=i == depth - 1)
+            DiTBlock(
+                by_block[i],
+                text=texts[i] if self.text_width else None,
+                parallel=parallel[i],
+                last=i == depth - 1,
+                decay=decays[i],
+            )
             for i in range(depth)
         )
         self.norm = build_norm(options)
@@ -314,7 +360,7 @@ class DiT(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies and phases, and of tables of bytes, labels, registers and modulation."""
+        """Return the names of parameters without weight decay: frequencies, phases, decays and embedding tables."""
         ends = ("text_encoder.embed.weight", "reg_token", "modulation.table")
         table = {name for name, _ in self.named_parameters() if name.endswith(ends)}
         return table | EncodingStack(self.encoding).no_weight_decay(self)
@@ -410,11 +456,13 @@ class DiT(nn.Module):
         if pooled is not None:
             c = c + self.pooled_embed(pooled.to(self.embed.weight.dtype))
         length = 0 if features is None or self.cross else features.shape[1]
-        positions: Any = None if self.encoding is None else self.positions(shape, length, x.device, mask)
+        placed = self.encoding is not None or self.memory is not None
+        positions: Any = self.positions(shape, length, x.device, mask) if placed else None
         if mask is not None and not self.cross:
             mask = nn.functional.pad(mask, (0, tokens.shape[1]), value=True)
 
-        tokens = self._run_blocks(tokens, features, c, positions, mask)[:, self.num_registers :]
+        frame = shape[-2] * shape[-1]
+        tokens = self._run_blocks(tokens, features, c, positions, mask, frame)[:, self.num_registers :]
         shift, scale = self.modulation(c).chunk(2, dim=-1)
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
@@ -433,14 +481,15 @@ class DiT(nn.Module):
         return torch.cat([self.reg_token.expand(x.shape[0], -1, -1).to(x.dtype), tokens], dim=1)
 
     def _run_blocks(
-        self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None
+        self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None, frame: int
     ) -> Tensor:
+        """frame: number of patches in a frame."""
         stack = EncodingStack(self.encoding)
         positions = stack.locate(positions)
         if self.shared_modulation is not None:
             c = self.shared_modulation(c)
         for i, block in enumerate(self.blocks):
-            args = tokens, features, c, Context(stack[i], positions, mask)
+            args = tokens, features, c, Context(stack[i], positions, mask, block=frame, bidirectional=True)
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens, features = checkpoint(block, *args, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
             else:
@@ -494,12 +543,6 @@ def _widths(encoder: Any) -> tuple[int, int]:
     return width, pooled
 
 
-def _one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    if value not in known:
-        *others, last = map(repr, known)
-        raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
-
-
 def _check_options(options: BlockOptions, *, absolute: str, reg_tokens: int, depth: int) -> None:
     embed_dim, num_heads = options.embed_dim, options.num_heads
     check_at_least(1, depth=depth, num_heads=num_heads)
@@ -508,13 +551,12 @@ def _check_options(options: BlockOptions, *, absolute: str, reg_tokens: int, dep
         raise ValueError(f"embed_dim: expected a multiple of 2 · num_heads = {2 * num_heads}, got {embed_dim}")
     for name, value, known in (
         ("absolute", absolute, ("none", "sincos", "sincos_dit")),
-        ("attention", options.attention, ("softmax", "linear")),
         ("mlp", options.mlp, ("gelu", "gelu_tanh", "swiglu")),
         ("norm", options.norm, ("layer", "rms")),
         ("qk_norm", options.qk_norm, ("head", "heads", "none")),
         ("modulation", options.modulation, ("block", "shared")),
     ):
-        _one_of(name, value, known)
+        check_one_of(name, value, known)
 
 
 def _check_patch_size(num_axes: int, patch_size: int | Sequence[int]) -> tuple[int, ...]:
@@ -526,16 +568,6 @@ def _check_patch_size(num_axes: int, patch_size: int | Sequence[int]) -> tuple[i
     if len(patch_size) != num_axes or min(patch_size) < 1:
         raise ValueError(f"patch_size: expected a size for each of {num_axes} axes, got {tuple(patch_size)}")
     return tuple(patch_size)
-
-
-def _of_blocks(name: str, value: T | Sequence[T], depth: int, known: Sequence[T]) -> Sequence[T]:
-    """Return an option of each block."""
-    values: Any = (value,) * depth if isinstance(value, (bool, str)) or not isinstance(value, Sequence) else value
-    if len(values) != depth:
-        raise ValueError(f"{name}: expected one value, or one for each of {depth} blocks, got {len(values)}")
-    for each in values:
-        _one_of(name, each, known)
-    return tuple(values)
 
 
 def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:

@@ -1,7 +1,8 @@
 """A compact causal language model whose encoding of q and k is any of ours.
 
-Pre-norm blocks with RMSNorm and SwiGLU, grouped key heads, tied embeddings. Softmax attention decodes with a static
-cache of encoded keys, linear attention with a state of constant size (:mod:`lrpe_md.models.lm_decode`).
+Pre-norm blocks with RMSNorm and SwiGLU, grouped key heads, tied embeddings. Layers with softmax attention decode with a
+static cache of encoded keys, those with linear attention with a state of constant size
+(:mod:`lrpe_md.models.lm_decode`).
 ``model.rescale`` stretches the frequencies at run time, in place.
 
 Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
@@ -11,6 +12,7 @@ cosine, else D), L length of the cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lrpe_md import Grid, list_presets
-from lrpe_md.checks import can_read, check_at_least
+from lrpe_md.checks import can_read, check_at_least, repeat_over_layers
 from lrpe_md.engine.encode.views import split_qkv
-from lrpe_md.integrations.attention import attend_encoded, softmax_attention
+from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, attend_encoded, check_memory, softmax_attention
 from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding
 from lrpe_md.integrations.run_time import set_scaling
-from lrpe_md.modules.linear import attend_with
+from lrpe_md.modules.linear import Memory, attend_with
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scaling, Scheme, rotated_part
 
@@ -34,7 +36,6 @@ __all__ = ["Cache", "CausalLm", "LmConfig", "Scaling", "check_room", "check_toke
 
 ENCODINGS = ("rotate", "cosine", "none")
 ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
-ATTENTIONS = ("softmax", "linear")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,11 @@ class LmConfig:
         phase: learn a phase by layer, key head and channel, on the keys alone: on both it would cancel.
         learnable: learn the frequencies, by layer and key head.
         base: of their geometric series.
-        attention: "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
+        attention: "softmax" or "linear" in all layers; or a sequence of both, one for each layer, that is repeated over
+            the depth. "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
             features may be negative.
+        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU the gradient
+            of learned decays takes the slower reference implementation.
         keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
 
     Raises:
@@ -69,16 +73,23 @@ class LmConfig:
     phase: bool = False
     learnable: bool = False
     base: float = 10000.0
-    attention: Literal["softmax", "linear"] = "softmax"
+    attention: AttentionKind | Sequence[AttentionKind] = "softmax"
+    memory: Memory | None = None
     keep_encoded: bool = True
 
     def __post_init__(self) -> None:
         encodings = ENCODINGS if self.scheme is None else (self.encoding,)
-        for name, known in (("encoding", encodings), ("act", ACTS), ("attention", ATTENTIONS)):
+        for name, known in (("encoding", encodings), ("act", ACTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {known}, got {getattr(self, name)!r}")
         for name in ("vocab_size", "dim", "depth", "num_heads", "num_kv_heads", "hidden"):
             check_at_least(1, **{name: getattr(self, name)})
+        check_memory(self.memory, self.kinds)
+        if self.memory is not None and (self.memory.rule, self.memory.directions) != ("add", "forward"):
+            raise ValueError(
+                f"memory: expected rule='add' and directions='forward' in a causal model of single tokens, got "
+                f"{self.memory}; for the delta rule token by token use the library flash-linear-attention (fla)"
+            )
         if self.dim % self.num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads = {self.num_heads}, got {self.dim}")
         if self.num_heads % self.num_kv_heads:
@@ -97,6 +108,11 @@ class LmConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The kind of attention of each layer."""
+        return repeat_over_layers("attention", self.attention, self.depth, ATTENTIONS)
 
     @property
     def scheme(self) -> Scheme | None:
@@ -149,18 +165,21 @@ class Context(NamedTuple):
     positions: Grid | Tensor
     rows: Any = None  # (N,), where the cache takes these tokens
     start: Any = None  # (), the first of them
-    mask: Tensor | None = None  # softmax: which keys of the cache (B, 1, R · N, L); linear: which tokens (B, 1, N)
+    mask: Tensor | None = None  # of softmax attention: keys of the cache that are seen, (B, 1, R · N, L)
+    gate: Tensor | None = None  # of linear attention: tokens that are not padding, (B, 1, N)
 
 
 class LmAttention(nn.Module):
     """Causal attention with grouped key heads, x (B, N, C) → (B, N, C)."""
 
-    def __init__(self, config: LmConfig, encoding: nn.Module | None) -> None:
+    def __init__(self, config: LmConfig, encoding: nn.Module | None, index: int) -> None:
         super().__init__()
         self.heads, self.groups, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.linear, self.keep_encoded = config.attention == "linear", config.keep_encoded
+        self.linear, self.keep_encoded = config.kinds[index] == "linear", config.keep_encoded
         self.encoding: Any = encoding
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.groups) * self.head_dim, bias=False)
+        memory = config.memory if self.linear else None
+        self.decay = None if memory is None else memory.build_decay(self.groups, index, config.depth)
         self.norm = nn.RMSNorm(config.dim, eps=1e-6) if self.linear else nn.Identity()
         self.proj = nn.Linear(config.dim, config.dim, bias=False)
 
@@ -196,20 +215,23 @@ class LmAttention(nn.Module):
         return x.unflatten(2, (self.heads // self.groups, -1)).flatten(1, 2)
 
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, context: Context, layer: tuple[Tensor, ...]) -> Tensor:
-        attend = partial(attend_with, self.encoding, q, k, v, context.positions, normalizer="none", is_causal=True)
+        attend = partial(
+            attend_with, self.encoding, q, k, v, context.positions, normalizer="none", is_causal=True,
+            decay=None if self.decay is None else self.decay(),
+        )  # fmt: skip
         if not layer:
             return attend()
         (state,) = layer
-        out, (after, _) = attend(gate=context.mask, state=(state,), return_state=True)
+        out, (after, _) = attend(gate=context.gate, state=(state,), return_state=True)
         state.copy_(after)
         return out
 
 
 class Block(nn.Module):
-    def __init__(self, config: LmConfig, encoding: nn.Module | None) -> None:
+    def __init__(self, config: LmConfig, encoding: nn.Module | None, index: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.dim, eps=1e-6), nn.RMSNorm(config.dim, eps=1e-6)
-        self.attn = LmAttention(config, encoding)
+        self.attn = LmAttention(config, encoding, index)
         self.mlp = SwiGLU(config.dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, context: Context, layer: tuple[Tensor, ...] = ()) -> Tensor:
@@ -228,8 +250,8 @@ class Cache:
         length: (), int64: tokens written.
         padding: (B,), int64: how many of each sample's first tokens are padding.
         layers: of each, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention a state (B, G, E, D).
-        max_length: L; writing past it is an IndexError on a CPU and an error of the device on a GPU. Linear attention
-            knows no end.
+        max_length: L; writing past it is an IndexError on a CPU and an error of the device on a GPU. Without softmax
+            attention there is no end.
     """
 
     length: Tensor
@@ -271,7 +293,7 @@ class CausalLm(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         layers = build_layers(config)
-        self.blocks = nn.ModuleList(Block(config, layers[i]) for i in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, layers[i], i) for i in range(config.depth))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.reset_parameters()
 
@@ -288,7 +310,7 @@ class CausalLm(nn.Module):
 
         Raises:
             ValueError: tokens or a cache that don't fit, of a GPU's cache without a look at its length.
-            IndexError: more tokens than a cache of softmax attention has room for, on a CPU.
+            IndexError: more tokens than a cache with softmax attention has room for, on a CPU.
         """
         if cache is not None:
             self._check_cache(tokens, cache)
@@ -306,20 +328,21 @@ class CausalLm(nn.Module):
             raise ValueError(
                 f"cache: expected a cache of this model, with {self.config.depth} layers, got {len(cache.layers)}"
             )
-        if self.config.attention == "softmax" and can_read(cache.length):
+        if "softmax" in self.config.kinds and can_read(cache.length):
             check_room(int(cache.length), tokens.shape[1], cache.max_length)
 
     def _context(self, tokens: Tensor, cache: Cache) -> Context:
         rows = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
         positions = (rows - cache.padding[:, None])[..., None]
-        if self.config.attention == "linear":
-            return Context(positions, rows, None, positions[..., 0][:, None] >= 0)
+        gate = positions[..., 0][:, None] >= 0 if "linear" in self.config.kinds else None
+        if "softmax" not in self.config.kinds:
+            return Context(positions, rows, gate=gate)
         columns = torch.arange(cache.max_length, device=tokens.device)
         rows_ = rows[:, None]
         # Padding sees itself: a row without any key would be NaN.
         mask = (columns <= rows_) & ((columns >= cache.padding[:, None, None]) | (columns == rows_))
         repeated = mask[:, None].expand(-1, self.config.num_heads // self.config.num_kv_heads, -1, -1)
-        return Context(positions, rows, cache.length, repeated.flatten(1, 2)[:, None])
+        return Context(positions, rows, cache.length, repeated.flatten(1, 2)[:, None], gate)
 
     def new_cache(self, batch: int, max_length: int, padding: Tensor | None = None) -> Cache:
         """An empty cache for ``max_length`` tokens, the padding (B,) of :func:`left_pad` counted."""
@@ -327,13 +350,13 @@ class CausalLm(nn.Module):
         c, weight = self.config, self.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        if c.attention == "linear":
-            shapes, dtype = [(c.key_dim, c.head_dim)], torch.promote_types(dtype, torch.float32)
-        else:
-            shapes = [(max_length, c.key_dim), (max_length, c.head_dim)]
+        forms: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {  # of the tensors of a layer
+            "linear": ([(c.key_dim, c.head_dim)], torch.promote_types(dtype, torch.float32)),
+            "softmax": ([(max_length, c.key_dim), (max_length, c.head_dim)], dtype),
+        }
         layers = [
-            tuple(torch.zeros(batch, c.num_kv_heads, *shape, dtype=dtype, device=weight.device) for shape in shapes)
-            for _ in range(c.depth)
+            tuple(torch.zeros(batch, c.num_kv_heads, *s, dtype=dtype, device=weight.device) for s in shapes)
+            for shapes, dtype in (forms[kind] for kind in c.kinds)
         ]
         padded = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         if padding is not None:
@@ -352,7 +375,7 @@ class CausalLm(nn.Module):
             set_scaling(self, scaling)
 
     def no_weight_decay(self) -> set[str]:
-        """Frequencies and phases."""
+        """Return the names of frequencies, phases and decays."""
         return self.encoding.no_weight_decay(self)
 
     @property

@@ -89,7 +89,7 @@ class Decoder:
 
         Raises:
             ValueError: no tokens, of another number of samples, or of another dtype than integers.
-            IndexError: more than the cache of softmax attention has room for.
+            IndexError: more than a cache with softmax attention has room for.
         """
         check_tokens("prompt", prompt, len(self.token))
         self._take_room(0, prompt.shape[1])
@@ -102,7 +102,7 @@ class Decoder:
 
         Raises:
             ValueError: tokens of another shape or dtype.
-            IndexError: no room for it in the cache of softmax attention.
+            IndexError: no room for it in a cache with softmax attention.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
@@ -115,7 +115,7 @@ class Decoder:
 
     def _take_room(self, length: int, number: int) -> None:
         """Count on the host what the cache holds, so that nothing waits for the device."""
-        if self.model.config.attention == "softmax":
+        if "softmax" in self.model.config.kinds:
             check_room(length, number, self.cache.max_length)
         self.length = length + number
 

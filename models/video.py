@@ -26,9 +26,10 @@ from torch.nn import functional as F
 
 from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import Carried, Context
+from lrpe_md.integrations.attention import AttentionKind, Carried, Context
 from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies
+from lrpe_md.modules.linear import Memory
 
 from .dit import patchify
 from .vit import timm_cfg, with_positions
@@ -97,7 +98,7 @@ class Layout(NamedTuple):
     joint: Grid | Coordinates | None  # None: factorised
     space: Grid | Coordinates | None = None
     time: Grid | None = None
-    block: int | None = None  # tokens of a frame, where it sees none that is later
+    block: int | None = None  # tokens of a frame, where it sees none that is later or a memory needs frames
     carried: Carried | None = None
 
 
@@ -127,15 +128,19 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: "none"; "learned", a table (T, H, W), resampled to the grid of the input; "sincos", a third of the
             channels an axis, from the same positions as the encoding.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
+        memory: a :class:`lrpe_md.Memory`: how linear layers forget earlier frames. Of joint attention;
+            causal="frames" expects directions="forward", other models expect "both". Class and register tokens enter
+            the memory before the first frame, and fade like it.
         space_time: "joint": every token attends to all. "factorised": blocks 0, 2, .. within each frame, blocks
             1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
             tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
         causal: "frames": tokens attend to their frame and to those before it, prefix tokens to themselves, so that a
             video can be read frame by frame (:meth:`stream`). Of joint attention; pool the patches
             (``global_pool="avg"``), since a class token sees no frame.
-        window: with causal and softmax attention the frames (of the grid) that a token sees, its own among them; None:
+        window: with causal, the frames (of the grid) that a token sees in softmax attention, its own among them; None:
             all. Positions in time are then those in this window, whose first frame is at 0: a stream of any length has
-            no others than those of a video of ``window`` frames (∞-RoPE, arXiv 2511.20649).
+            no others than those of a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers see all
+            frames through their state, whose size is constant.
         temporal: False leaves time out of all positions. Parameters stay; with ``tubelet_size=1`` and joint or
             factorised attention the output does not depend on the order of the frames.
         patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
@@ -164,8 +169,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "learned", "sincos"] = "none",
-        attention: Literal["softmax", "linear"] = "softmax",
+        attention: AttentionKind | Sequence[AttentionKind] = "softmax",
         normalizer: NormalizerName = "unrotated",
+        memory: Memory | None = None,
         keep_encoded: bool = True,
         space_time: SpaceTime = "joint",
         causal: Literal["frames"] | None = None,
@@ -185,10 +191,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"causal: expected 'frames' or None, got {causal!r}")
         if causal and space_time != "joint":
             raise ValueError(f"causal: 'frames' needs space_time='joint', got {space_time!r}")
-        if (causal or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
+        if (causal or memory or space_time == "factorised") and patch_drop_rate and drop_unit == "token":
             raise ValueError(
-                "drop_unit: 'token' drops different patches in each frame, but factorised and causal attention need "
-                "drop_unit='tube'"
+                "drop_unit: 'token' drops different patches in each frame, but factorised and causal attention and a "
+                "memory need drop_unit='tube'"
             )
         kwargs.setdefault("embed_layer", partial(TubeletEmbed, num_frames=num_frames, tubelet_size=tubelet_size))
         super().__init__(*args, absolute=absolute, attention=attention, normalizer=normalizer, **kwargs)
@@ -202,10 +208,28 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.temporal, self.patch_drop_rate, self.drop_unit = temporal, patch_drop_rate, drop_unit
         self._reference: Reference = None
         adapt(
-            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer,
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, memory=memory,
             keep_encoded=keep_encoded,
         )  # fmt: skip
         self.window = window
+
+    def check_memory(self, memory: Memory) -> None:
+        """Check that a memory has the order of frames that it needs.
+
+        Raises:
+            ValueError: factorised attention, or directions that don't match ``causal``.
+        """
+        if self.space_time != "joint":
+            raise ValueError(
+                f"memory: expected None with space_time={self.space_time!r}, whose blocks attend within a frame or "
+                f"within a place, got {memory}; use space_time='joint'"
+            )
+        expected = "forward" if self.causal else "both"
+        if memory.directions != expected:
+            raise ValueError(
+                f"directions: expected {expected!r} with causal={self.causal!r}, got {memory.directions!r}; pass "
+                f"Memory(directions={expected!r}), or change causal"
+            )
 
     @property
     def window(self) -> int | None:
@@ -228,10 +252,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         """Again before each use: :func:`adapt` may have changed the attention."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
-            if self.causal is None or attentions != {"softmax"}:
+            if self.causal is None or "softmax" not in attentions:
                 raise ValueError(
-                    f"window: expected None unless causal='frames' and attention='softmax', got {frames} with "
-                    f"{self.causal!r}, {', '.join(sorted(attentions))!r}"
+                    f"window: expected None unless causal='frames' and attention='softmax' in a layer, got {frames} "
+                    f"with {self.causal!r}, {', '.join(sorted(attentions))!r}"
                 )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
@@ -264,7 +288,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
         x (B, in_chans, frames, height, width) → tokens (B, T H W, C), those of the first piece behind the prefix, and
         the state that the next call takes; None begins a video. No tokens are dropped, nothing is recomputed but, with
-        softmax attention, the encoding of the keys in the window, which moves.
+        softmax attention, the encoding of the keys in the window, which moves. The state's size is constant if all
+        layers are linear, or softmax layers have a ``window``.
 
         Differentiable, also through the state.
 
@@ -338,7 +363,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 return x, Layout(grid, block=places)
             grid = stack.locate(grid)
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
-            return x, Layout(where, block=places if self.causal else None)
+            return x, Layout(where, block=places if self.causal or self.memory else None)
         if stack.locate(grid) is not grid:
             raise ValueError("places: expected None with space_time='factorised', whose grids have one or two axes")
         grid = _as_grid("space_time='factorised'", grid)
@@ -391,10 +416,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return (frames[:, None] + keep[..., None, :]).flatten(-2)
 
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
-        if (self.causal or self.space_time == "factorised") and self.drop_unit == "token":
+        if (self.causal or self.memory or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
-                "keep: single tokens drop different patches in each frame, but factorised and causal attention need "
-                "drop_unit='tube'"
+                "keep: single tokens drop different patches in each frame, but factorised and causal attention and a "
+                "memory need drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")
@@ -405,8 +430,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if layout.joint is not None:
             encoding = EncodingStack(self.encoding)[i]
             context = Context(
-                encoding, layout.joint, attn_mask, block=layout.block, carried=layout.carried, window=self.window
-            )
+                encoding, layout.joint, attn_mask, block=layout.block, carried=layout.carried, window=self.window,
+                bidirectional=self.causal is None,
+            )  # fmt: skip
             return self._run(i, x, context, is_causal)
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask, is_causal: factorised attention supports neither; use space_time='joint'")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,22 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..engine.core.call import Act
 from ..engine.inductor.private import exporting, transforming
 from ..engine.linear.call import NormalizerName
-from ..modules.linear import attend_with
+from ..modules.linear import Memory, attend_with
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "Carried", "Context", "attend", "attend_encoded", "attend_frames", "attend_linearly", "check_causal",
-    "sdpa_backends", "softmax_attention",
+    "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend", "attend_encoded", "attend_frames",
+    "attend_linearly", "check_causal", "check_memory", "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
+
+AttentionKind: TypeAlias = Literal["softmax", "linear"]
+ATTENTIONS: tuple[AttentionKind, ...] = ("softmax", "linear")
 
 torch.fx.wrap("softmax_attention")  # one step of a traced graph
 
@@ -41,8 +45,12 @@ class Context:
 
     No tuple: the mixed precision of FSDP and DDP casts every tensor that it finds in one, positions among them.
 
-    block, carried: where frames see earlier ones alone, see :func:`lrpe_md.linear_attention`, :func:`attend_frames` and
-    :class:`Carried`. window: of softmax attention, the frames that one sees, itself among them; None: all.
+    Args:
+        block: tokens of a frame, where frames see earlier ones alone, see :func:`lrpe_md.linear_attention` and
+            :func:`attend_frames`.
+        carried: see :class:`Carried`.
+        window: of softmax attention, the frames that one sees, itself among them; None: all.
+        bidirectional: frames see all others; ``block`` then serves linear layers with a :class:`lrpe_md.Memory` alone.
     """
 
     def __init__(
@@ -54,9 +62,14 @@ class Context:
         block: int | None = None,
         carried: Carried | None = None,
         window: int | None = None,
+        bidirectional: bool = False,
     ) -> None:
         self.encoding, self.positions, self.attn_mask = encoding, positions, attn_mask
-        self.block, self.carried, self.window = block, carried, window
+        self.block, self.carried, self.window, self.bidirectional = block, carried, window, bidirectional
+
+    def block_for(self, memory: Memory | None) -> int | None:
+        """Return the tokens of a block in a layer with this memory; None: its tokens are in no order."""
+        return None if self.bidirectional and memory is None else self.block
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
@@ -328,10 +341,13 @@ def attend_linearly(
     block: int | None = None,
     carried: Carried | None = None,
     norm: Norm | None = None,
+    memory: Memory | None = None,
+    decay: Tensor | None = None,
+    act: Act | None = None,
 ) -> Tensor:
     """Linear attention of raw q, k, v (B, H, N, D) as a backbone's :class:`Context` says, in v's dtype.
 
-    norm: of q and k, where it is taken with them.
+    norm: of q and k, where it is taken with them. memory, decay: of the layer, by blocks. act: see :func:`attend_with`.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -340,12 +356,47 @@ def attend_linearly(
         )
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast their norms give float32
     own = NOTHING if encoding is None else encoding
-    attend = partial(attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm)
+    options: dict[str, Any] = {}
+    if memory is not None:
+        options = {"rule": memory.rule, "directions": memory.directions, "decay": decay}
+        if memory.rule == "delta":
+            assert block is not None
+            gate = _scale_keys(k, block, 0 if positions is None else positions.prefix, gate)
+    attend = partial(
+        attend_with, own, q, k, v, positions, normalizer=normalizer, gate=gate, block=block, norm=norm, act=act,
+        **options,
+    )  # fmt: skip
     if carried is None:
         return attend(is_causal=bool(is_causal))  # ONNX's older exporter hands it on as a tensor
     o, after = attend(is_causal=bool(is_causal), state=carried.take(), return_state=True)
     carried.after.append(after)
     return o
+
+
+def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
+    """Return the gate (B, H or 1, N) of the delta rule for keys (B, H, N, D) that were normalised over a head.
+
+    Squared norms of such keys are about D, so those of a frame, or of the prefix, sum to at most about 1. The state
+    then can't grow from frame to frame. SANA-WM multiplies keys by the root of this factor.
+    """
+    size = max(block, prefix)
+    scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)
+    return scale if gate is None else scale * gate
+
+
+def check_memory(memory: Any, kinds: Sequence[str]) -> None:
+    """Check the memory of a model with these kinds of attention.
+
+    Raises:
+        TypeError: another type than a Memory.
+        ValueError: a memory without linear attention.
+    """
+    if memory is not None and not isinstance(memory, Memory):
+        raise TypeError(
+            f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=.., decay=..)"
+        )
+    if memory is not None and "linear" not in kinds:
+        raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")
 
 
 def check_causal(encoding: nn.Module | None) -> None:

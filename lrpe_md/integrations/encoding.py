@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import suggest
+from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
 from ..engine.linear.validate import check_normalizer
 from ..modules.base import FrequencyModule
 from ..modules.encodings import CosineMd, PresetMd, RotateMd
+from ..modules.linear import HeadDecay
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -25,7 +27,9 @@ from ..presets.registry import RESERVED, list_presets, preset
 from ..presets.scheme import Axial, Preset, Scheme
 from ..reference import activate
 
-__all__ = ["Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "build_encoding", "lay_out"]
+__all__ = [
+    "Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "build_encoding", "build_for_layers", "lay_out",
+]  # fmt: skip
 
 Sharing = Literal["model", "layer"]
 Heads = Literal["shared", "own"]
@@ -113,6 +117,42 @@ def build_encoding(
     if not all(isinstance(layer, nn.Module) for layer in layers):
         raise TypeError(f"encoding: expected a factory that returns an nn.Module, got a {type(layers[0]).__name__}")
     return nn.ModuleList(layers) if sharing == "layer" else layers[0]
+
+
+def build_for_layers(
+    encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, kinds: Sequence[str], num_axes: int,
+    normalizer: NormalizerName,
+) -> tuple[nn.Module | None, Act | None]:  # fmt: skip
+    """Build the encoding of layers whose attention is softmax or linear.
+
+    Features of linear attention are relu(q) and relu(k) unless ``kwargs`` or a module of the user's has an activation.
+    Softmax attention has no activation unless told otherwise. If a model has both kinds, its encoding is built for
+    softmax attention.
+
+    Args:
+        kinds: of attention, for each layer.
+        encoding, kwargs, head_dim, num_heads, num_axes: see :func:`build_encoding`.
+        normalizer: of linear attention.
+
+    Returns:
+        the encoding, and the activation that linear layers use in place of its own; None: its own.
+
+    Raises:
+        ValueError, TypeError: as :func:`build_encoding`, or an activation that does not suit the normalizer.
+    """
+    kwargs, act = dict(kwargs), None
+    by_name = encoding is None or isinstance(encoding, (str, Preset, Scheme))
+    if "linear" in kinds and by_name and "act" not in kwargs:
+        if "softmax" in kinds:
+            act = "relu"
+        else:
+            kwargs["act"] = "relu"
+    built = build_encoding(encoding, kwargs, head_dim, num_heads, len(kinds), num_axes)
+    if "linear" in kinds and act is None:
+        EncodingStack(built).check_linear(normalizer)
+    elif act is not None:
+        check_normalizer(normalizer, act)
+    return built, act
 
 
 Maker: TypeAlias = Callable[[int], nn.Module]  # number of a layer → its module
@@ -291,11 +331,13 @@ class EncodingStack:
         return lay_out(self.encoding, size, before, **options)
 
     def no_weight_decay(self, backbone: nn.Module) -> set[str]:
-        """Names in the backbone of frequencies and phases, wherever in it they are."""
+        """Names in the backbone of frequencies, phases and decays, wherever in it they are."""
         own = {module for layer in self.distinct if layer is not None for module in layer.modules()}
         names = set()
         for path, module in backbone.named_modules():
-            if isinstance(module, FrequencyModule) or (module in own and hasattr(module, "no_weight_decay")):
+            if isinstance(module, (FrequencyModule, HeadDecay)) or (
+                module in own and hasattr(module, "no_weight_decay")
+            ):
                 excluded: Any = module.no_weight_decay
                 names |= {f"{path}.{name}" for name in excluded()}
         return names

@@ -1,7 +1,7 @@
 """timm's VisionTransformer with relative positions: ``adapt(model, "cosine")`` turns one into the class that is here.
 
-The weights and their names are timm's; learned frequencies (``encoding.*``) are the only additional keys of the
-state_dict. ``lrpe_md.models.vit`` registers entries of timm's for new models.
+The weights and their names are timm's; learned frequencies (``encoding.*``) and decays (``*.decay.logit``) are the only
+additional keys of the state_dict. ``lrpe_md.models.vit`` registers entries of timm's for new models.
 
 The backbone owns the encoding, computes the positions once a forward, and hands both to its blocks as an argument:
 timm's blocks pass ``attn_mask`` on to their attention untouched, so a :class:`Context` travels there, the mask inside.
@@ -12,6 +12,7 @@ Shapes: B batch, N tokens (prefix + patches), P prefix tokens (class, registers)
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,15 +36,27 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..checks import repeat_over_layers
+from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
+from ..modules.linear import HeadDecay, Memory
 from ..norm import Norm
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from ..positions.sequences import Tokens
-from ..presets.scheme import Preset, Scheme
-from .attention import Context, attend, attend_encoded, attend_frames, attend_linearly, check_causal
-from .encoding import Encoding, EncodingStack, build_encoding
+from .attention import (
+    ATTENTIONS,
+    AttentionKind,
+    Context,
+    attend,
+    attend_encoded,
+    attend_frames,
+    attend_linearly,
+    check_causal,
+    check_memory,
+)
+from .encoding import Encoding, EncodingStack, build_for_layers
 from .norms import norm_of, takes_norm
 
 __all__ = [
@@ -63,7 +76,8 @@ class LrpeAttention(Attention):
     """timm's attention, with its parameters and their names, encoding q and k as the :class:`Context` says.
 
     Without a Context (None or a mask as ``attn_mask``) it is timm's attention. ``attention`` is "softmax" or "linear",
-    ``normalizer`` that of :func:`lrpe_md.linear_attention`.
+    ``normalizer`` that of :func:`lrpe_md.linear_attention`, ``memory`` and ``decay`` what its state forgets, and
+    ``feature_act`` the activation of its q and k in place of the encoding's.
 
     The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output:
     five units of B·N·C where attention without an encoding keeps three. ``copy_v`` copies v, so that three are kept
@@ -74,8 +88,10 @@ class LrpeAttention(Attention):
     checkpointing, which runs all of the block again.
     """
 
-    attention: Literal["softmax", "linear"] = "softmax"
+    attention: AttentionKind = "softmax"
     normalizer: NormalizerName = "unrotated"
+    memory: Memory | None = None
+    feature_act: Act | None = None
     copy_v: bool = False
     keep_encoded: bool = True
 
@@ -86,7 +102,8 @@ class LrpeAttention(Attention):
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # Strided views of the projection: the encoding reads them as they are.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        frames = context.block is not None and self.attention == "softmax"
+        block = context.block_for(self.memory)
+        frames = block is not None and self.attention == "softmax"
         again = not frames and self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv)
         norm = None
@@ -100,9 +117,11 @@ class LrpeAttention(Attention):
         if norm is None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
+            decay: HeadDecay | None = getattr(self, "decay", None)
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
-                block=context.block, carried=context.carried, norm=norm,
+                block=block, carried=context.carried, norm=norm, memory=self.memory,
+                decay=None if decay is None else decay(), act=self.feature_act,
             )  # fmt: skip
         elif frames:
             x = attend_frames(self, q, k, v, context, is_causal)
@@ -137,9 +156,10 @@ class LrpeAttention(Attention):
         return self.proj_drop(self.proj(x))
 
     def extra_repr(self) -> str:
-        return f"attention={self.attention!r}" + (
-            f", normalizer={self.normalizer!r}" if self.attention == "linear" else ""
-        )
+        if self.attention == "softmax":
+            return "attention='softmax'"
+        memory = "" if self.memory is None else f", memory={self.memory}"
+        return f"attention='linear', normalizer={self.normalizer!r}{memory}"
 
 
 def _weight_dtype(linear: Any, output: Tensor) -> torch.dtype:
@@ -205,9 +225,12 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             are not rotated.
         encoding_kwargs: for the encoding, such as act, phase, learnable, base, axis_order; with None: act, dim.
         absolute: "none"; "learned", timm's table, resampled to the grid of the input; "sincos", computed for it.
-        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`), which takes act="relu" unless told
-            otherwise.
+        attention: "softmax" or "linear" (:func:`lrpe_md.linear_attention`) in all layers; or a sequence of both, one
+            for each layer, that is repeated over the depth: ("linear", "linear", "linear", "softmax"). Linear layers
+            take act="relu" unless told otherwise.
         normalizer: of linear attention: "unrotated", "encoded" or "none".
+        memory: how linear layers forget, by frames: of video models alone, see
+            :class:`lrpe_md.models.video.LrpeVideoTransformer`.
         copy_v: keep no more memory for the backward of attention than without an encoding: :class:`LrpeAttention`.
         keep_encoded: False keeps no encoded q and k for the backward, which encodes again: :class:`LrpeAttention`.
         dynamic_img_size: any input size that the patch size divides, on by default.
@@ -225,6 +248,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     num_axes = 2  # of the grid of patches
     preset_axes: int | None = None  # that a preset must have; None: as many will do as take an image
+    memory: Memory | None = None
     _reference: Sequence[int | None] | None = None
     encoding: nn.Module | None
     absolute: Literal["none", "learned", "sincos"]
@@ -238,8 +262,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         encoding: Encoding = None,
         encoding_kwargs: dict[str, Any] | None = None,
         absolute: Literal["none", "learned", "sincos"] = "none",
-        attention: Literal["softmax", "linear"] = "softmax",
+        attention: AttentionKind | Sequence[AttentionKind] = "softmax",
         normalizer: NormalizerName = "unrotated",
+        memory: Memory | None = None,
         copy_v: bool = False,
         keep_encoded: bool = True,
         dynamic_img_size: bool = True,
@@ -257,9 +282,16 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             raise ValueError(f"absolute: 'sincos' needs an embed_dim divisible by 4, got {self.embed_dim}")
         self.absolute = absolute
         adapt(
-            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, copy_v=copy_v,
-            keep_encoded=keep_encoded,
+            self, encoding, encoding_kwargs=encoding_kwargs, attention=attention, normalizer=normalizer, memory=memory,
+            copy_v=copy_v, keep_encoded=keep_encoded,
         )  # fmt: skip
+
+    def check_memory(self, memory: Memory) -> None:
+        """Refuse a memory: patches of an image have no order in which they could be forgotten."""
+        raise ValueError(
+            f"memory: expected None for an image model, whose tokens have no order, got {memory}; use a video model, "
+            "lrpe_md.models.video, with causal='frames' or directions='both'"
+        )
 
     @property
     def reference(self) -> Sequence[int | None] | None:
@@ -379,14 +411,16 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
             first = 0 if self.no_embed_class else self.num_prefix_tokens
             fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
-        learned = {} if self.encoding is None else self.encoding.state_dict(prefix="encoding.")
-        if learned and not any(name.startswith("encoding.") for name in fitted):
-            fitted.update(learned)
-            warnings.warn("state_dict: has no encoding.*; the frequencies stay as they are", stacklevel=3)
+        own = _own_parameters(self)
+        for found, kept in (("encoding.*", "frequencies"), ("*.decay.logit", "decays")):
+            names = fnmatch.filter(own, found)
+            if names and not fnmatch.filter(fitted, found):
+                fitted.update({name: own[name] for name in names})
+                warnings.warn(f"state_dict: has no {found}; the {kept} stay as they are", stacklevel=3)
         return fitted
 
     def no_weight_decay(self) -> set[str]:
-        """timm's names, and the frequencies and phases."""
+        """timm's names, and those of frequencies, phases and decays."""
         return super().no_weight_decay() | EncodingStack(self.encoding).no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -413,8 +447,9 @@ def adapt(
     absolute: Literal["keep", "drop"] = "keep",
     *,
     encoding_kwargs: dict[str, Any] | None = None,
-    attention: Literal["softmax", "linear"] = "softmax",
+    attention: AttentionKind | Sequence[AttentionKind] = "softmax",
     normalizer: NormalizerName = "unrotated",
+    memory: Memory | None = None,
     copy_v: bool = False,
     keep_encoded: bool = True,
 ) -> LrpeVisionTransformer:
@@ -427,8 +462,8 @@ def adapt(
     Args:
         model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
             ParallelThingsBlock blocks and timm's Attention.
-        encoding, encoding_kwargs, attention, normalizer, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`. A
-            module is moved to the model's device.
+        encoding, encoding_kwargs, attention, normalizer, memory, copy_v, keep_encoded: see
+            :class:`LrpeVisionTransformer`. A module is moved to the model's device.
         absolute: "keep" the learned absolute embedding, or "drop" it.
 
     Raises:
@@ -436,26 +471,21 @@ def adapt(
     """
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
-    if attention not in ("softmax", "linear"):
-        raise ValueError(f"attention: expected 'softmax' or 'linear', got {attention!r}")
     if copy_v and not keep_encoded:
         raise ValueError("copy_v: expected False with keep_encoded=False, which keeps only the projection's output")
-    attentions = _attentions(model)
+    blocks = _attentions(model)
     vit: Any = model
-    kwargs = dict(encoding_kwargs or {})
-    if attention == "linear" and (encoding is None or isinstance(encoding, (str, Preset, Scheme))):
-        kwargs.setdefault("act", "relu")
+    kinds = repeat_over_layers("attention", attention, len(blocks), ATTENTIONS)
+    attentions = [(i, kind, m) for i, (kind, block) in enumerate(zip(kinds, blocks, strict=True)) for m in block]
+    _check_linear_layers(vit, kinds, attentions, memory)
     num_axes = getattr(vit, "num_axes", LrpeVisionTransformer.num_axes)
-    attn = attentions[0]
-    built = build_encoding(encoding, kwargs, attn.head_dim, attn.num_heads, len(vit.blocks), num_axes)
-    stack = EncodingStack(built)
-    if attention == "linear":
-        stack.check_linear(normalizer)
-        if any(m.attn_drop.p > 0 for m in attentions):
-            raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
-    stack.check(num_axes, getattr(vit, "preset_axes", None))
+    attn, device = blocks[0][0], next(vit.parameters()).device
+    built, feature_act = build_for_layers(
+        encoding, encoding_kwargs or {}, attn.head_dim, attn.num_heads, kinds, num_axes, normalizer
+    )
+    EncodingStack(built).check(num_axes, getattr(vit, "preset_axes", None))
     if built is not None:
-        built.to(next(vit.parameters()).device)
+        built.to(device)
 
     # Nothing below can fail.
     if not isinstance(vit, LrpeVisionTransformer):
@@ -463,26 +493,46 @@ def adapt(
         vit.absolute = "none" if vit.pos_embed is None else "learned"
     if type(vit.patch_embed) is PatchEmbed:
         vit.patch_embed.__class__ = LrpePatchEmbed
-    for module in attentions:
+    for i, kind, module in attentions:
         if not isinstance(module, LrpeAttention):
             module.__class__ = LrpeAttention
-        module.attention, module.normalizer, module.copy_v = attention, normalizer, copy_v
-        module.keep_encoded = keep_encoded
-    vit.encoding = built
+        own = memory if kind == "linear" else None
+        module.attention, module.normalizer, module.copy_v = kind, normalizer, copy_v
+        module.keep_encoded, module.memory, module.feature_act = keep_encoded, own, feature_act
+        decay = None if own is None else own.build_decay(module.num_heads, i, len(blocks), device)
+        module.register_module("decay", decay)
+    vit.encoding, vit.memory = built, memory
     if absolute == "drop":
         vit.pos_embed, vit.absolute = None, "none"
     return vit
 
 
-def _attentions(model: Any) -> list[Any]:
-    """The attentions of a model that can be adapted, otherwise an error."""
+def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
+    """Check that the layers with linear attention can have it, and this memory."""
+    if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
+        raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
+    check_memory(memory, kinds)
+    if memory is None:
+        return
+    (type(vit) if isinstance(vit, LrpeVisionTransformer) else LrpeVisionTransformer).check_memory(vit, memory)
+    if memory.rule == "delta" and any(
+        kind == "linear" and isinstance(m.k_norm, nn.Identity) for _, kind, m in attentions
+    ):
+        raise ValueError(
+            "qk_norm: expected True with rule='delta', because the state can grow without bound if the keys do, got "
+            "False; build the model with qk_norm=True"
+        )
+
+
+def _attentions(model: Any) -> list[list[Any]]:
+    """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
             "(subclasses and other families have their own forward; for those with a rotary encoding use "
             "lrpe_md.adapt_rotary)"
         )
-    found: list[Attention] = []
+    blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):
         inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
         if type(block) not in BLOCKS or not inside:
@@ -490,7 +540,8 @@ def _attentions(model: Any) -> list[Any]:
                 f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
                 f"blocks[{i}] of {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
-        found += inside
+        blocks.append(inside)
+    found = [m for inside in blocks for m in inside]
     if len({(m.num_heads, m.head_dim) for m in found}) != 1:
         raise ValueError(
             "model: expected the same number of heads and head_dim in all blocks, got (num_heads, head_dim) = "
@@ -498,12 +549,12 @@ def _attentions(model: Any) -> list[Any]:
         )
     if type(model.patch_drop) not in (nn.Identity, PatchDropout):
         raise ValueError(f"model: expected timm's PatchDropout as patch_drop, got {type(model.patch_drop).__name__}")
-    return found
+    return blocks
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """timm's filter, so that timm's ViT weights load: the absolute table is dropped or resampled as the model has one,
-    and learned frequencies that the checkpoint lacks keep their initial values."""
+    and learned frequencies and decays that the checkpoint lacks keep their initial values."""
     if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
         state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
         _warn_of_table()
@@ -516,6 +567,14 @@ def _warn_of_table() -> None:
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The checkpoint, and the model's learned frequencies where it lacks them."""
-    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoding.")}
-    return {**own, **state_dict}
+    """Add to a checkpoint the model's learned frequencies and decays that it lacks."""
+    return {**_own_parameters(model), **state_dict}
+
+
+def _own_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the learned frequencies and decays, which weights of timm lack."""
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if name.startswith("encoding.") or name.endswith(".decay.logit")
+    }

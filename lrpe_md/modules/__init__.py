@@ -6,3 +6,4 @@ from .encodings import Rotate1d as Rotate1d
 from .encodings import RotateMd as RotateMd
 from .linear import HeadDecay as HeadDecay
 from .linear import LinearAttention as LinearAttention
+from .linear import Memory as Memory

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_one_of
+from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
 from ..engine.linear.validate import Given, check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
 
-__all__ = ["HeadDecay", "LinearAttention", "attend_with"]
+__all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 
 DecayName = Literal["retnet", "lightning"]
 
@@ -30,7 +33,7 @@ class HeadDecay(nn.Module):
             1 − 2⁻¹².
 
     The decay stays float32 after ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
-    state_dict.
+    state_dict. FSDP2's mixed precision would cast a learned logit: call ``fully_shard`` on this module first.
 
     Sources: RetNet (arXiv 2307.08621), Lightning attention of TransNormerLLM (arXiv 2307.14995).
     """
@@ -87,7 +90,7 @@ class HeadDecay(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the decay (H,)."""
-        return self.logit.sigmoid() if self.learnable else self.decay
+        return self.logit.float().sigmoid() if self.learnable else self.decay
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, initial={self.name!r}, learnable={self.learnable}"
@@ -110,6 +113,49 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
     if initial == "retnet":
         return 1 - 2.0 ** (-5 - head)
     return (-8 * head / num_heads * (1 - depth)).exp()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Options of the state of a backbone's linear attention layers: how it takes in a block, and how it forgets.
+
+    A block is a frame of a video, or a token of a language model.
+
+    Args:
+        rule: "add" adds a block to the state. "delta" first removes what the block's keys retrieve; see
+            :func:`lrpe_md.linear_attention`. It needs frames and normalised keys (``qk_norm``). The layer then weights
+            each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to about 1.
+        decay: initial decays of :class:`HeadDecay`, one per head: "retnet", or "lightning", which depends on the layer.
+            None: no decay.
+        learnable: learn the decays of each layer.
+        directions: "forward": a frame reads itself and earlier frames, as in a causal model. "both": it also reads a
+            second memory of later frames, as in a bidirectional video model.
+
+    Raises:
+        ValueError: an unknown value, or learnable=True without a decay.
+    """
+
+    rule: Rule = "add"
+    decay: DecayName | None = None
+    learnable: bool = False
+    directions: Directions = "forward"
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule, self.directions)
+        check_one_of("decay", self.decay, (*get_args(DecayName), None))
+        check_one_of("learnable", self.learnable, (False, True))
+        if self.learnable and self.decay is None:
+            raise ValueError(
+                "learnable: expected False without a decay, got True; choose decay='retnet' or 'lightning'"
+            )
+
+    def build_decay(
+        self, num_heads: int, layer: int, depth: int, device: torch.device | str | None = None
+    ) -> HeadDecay | None:
+        """Build the decay of one layer, the ``layer``-th of ``depth``; None if there is none."""
+        if self.decay is None:
+            return None
+        return HeadDecay(num_heads, self.decay, depth=layer / depth, learnable=self.learnable, device=device)
 
 
 class LinearAttention(nn.Module):
@@ -219,8 +265,12 @@ def attend_with(
     directions: Directions = "forward",
     eps: float = 1e-6,
     norm: Norm | None = None,
+    act: Act | None = None,
 ) -> Any:
-    """Compute a :class:`LinearAttention` with this encoding, for a backbone that holds the encoding itself."""
+    """Compute a :class:`LinearAttention` with this encoding, for a backbone that holds the encoding itself.
+
+    act: activation in place of the encoding's own, which must then describe itself.
+    """
     call: Any = encoding
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
@@ -233,6 +283,7 @@ def attend_with(
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:
         own = own if norm is None else own._replace(norm=norm)
+        own = own if act is None else own._replace(act=act, dim=None)
         return linear_attention(
             q, k, v, positions=positions, normalizer=normalizer, gate=gate, is_causal=is_causal, block=block,
             cu_seqlens=cu_seqlens, state=state, return_state=return_state, decay=decay, rule=rule,

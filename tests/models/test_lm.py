@@ -12,7 +12,7 @@ from lrpe_md.models.lm_decode import Decoder, generate, left_pad, sample
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from lrpe_md import Grid, linear_attention
+from lrpe_md import Grid, HeadDecay, Memory, linear_attention
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
 from lrpe_md.integrations.run_time import set_scaling
 
@@ -25,6 +25,13 @@ ENCODINGS = {
     "cosine-softplus-phase": {"encoding": "cosine", "act": "softplus", "phase": True},
     "none": {"encoding": "none"},
 }
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "linear": {"attention": "linear"},
+    "linear, decay": {"attention": "linear", "memory": Memory(decay="retnet")},
+    "hybrid": {"attention": ("linear", "softmax"), "memory": Memory(decay="lightning", learnable=True)},
+}
+WITH_SOFTMAX = ("softmax", "hybrid")
 TRAINED = 4
 SCALINGS = {
     "none": None,
@@ -33,13 +40,13 @@ SCALINGS = {
     "yarn": partial(yarn_scaling, factor=3.0, original_length=TRAINED),
 }
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
-every_attention = pytest.mark.parametrize("attention", ["softmax", "linear"])
+every_attention = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
 def build(encoding: str = "rotate", attention: str = "softmax", device: str = "cpu") -> CausalLm:
     """Build a float64 model with phases and logits that are not trivial."""
     torch.manual_seed(0)
-    model = CausalLm(replace(TINY, attention=attention, **ENCODINGS[encoding])).to(device).double()
+    model = CausalLm(replace(TINY, **ATTENTIONS[attention], **ENCODINGS[encoding])).to(device).double()
     for name, parameter in model.named_parameters():
         if "encoding" not in name:
             nn.init.normal_(parameter, std=0.5)
@@ -159,7 +166,7 @@ def test_left_padded_batch_equals_single_sequences(encoding: str, attention: str
         torch.testing.assert_close(batch[i, padding[i] :], expected[0])
         alone = model.new_cache(1, 9)
         model(torch.cat([prompt, follow[i]])[None], alone)
-        if attention == "softmax":  # keys have the same positions as without padding
+        if attention in WITH_SOFTMAX:  # keys have the same positions as without padding
             (keys, _), (expected, _) = cache.layers[1], alone.layers[1]
             torch.testing.assert_close(keys[i, :, padding[i] :], expected[0, :, : 9 - padding[i]])
         else:
@@ -180,15 +187,54 @@ def test_chunked_linear_attention_equals_the_quadratic_form(length: int) -> None
     torch.testing.assert_close(after, state + k.mT @ v)
 
 
+@torch.no_grad()
+def test_a_hybrid_layer_equals_that_of_a_uniform_model() -> None:
+    hybrid, x = build("cosine-silu", "hybrid"), torch.randn(2, 5, 32, dtype=torch.float64)
+    context = Context(Grid((5,)))
+    for i, kind in enumerate(("linear", "softmax")):
+        memory = hybrid.config.memory if kind == "linear" else None
+        uniform = CausalLm(replace(hybrid.config, attention=kind, memory=memory)).double()
+        uniform.blocks[i].load_state_dict(hybrid.blocks[i].state_dict())  # the same names
+        torch.testing.assert_close(hybrid.blocks[i](x, context), uniform.blocks[i](x, context), rtol=0, atol=0)
+        uniform.blocks[1 - i].attn.linear = kind == "softmax"
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(uniform.blocks[1 - i](x, context), uniform.blocks[i](x, context))
+
+
+@torch.no_grad()
+def test_decays_of_layers() -> None:
+    """Lightning's decays depend on the layer's index in the whole model, and reach the attention."""
+    config = replace(TINY, depth=4, attention=("softmax", "linear"), memory=Memory(decay="lightning"))
+    model = CausalLm(config).double()
+    found = [block.attn.decay for block in model.blocks]
+    assert found[0] is found[2] is None
+    for i in (1, 3):
+        torch.testing.assert_close(found[i](), HeadDecay(2, "lightning", depth=i / 4)())
+    assert not any("decay" in name for name in model.state_dict())
+    attn, x = model.blocks[1].attn, torch.randn(1, 6, 32, dtype=torch.float64)
+    q, k, v = attn.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2).split([4, 2, 2], 1)
+    q, k = attn.encoding(q, k, positions=Grid((6,)))
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    weights = found[1]().double().repeat_interleave(2)[:, None, None] ** distance.clamp_min(0)
+    expected = ((q @ k.mT * weights).tril() @ v).transpose(1, 2).flatten(2)
+    expected = attn.proj(attn.norm(expected))
+    torch.testing.assert_close(attn(x, Context(Grid((6,)))), expected)
+    found[1].decay.fill_(1.0)
+    assert (attn(x, Context(Grid((6,)))) - expected).abs().max() > 1e-4
+
+
 def test_linear_state_does_not_grow() -> None:
     model = build("cosine-silu", "linear")
     short, long = (model.new_cache(1, length) for length in (8, 8192))
     assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
     assert short.layers[0][0].shape == (1, 2, 16, 8)  # key heads, 2D, D
     assert build("cosine-silu").new_cache(1, 9).layers[0][0].shape == (1, 2, 9, 16)
+    hybrid = build("cosine-silu", "hybrid").new_cache(1, 9).layers
+    assert [[tuple(t.shape) for t in layer] for layer in hybrid] == [[(1, 2, 16, 8)], [(1, 2, 9, 16), (1, 2, 9, 8)]]
 
 
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@every_attention
 @torch.no_grad()
 def test_steps_and_scalings_do_not_recompile(attention: str) -> None:
     torch.compiler.reset()
@@ -251,6 +297,8 @@ def test_parameters_are_tied_and_named() -> None:
     assert model.no_weight_decay() == expected
     assert expected <= set(dict(model.named_parameters()))
     logits = model(some_tokens())
+    config = replace(TINY, attention="linear", memory=Memory(decay="retnet", learnable=True))
+    assert CausalLm(config).no_weight_decay() == {f"blocks.{i}.attn.decay.logit" for i in range(2)}
     assert 0.01 < logits.std() < 1  # near uniform before training
     blocks: Any = model.blocks
     assert blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -324,7 +372,13 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
 @pytest.mark.parametrize(("change", "message"), [
     ({"encoding": "rope"}, "encoding: expected one of"),
     ({"act": "softmax"}, "act: expected one of"),
-    ({"attention": "flash"}, "attention: expected one of"),
+    ({"attention": "flash"}, "attention: expected 'softmax' or 'linear', got 'flash'"),
+    ({"attention": ("linear", "flash")}, "attention: expected 'softmax' or 'linear', got 'flash'"),
+    ({"attention": ("linear",) * 3}, "attention: .* repeated over the 2 layers, got 3 values; pass .* divides 2"),
+    ({"attention": ()}, "attention: .* repeated over the 2 layers, got 0 values"),
+    ({"memory": Memory(decay="retnet")}, "memory: expected None without linear attention, got Memory"),
+    ({"attention": "linear", "memory": Memory("delta")}, "memory: expected rule='add' .* flash-linear-attention"),
+    ({"attention": "linear", "memory": Memory(directions="both")}, "memory: expected rule='add' and directions='forw"),
     ({"num_heads": 5}, "dim: expected a multiple of num_heads = 5, got 32"),
     ({"num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, got 4"),
     ({"encoding": "none", "phase": True}, "encoding: 'none' has no phase"),
@@ -385,7 +439,7 @@ def test_errors_of_a_cache(attention: str) -> None:
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):
             call()
-    if attention == "softmax":
+    if attention in WITH_SOFTMAX:
         for message, call in {
             "cache: expected at most 2 more tokens, of 5, got 3": lambda: model(tokens[:, :3], cache),
             "cache: expected at most 5 more tokens, of 5, got 6": lambda: decoder.prefill(tokens.repeat(1, 2)[:, :6]),
@@ -396,7 +450,7 @@ def test_errors_of_a_cache(attention: str) -> None:
     torch.testing.assert_close(model(tokens[:, 3:], cache)[:, -1], expected)
     torch.testing.assert_close(decoder.step(tokens[:, 3]), expected)
     decoder.step(tokens[:, 3])
-    if attention == "softmax":
+    if attention in WITH_SOFTMAX:
         with pytest.raises(IndexError, match="cache: expected at most 0 more tokens, of 5, got 1"):
             decoder.step(tokens[:, 3])
 

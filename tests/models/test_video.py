@@ -534,7 +534,7 @@ def test_errors_of_causal_frames():
     for message, change in {
         r"causal: expected 'frames' or None, got 'tokens'": {"causal": "tokens"},
         r"causal: 'frames' needs space_time='joint', got 'factorised'": {"space_time": "factorised"},
-        r"window: expected None unless causal='frames' and attention='softmax', got 2": {"window": 2},
+        r"window: expected None unless causal='frames' and attention='softmax' in a layer, got 2": {"window": 2},
         r"window: expected at least 1 frame, or None, got 0": {"attention": "softmax", "window": 0},
         r"window: expected None with absolute='sincos'": {"attention": "softmax", "window": 2, "absolute": "sincos"},
         r"global_pool: expected 'avg' .* got 'token'": {"global_pool": "token"},

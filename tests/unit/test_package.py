@@ -219,7 +219,7 @@ def test_public_names():
     expected |= {"After", "compose", "pack", "pad", "window_order", "axial_omega", "dense_omega", "geometric_theta"}
     expected |= {"preset", "list_presets", "convert_pairs", "rope_frequencies", "AugmentPositions"}
     expected |= {"linear_attention", "LinearAttention", "Norm", "Before", "Scheme", "Axial", "Dense", "register_scheme"}
-    expected |= {"parameter_groups", "HeadDecay"}
+    expected |= {"parameter_groups", "HeadDecay", "Memory"}
     assert expected == public - modules - {"Any", "Path", "TYPE_CHECKING"}
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
