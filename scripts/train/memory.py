@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lrpe_md import HeadDecay
 from lrpe_md.engine.encode.views import split_qkv
-from lrpe_md.integrations.attention import NOTHING, Context
-from lrpe_md.integrations.encoding import EncodingStack, build_encoding
+from lrpe_md.engine.linear.call import Rule
+from lrpe_md.integrations.attention import NOTHING, AttentionKind, Context
 from lrpe_md.integrations.timm import LrpeAttention
 from lrpe_md.modules.linear import attend_with
 
@@ -37,26 +37,27 @@ class Layers(NamedTuple):
     memory: MemoryName = "add"
     softmax_every: int = 0
 
-    def is_softmax(self, layer: int) -> bool:
-        return bool(self.softmax_every) and (layer + 1) % self.softmax_every == 0
+    def attention(self, layer: int) -> AttentionKind:
+        every = self.softmax_every
+        return "softmax" if every and (layer + 1) % every == 0 else "linear"
 
 
 class MemoryAttention(LrpeAttention):
-    """Linear attention of :class:`LrpeAttention` over frames, with a memory and a learned gate per token and head.
+    """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
 
-    The gate (sigmoid of a linear layer) is how strongly a token writes. The norm of the keys starts with the weight
-    1/√D, so that a key's length is at most about 1 and a gate of 1 replaces what was written with it.
+    The gate, the sigmoid of a linear layer, is how strongly a token writes. The norm of the keys starts with the weight
+    1/√D, so that a key's length is at most about 1, and a gate of 1 replaces what was written with it. The delta rule
+    of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame alike.
     """
 
-    memory: MemoryName
+    rule: Rule
     write_gate: nn.Linear
-    decay: nn.Module | None
 
     def remember(self, memory: MemoryName) -> None:
         """Set the memory, and make the parameters that it needs."""
         if memory not in get_args(MemoryName):
             raise ValueError(f"memory: expected one of {get_args(MemoryName)}, got {memory!r}")
-        self.memory = memory
+        self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
         self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
         lives = torch.logspace(*map(math.log2, HALF_LIVES), heads, base=2, device="cpu")
@@ -72,38 +73,26 @@ class MemoryAttention(LrpeAttention):
         out = attend_with(
             NOTHING if attn_mask.encoding is None else attn_mask.encoding, q, k, v, attn_mask.positions,
             normalizer=self.normalizer, gate=self.write_gate(x).sigmoid().transpose(1, 2), block=attn_mask.block,
-            decay=None if self.decay is None else self.decay(), rule="delta" if self.memory == "delta" else "add",
+            decay=None if self.decay is None else self.decay(), rule=self.rule, act=self.feature_act,
         )  # fmt: skip
         return self._project(out, None)
 
 
-def build_model(
-    layers: Sequence[Any], *, encoding: Any, encoding_kwargs: dict[str, Any], depth: int, **arguments: Any
-) -> LrpeVideoTransformer:
+def build_model(layers: Sequence[Any], *, depth: int, **arguments: Any) -> LrpeVideoTransformer:
     """Build a video model whose frames see themselves and earlier ones, with an output for each token.
 
     Args:
         layers: a :class:`Layers`, or its values.
-        encoding, encoding_kwargs: of q and k. Layers with linear attention use relu before it unless told otherwise.
-        arguments: of :class:`LrpeVideoTransformer`.
+        depth, arguments: of :class:`LrpeVideoTransformer`.
     """
     kinds = Layers(*layers)
-    softmax = [kinds.is_softmax(i) for i in range(depth)]
     model = LrpeVideoTransformer(
-        encoding=encoding, encoding_kwargs=encoding_kwargs, depth=depth, causal="frames", class_token=False,
-        global_pool="", qk_norm=True, scale_attn_norm=True, attention="softmax" if all(softmax) else "linear",
-        **{"normalizer": "none", **arguments},
+        depth=depth, causal="frames", class_token=False, global_pool="", qk_norm=True, scale_attn_norm=True,
+        attention=[kinds.attention(i) for i in range(depth)], **{"normalizer": "none", **arguments},
     )  # fmt: skip
     blocks: Any = model.blocks
-    for is_softmax, block in zip(softmax, blocks, strict=True):
-        if is_softmax:
-            block.attn.attention = "softmax"
-        else:
+    for block in blocks:
+        if block.attn.attention == "linear":
             block.attn.__class__ = MemoryAttention
             block.attn.remember(kinds.memory)
-    if any(softmax) and not all(softmax):
-        attn = blocks[0].attn
-        built = build_encoding(encoding, encoding_kwargs, attn.head_dim, attn.num_heads, depth, model.num_axes)
-        stacks = EncodingStack(model.encoding), EncodingStack(built)
-        model.encoding = nn.ModuleList(stacks[is_softmax][i] or NOTHING for i, is_softmax in enumerate(softmax))
     return model

@@ -19,6 +19,7 @@ from torch.nn.functional import one_hot
 from train_commands import Killed, die_after
 
 from lrpe_md.integrations.attention import Context
+from lrpe_md.integrations.encoding import EncodingStack
 
 SYMBOLS = Symbols(keys=6, values=5, writes=3, questions=2)
 SIZE = 6, 3, 4
@@ -173,12 +174,14 @@ def test_memories() -> None:
         build_model(**{**recall.model_arguments(config(Path("unused"))), "layers": ["subtract", 0]})
 
 
-def test_softmax_layers_of_a_mixed_model_have_no_activation() -> None:
-    for encoding in ("none", "rotate", "cosine-silu", "rotate-mixed"):
+def test_only_linear_layers_of_a_mixed_model_have_features() -> None:
+    for encoding, act in (("none", None), ("rotate", "none"), ("rotate-mixed", "none")):
         model = model_of("delta-25", encoding, depth=4)
-        acts = [each.act for each in model.encoding]
-        own = "silu" if encoding == "cosine-silu" else "none"
-        assert acts == [*["silu" if own == "silu" else "relu"] * 3, own]
+        assert [block.attn.feature_act for block in model.blocks[:3]] == ["relu"] * 3
+        assert getattr(EncodingStack(model.encoding)[3], "act", None) == act
+    model = model_of("delta-25", "cosine-silu", depth=4)
+    assert model.blocks[0].attn.feature_act is None
+    assert model.encoding.act == "silu"
 
 
 def test_which_parts_of_linear_attention_are_rotated() -> None:
