@@ -11,6 +11,7 @@
     lrpe-md ablate run diffusion emoji64.zip --set without=variation -e rotate -e cosine --attention linear
     lrpe-md ablate run diffusion emoji64.zip --set seconds=10 --set size=64 -e softmax/rotate -e linear/rotate
     lrpe-md ablate run lm TEXT                                   text, evaluated far beyond the trained length
+    lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
 Data is passed as to the training commands, and --set changes any of their options. Each result is saved as soon as its

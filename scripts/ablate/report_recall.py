@@ -32,7 +32,7 @@ def longest(results: pd.DataFrame) -> str:
 
 def intervals(results: Any) -> pd.DataFrame:
     """Return mean and half of Student's 95% interval over the seeds, by question, attention, encoding and size."""
-    found = results.groupby(["question", *KEYS[::-1], "size"], sort=False)["value"].agg(["mean", "std", "count"])
+    found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
 
