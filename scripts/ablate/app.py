@@ -139,12 +139,10 @@ def select_encodings(
     for *_, name in pairs:
         task.config.backbone.find(name)
     with_attention = pairs and all(slash for _, slash, _ in pairs)
-    longer = task.full if full else None
-    usual = longer.attentions if longer and longer.attentions else task.compared
-    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if with_attention else usual), known)
+    compared = task.full.compared if full and task.full else task.compared
+    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if with_attention else compared), known)
     if not pairs:
-        everything = list(longer.encodings) if longer else []
-        return {kind: everything or list(task.compared.get(kind, task.encodings)) for kind in kinds}
+        return {kind: list(compared.get(kind, task.encodings)) for kind in kinds}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 

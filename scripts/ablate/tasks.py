@@ -42,15 +42,11 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison: more encodings per attention, more seeds, longer trainings.
+    """Settings of a task's longer comparison: more encodings by attention, more seeds, longer trainings."""
 
-    attentions: those compared, if others than in the default comparison.
-    """
-
-    encodings: tuple[str, ...]
+    compared: dict[str, tuple[str, ...]]
     seeds: int
     training: dict[str, Any]
-    attentions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,12 +132,12 @@ MORE_DIGITS = (
     *DIGITS, "rotate-base-10000", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
-RECALL = ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu")
 TASKS = {
     "digits": Task(
         digits.DigitsTraining, digits.run, dict.fromkeys(("softmax", "linear"), DIGITS),
         {"steps": 2, "limit": 64, "warmup": 1, "log_every": 1}, accuracy, "accuracy, %", True,
-        plots={"accuracy.png": "trained", "resolution.png": "sizes"}, full=Full(MORE_DIGITS, 5, {"steps": 2100}),
+        plots={"accuracy.png": "trained", "resolution.png": "sizes"},
+        full=Full(dict.fromkeys(("softmax", "linear"), MORE_DIGITS), 5, {"steps": 2100}),
         data=("digits",),
         note=(
             "A learned table is resampled to the grid of the image in both tables, as timm does; the sin-cos table "
@@ -185,10 +181,16 @@ TASKS = {
         },
         {**TINY, "dim": 16, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
         answers, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
-        on_gpu={"compile": True}, data=("8x4x4",),
+        data=("8x4x4",),
         full=Full(
-            RECALL, 5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 2000},
-            ("softmax", "add", "decay", "delta", "add-25", "decay-25", "delta-25"),
+            {
+                "softmax": ("none", "rotate", "cosine-silu"),
+                **dict.fromkeys(
+                    ("add", "decay", "delta", "add-25", "decay-25", "delta-25"),
+                    ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
+                ),
+            },
+            5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000},
         ),
     ),
     "diffusion": Task(

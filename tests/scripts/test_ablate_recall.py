@@ -172,4 +172,4 @@ def test_the_longer_comparison() -> None:
     assert list(select(TASKS["recall"], None, ["delta-25"], True)) == ["delta-25"]
     training = ablate.training_fields(TASKS["recall"], None, "cuda", True, False)
     config = TASKS["recall"].config(out=Path("out"), data="8x4x4", attention="delta-25", device="cpu", **training)
-    assert (config.depth, config.compile) == (4, True)
+    assert config.depth == 4

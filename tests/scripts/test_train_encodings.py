@@ -27,7 +27,7 @@ CONFIGS: dict[str, Any] = {
     "video": (video.VideoTraining, {"data": [Path("data")]}),
     "diffusion": (diffusion.DiffusionTraining, {"data": Path("data")}),
     "lm": (lm.LmTraining, {"data": Path("data")}),
-    "recall": (recall.RecallTraining, {"attention": "softmax"}),
+    "recall": (recall.RecallTraining, {"attention": "softmax", "dim": 96}),
 }
 # A preset with the right number of axes for each task.
 PRESETS = {
