@@ -19,6 +19,7 @@ from .report_sizes import KEYS, difference, how_long, how_run, sizes, summarize_
 MEMORY = "add"  # the memory that the others are compared with
 LINES = 6  # most lines that a panel has room to label
 COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
+DASHES = {"none": "-", "rotate": "--"}  # by encoding; others are dotted
 
 
 def frames_of(size: str) -> int:
@@ -111,10 +112,15 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
-    """Return, as (attention, encoding), each memory with its best positions at the longest clip, at most six."""
+    """Return the variants to plot as (attention, encoding), best at the longest clip first.
+
+    If there are more than six, only the best positions of each memory are left, and of those the best six.
+    """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
-    best = {}
+    if len(means) <= LINES:
+        return list(means.index)
+    best: dict[str, str] = {}
     for attention, encoding in means.index:
         best.setdefault(attention, encoding)
     return list(best.items())[:LINES]
@@ -129,7 +135,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the frames of a clip, for each memory with its best positions: mean and 95% interval."""
+    """Plot accuracy against the frames of a clip, by memory and positions: mean and 95% interval."""
     trained, stats = sizes(results)[0], intervals(results)
     image = trained.partition("x")[2]
     ticks = sorted((size for size in sizes(results) if size.partition("x")[2] == image), key=frames_of)
@@ -144,8 +150,9 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
                 memory, _, share = attention.partition("-")
                 color = OKABE_ITO[COLORS[memory]]
                 axis.errorbar(
-                    frames, each["mean"], yerr=each["half"].fillna(0), color=color, linestyle="--" if share else "-",
-                    marker="o", markersize=4, capsize=2, elinewidth=0.8,
+                    frames, each["mean"], yerr=each["half"].fillna(0), color=color,
+                    linestyle=DASHES.get(encoding, ":"), marker="s" if share else "o", markersize=4, capsize=2,
+                    elinewidth=0.8,
                 )  # fmt: skip
                 axis.annotate(
                     f"{attention}, {encoding}", (frames[-1], height), (6, 0), textcoords="offset points", color=color,

@@ -140,18 +140,22 @@ def test_numbers_of_the_tables() -> None:
 
 
 def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert report_recall.select_lines(RESULTS, "by key") == [("delta", "none"), ("add", "rotate")]
-    assert report_recall.select_lines(RESULTS, "by place") == [("delta", "rotate"), ("add", "none")]
+    every = [("delta", "none"), ("add", "rotate"), ("add", "none"), ("delta", "rotate")]
+    assert report_recall.select_lines(RESULTS, "by key") == every
     names = TASKS["recall"].config.backbone.attentions
     many = frame({(name, "none"): {"key": ADD, "place": PLACE} for name in names})
-    assert len(report_recall.select_lines(many, "by key")) == report_recall.LINES < len(names)
+    many = pd.concat([many, RESULTS[RESULTS.encoding == "rotate"]])
+    best = report_recall.select_lines(many, "by key")
+    assert len(best) == report_recall.LINES < len(names)
+    assert best[0] == ("add", "rotate")  # 31 against 23
+    assert ("add", "none") not in best
     figures: list[Any] = []
     monkeypatch.setattr(report_recall, "save", lambda figure, path: figures.append(figure))
     for results in (RESULTS, many, RESULTS[RESULTS.seed == 0]):
         report_recall.plot_recall(results, CONFIG, tmp_path / "frames.png")
     figure = figures[0]
     assert [axis.get_title() for axis in figure.axes] == ["questions by key", "questions by place"]
-    assert [label.get_text() for label in figure.axes[0].texts] == ["delta, none", "add, rotate"]
+    assert [label.get_text() for label in figure.axes[0].texts] == [", ".join(line) for line in every]
     (line, *_), *_ = (each for each in figure.axes[0].containers)
     assert line.get_xdata().tolist() == [8, 16, 64]  # without the larger frames
     assert line.get_ydata().tolist() == pytest.approx([np.mean(each) for each in DELTA[:3]])

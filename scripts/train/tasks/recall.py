@@ -111,7 +111,7 @@ class RecallTraining(Training):
         every = Layers(*RECALL.attentions[self.attention]["layers"]).softmax_every
         if every and self.depth % every:
             raise typer.BadParameter(f"--depth: expected a multiple of {every} with {self.attention}, got {self.depth}")
-        self.test_sizes  # noqa: B018
+        _ = self.test_sizes
         self.check_encoding(build_model, model_arguments(self))
 
     @property
