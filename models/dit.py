@@ -186,7 +186,7 @@ class DiT(nn.Module):
         self._set_inputs(absolute, interval)
         self._set_conditions(text_encoder, text_width, pooled_width, (text_projection, pooled_projection))
         self._check_text_attention(texts)
-        self._check_memory(kinds, qk_norm)
+        self._check_memory(kinds, texts, qk_norm)
         side_by_side = repeat_over_layers("parallel", parallel, depth, (False, True))
         own = [options._replace(attention=kind, memory=memory if kind == "linear" else None) for kind in kinds]
         self._set_blocks(own, texts, side_by_side)
@@ -221,7 +221,7 @@ class DiT(nn.Module):
         EncodingStack(self.encoding).check(self.num_axes)
         return feature_act
 
-    def _check_memory(self, kinds: Sequence[AttentionKind], qk_norm: str) -> None:
+    def _check_memory(self, kinds: Sequence[AttentionKind], texts: Sequence[TextAttention], qk_norm: str) -> None:
         check_memory(self.memory, kinds)
         if self.memory is None:
             return
@@ -237,7 +237,7 @@ class DiT(nn.Module):
         if self.text_width and not self.cross:
             raise ValueError(
                 "text_attention: expected 'cross' with a memory, which would forget text in the sequence like a frame, "
-                "got 'joint' or 'single'"
+                f"got {texts[0]!r}"
             )
         if self.memory.rule == "delta" and qk_norm == "none":
             raise ValueError(

@@ -66,7 +66,10 @@ def run(
     ] = None,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="Attention to train: softmax or linear (for recall: softmax, add, ..); repeatable."),
+        typer.Option(
+            help="Attention to train: softmax, linear, or kinds by layer as linear,softmax; for recall softmax, add, "
+            "decay, delta; repeatable."
+        ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
@@ -133,16 +136,21 @@ def select_encodings(
     task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
 ) -> dict[str, list[str]]:
     """Return the encodings to compare, by attention."""
-    known = task.config.backbone.attentions
+    backbone = task.config.backbone
     pairs = [each.rpartition("/") for each in encoding or []]
-    choose("--encoding", [kind for kind, slash, _ in pairs if slash], known)
-    for *_, name in pairs:
-        task.config.backbone.find(name)
+    for kind, slash, name in pairs:
+        backbone.find(name)
+        if slash:
+            backbone.split_attention(kind, "--encoding")
     with_attention = pairs and all(slash for _, slash, _ in pairs)
     compared = task.full.compared if full and task.full else task.compared
-    kinds = choose("--attention", attention or ([kind for kind, *_ in pairs] if with_attention else compared), known)
+    kinds = list(dict.fromkeys(attention or ([kind for kind, *_ in pairs] if with_attention else compared)))
+    for kind in kinds:
+        backbone.split_attention(kind)
     if not pairs:
-        return {kind: list(compared.get(kind, task.encodings)) for kind in kinds}
+        # What linear attention can have, softmax attention can have as well.
+        linear = {kind: next((k for k in kind.split(",") if k != "softmax"), kind) for kind in kinds}
+        return {kind: list(compared.get(kind) or compared.get(linear[kind], task.encodings)) for kind in kinds}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 

@@ -147,16 +147,16 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
             means = [stats.loc[(kind, *line)].reindex(ticks) for line in lines]
             heights = spread([each["mean"].iloc[-1] for each in means], 6.0)
             for (attention, encoding), each, height in zip(lines, means, heights, strict=True):
-                memory, _, share = attention.partition("-")
-                color = OKABE_ITO[COLORS[memory]]
+                kinds = list(dict.fromkeys(attention.split(",")))
+                color = OKABE_ITO[COLORS[kinds[0]]]
                 axis.errorbar(
                     frames, each["mean"], yerr=each["half"].fillna(0), color=color,
-                    linestyle=DASHES.get(encoding, ":"), marker="s" if share else "o", markersize=4, capsize=2,
+                    linestyle=DASHES.get(encoding, ":"), marker="s" if len(kinds) > 1 else "o", markersize=4, capsize=2,
                     elinewidth=0.8,
                 )  # fmt: skip
                 axis.annotate(
-                    f"{attention}, {encoding}", (frames[-1], height), (6, 0), textcoords="offset points", color=color,
-                    fontsize=8, va="center", annotation_clip=False,
+                    f"{' + '.join(kinds)}, {encoding}", (frames[-1], height), (6, 0), color=color, fontsize=8,
+                    textcoords="offset points", va="center", annotation_clip=False,
                 )  # fmt: skip
             axis.axhline(100 / config["settings"]["training"]["values"], color=OKABE_ITO["grey"], linewidth=0.8)
             axis.axvline(frames[0], color="black", linestyle=":", linewidth=1)

@@ -132,6 +132,7 @@ MORE_DIGITS = (
     *DIGITS, "rotate-base-10000", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
+MEMORIES = ("add", "decay", "delta")
 TASKS = {
     "digits": Task(
         digits.DigitsTraining, digits.run, dict.fromkeys(("softmax", "linear"), DIGITS),
@@ -177,7 +178,7 @@ TASKS = {
         recall.RecallTraining, recall.run,
         {
             "softmax": ("none", "rotate"),
-            **dict.fromkeys(("add", "decay", "delta"), ("none", "rotate", "rotate-numerator")),
+            **dict.fromkeys(MEMORIES, ("none", "rotate", "rotate-numerator")),
         },
         {**TINY, "dim": 16, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
         answers, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
@@ -186,7 +187,7 @@ TASKS = {
             {
                 "softmax": ("none", "rotate", "cosine-silu"),
                 **dict.fromkeys(
-                    ("add", "decay", "delta", "add-25", "decay-25", "delta-25"),
+                    (*MEMORIES, *(f"{name},{name},{name},softmax" for name in MEMORIES)),
                     ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
                 ),
             },

@@ -16,6 +16,8 @@ from accelerate import PartialState
 from timm.optim import get_optimizer_info, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
+from lrpe_md import Memory
+
 from ..common.devices import choose_device
 from ..common.folder import SaveError
 from ..common.options import SEEDS, choose
@@ -26,7 +28,18 @@ from .schedules import SCHEDULES, Schedule
 C = TypeVar("C", bound="Training")
 DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
 # Options of several tasks that describe the model; other options of a task describe its data.
-MODEL_OPTIONS = {"encoding", "attention", "patch", "dim", "depth", "heads", "qk_norm", "text_dim", "text_depth"}
+MODEL_OPTIONS = {
+    "encoding",
+    "attention",
+    "memory",
+    "patch",
+    "dim",
+    "depth",
+    "heads",
+    "qk_norm",
+    "text_dim",
+    "text_depth",
+}
 
 
 def describe(
@@ -175,15 +188,17 @@ class Training:
         """Refuse an encoding that the model can't have, before anything is read or written.
 
         Args:
-            build, arguments: make the model, of which one block is built, on the meta device.
+            build, arguments: make the model, of which one block is built, on the meta device; all of them if they have
+                different kinds of attention.
 
         Raises:
             typer.BadParameter: with what the model says.
         """
-        named = [name for name in ("encoding", "attention", "dim", "heads") if hasattr(self, name)]
+        named = [name for name in ("encoding", "attention", "memory", "dim", "heads") if getattr(self, name, "") != ""]
+        depth = {} if isinstance(arguments.get("attention"), tuple) else {"depth": 1}
         try:
             with torch.device("meta"):
-                build(**{**arguments, "depth": 1})
+                build(**{**arguments, **depth})
         except (TypeError, ValueError) as error:
             given = " ".join(f"--{name} {getattr(self, name)}" for name in named)
             raise typer.BadParameter(f"{given}: {error}") from error
@@ -270,4 +285,8 @@ def settings_of(config: Training, **more: Any) -> dict[str, Any]:
     """Return all settings that determine the weights, as JSON values."""
     kept = {f.name for f in fields(config) if not f.metadata["free"]}
     chosen = {name: value for name, value in asdict(config).items() if name in kept}
-    return json.loads(json.dumps({**chosen, "precision": config.mixed_precision, **more}, default=str))
+    return json.loads(json.dumps({**chosen, "precision": config.mixed_precision, **more}, default=_as_json))
+
+
+def _as_json(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Memory) else str(value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any
 
 import typer
 
-from lrpe_md import CosineMd, PresetMd, RotateMd, list_presets
+from lrpe_md import CosineMd, Memory, PresetMd, RotateMd, list_presets
 from lrpe_md.checks import suggest
 from lrpe_md.integrations.encoding import CHANGES
 
@@ -101,6 +101,40 @@ def known_options(encoding: str | None) -> set[str]:
     return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
 
 
+MEMORY_HELP = (
+    "How linear layers forget, as KEY=VALUE,..: rule (add, delta), decay (retnet, lightning), learnable (true, false), "
+    "directions (forward, both). Default: they forget nothing."
+)
+
+
+def parse_memory(text: str) -> Memory | None:
+    """Return the memory of "rule=delta,decay=retnet"; "" → None.
+
+    Raises:
+        typer.BadParameter: an unknown option or value.
+    """
+    if not text:
+        return None
+    known, options = [each.name for each in fields(Memory)], {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            raise typer.BadParameter(
+                f"--memory: expected KEY=VALUE,KEY=VALUE with {', '.join(known)}, got {text!r}{suggest(key, known)}"
+            )
+        options[key] = {"true": True, "false": False}.get(value.lower(), value)
+    try:
+        return Memory(**options)
+    except ValueError as error:
+        raise typer.BadParameter(f"--memory {text}: {error}") from error
+
+
+def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a model as they were before a checkpoint made them plain values."""
+    memory = arguments.get("memory")
+    return {**arguments, "memory": None if memory is None else Memory(**memory)}
+
+
 @dataclass(frozen=True)
 class Backbone:
     """Capabilities of a task's model.
@@ -138,6 +172,24 @@ class Backbone:
             "follow the name, as rotate:base=100,axis_order=major_first."
         )
 
+    @property
+    def attention_help(self) -> str:
+        """The help of --attention."""
+        return (
+            f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
+            "repeated over the depth, as linear,linear,linear,softmax."
+        )
+
+    def split_attention(self, text: str, option: str = "--attention") -> list[str]:
+        """Split kinds of attention, one for each layer.
+
+        Raises:
+            typer.BadParameter: an unknown kind.
+        """
+        kinds = text.split(",")
+        choose(option, kinds, self.attentions)
+        return kinds
+
     def find(self, text: str, option: str = "--encoding") -> Encoding:
         """Return the encoding of NAME or NAME:KEY=VALUE,.., with its options.
 
@@ -156,13 +208,21 @@ class Backbone:
             )
         return replace(chosen, arguments={**chosen.arguments, **options})
 
-    def arguments(self, encoding: str, attention: str) -> dict[str, Any]:
+    def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:
+        """Return arguments of the model for these kinds of attention and this memory."""
+        kinds, given = self.split_attention(attention), {}
+        for kind in kinds:
+            given.update(self.attentions[kind])
+        given["attention"] = kinds[0] if len(kinds) == 1 else tuple(kinds)
+        return {**given, "memory": parse_memory(memory)} if memory else given
+
+    def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
         """Return arguments of the model."""
         chosen = self.find(encoding)
         given = {"base": self.base} if chosen.encoding in ("rotate", "cosine") else {}
         return {
             "encoding": chosen.encoding, "encoding_kwargs": {**given, **chosen.arguments}, **chosen.model,
-            **self.attentions[attention],
+            **self.attention_arguments(attention, memory),
         }  # fmt: skip
 
 
@@ -175,14 +235,11 @@ _VIT = {
 }
 IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), 100.0, _VIT)
 VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), 100.0, _VIT)
-# Memory or softmax attention → its layers, see :class:`.memory.Layers`.
+# Softmax attention, or linear attention with a memory of :mod:`.memory`.
 RECALL = Backbone(
-    frozenset({"axes", "time", "table", "sincos", "memory"}),
-    100.0,
-    {"softmax": {"layers": ["add", 1]}}
-    | {name: {"layers": [name, 0]} for name in ("add", "decay", "delta")}
-    | {f"{name}-25": {"layers": [name, 4]} for name in ("add", "decay", "delta")},
-)
+    frozenset({"axes", "time", "table", "sincos", "memory"}), 100.0,
+    {name: {} for name in ("softmax", "add", "decay", "delta")},
+)  # fmt: skip
 CAPTIONED = Backbone(
     frozenset({"axes", "caption", "sincos"}),
     100.0,

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lrpe_md import HeadDecay
+from lrpe_md.checks import repeat_over_layers
 from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.engine.linear.call import Rule
-from lrpe_md.integrations.attention import NOTHING, AttentionKind, Context
+from lrpe_md.integrations.attention import NOTHING, Context
 from lrpe_md.integrations.timm import LrpeAttention
 from lrpe_md.modules.linear import attend_with
 
@@ -23,23 +24,6 @@ from ...models.video import LrpeVideoTransformer
 
 MemoryName = Literal["add", "decay", "delta"]
 HALF_LIVES = 1.0, 16.0  # frames, of the first and of the last head
-
-
-class Layers(NamedTuple):
-    """Kinds of attention of a model's layers.
-
-    Args:
-        memory: of the layers with linear attention. "add" sums all frames. "decay" forgets them with a learned rate for
-            each head. "delta" forgets nothing, but a key replaces what was written with it.
-        softmax_every: every so many layers, the last one is softmax attention; 0: none, 1: all.
-    """
-
-    memory: MemoryName = "add"
-    softmax_every: int = 0
-
-    def attention(self, layer: int) -> AttentionKind:
-        every = self.softmax_every
-        return "softmax" if every and (layer + 1) % every == 0 else "linear"
 
 
 class MemoryAttention(LrpeAttention):
@@ -54,9 +38,12 @@ class MemoryAttention(LrpeAttention):
     write_gate: nn.Linear
 
     def remember(self, memory: MemoryName) -> None:
-        """Set the memory, and make the parameters that it needs."""
-        if memory not in get_args(MemoryName):
-            raise ValueError(f"memory: expected one of {get_args(MemoryName)}, got {memory!r}")
+        """Set the memory, and make the parameters that it needs.
+
+        Args:
+            memory: "add" sums all frames. "decay" forgets them with a learned rate for each head. "delta" forgets
+                nothing, but a key replaces what was written with it.
+        """
         self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
         self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
@@ -78,21 +65,22 @@ class MemoryAttention(LrpeAttention):
         return self._project(out, None)
 
 
-def build_model(layers: Sequence[Any], *, depth: int, **arguments: Any) -> LrpeVideoTransformer:
+def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any) -> LrpeVideoTransformer:
     """Build a video model whose frames see themselves and earlier ones, with an output for each token.
 
     Args:
-        layers: a :class:`Layers`, or its values.
+        attention: "softmax", or the memory of linear attention; or one for each layer, repeated over the depth.
         depth, arguments: of :class:`LrpeVideoTransformer`.
     """
-    kinds = Layers(*layers)
+    names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))
     model = LrpeVideoTransformer(
         depth=depth, causal="frames", class_token=False, global_pool="", qk_norm=True, scale_attn_norm=True,
-        attention=[kinds.attention(i) for i in range(depth)], **{"normalizer": "none", **arguments},
+        attention=["softmax" if name == "softmax" else "linear" for name in names],
+        **{"normalizer": "none", **arguments},
     )  # fmt: skip
     blocks: Any = model.blocks
-    for block in blocks:
-        if block.attn.attention == "linear":
+    for name, block in zip(names, blocks, strict=True):
+        if name != "softmax":
             block.attn.__class__ = MemoryAttention
-            block.attn.remember(kinds.memory)
+            block.attn.remember(name)
     return model

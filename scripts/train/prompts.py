@@ -22,6 +22,7 @@ from ...models.text import Text, tokenize
 from ..common.folder import save_whole
 from ..common.options import choose
 from .conditions import build_encoder
+from .encodings import restore_arguments
 from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
@@ -125,7 +126,7 @@ def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
 def load_model(state: dict[str, Any]) -> DiT:
     """Build the model of a checkpoint, on the CPU, with the averaged weights if there are any."""
     settings = state["settings"]
-    model = DiT(text_encoder=build_encoder(settings["condition"]), **settings["model"])
+    model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
     model.load_state_dict(state.get("average", state["model"]))
     return model.eval()
 

@@ -56,7 +56,8 @@ def start_from(model: nn.Module, path: Path) -> str:
         if not name.startswith(("head.", "encoding."))
     ]
     wrong += [f"{name} is only in the file" for name in found.keys() - own.keys() if not name.startswith(LEFT_OUT)]
-    wrong += [f"{name} is only in the model" for name in own.keys() - found.keys() if not name.startswith(NEW)]
+    missing = [name for name in own.keys() - found.keys() if not name.startswith(NEW)]
+    wrong += [f"{name} is only in the model" for name in missing if not name.endswith(".decay.logit")]
     if wrong:
         raise typer.BadParameter(
             f"--weights {path}: the weights belong to another architecture ({'; '.join(sorted(wrong)[:3])}); pass the "

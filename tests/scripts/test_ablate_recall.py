@@ -142,7 +142,7 @@ def test_numbers_of_the_tables() -> None:
 def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [("delta", "none"), ("add", "rotate"), ("add", "none"), ("delta", "rotate")]
     assert report_recall.select_lines(RESULTS, "by key") == every
-    names = TASKS["recall"].config.backbone.attentions
+    names = ["softmax", "add", "decay", "delta", "add,softmax", "decay,softmax", "delta,softmax"]
     many = frame({(name, "none"): {"key": ADD, "place": PLACE} for name in names})
     many = pd.concat([many, RESULTS[RESULTS.encoding == "rotate"]])
     best = report_recall.select_lines(many, "by key")
@@ -159,6 +159,8 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (line, *_), *_ = (each for each in figure.axes[0].containers)
     assert line.get_xdata().tolist() == [8, 16, 64]  # without the larger frames
     assert line.get_ydata().tolist() == pytest.approx([np.mean(each) for each in DELTA[:3]])
+    labels = {label.get_text() for label in figures[1].axes[0].texts}
+    assert {"add, rotate", "delta + softmax, none"} < labels
     plots.plt.close("all")
 
 
@@ -170,10 +172,13 @@ def test_labels_are_spread() -> None:
 def test_the_longer_comparison() -> None:
     select = ablate.select_encodings
     full = select(TASKS["recall"], None, None, True)
-    assert list(full) == ["softmax", "add", "decay", "delta", "add-25", "decay-25", "delta-25"]
+    mixed = [f"{name},{name},{name},softmax" for name in ("add", "decay", "delta")]
+    assert list(full) == ["softmax", "add", "decay", "delta", *mixed]
     assert set(full["delta"]) == {"none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"}
     assert list(select(TASKS["recall"], None, None, False)) == ["softmax", "add", "decay", "delta"]
-    assert list(select(TASKS["recall"], None, ["delta-25"], True)) == ["delta-25"]
+    assert select(TASKS["recall"], None, ["delta,softmax"], False) == {
+        "delta,softmax": ["none", "rotate", "rotate-numerator"]
+    }
     training = ablate.training_fields(TASKS["recall"], None, "cuda", True, False)
-    config = TASKS["recall"].config(out=Path("out"), data="8x4x4", attention="delta-25", device="cpu", **training)
+    config = TASKS["recall"].config(out=Path("out"), data="8x4x4", attention=mixed[2], device="cpu", **training)
     assert config.depth == 4

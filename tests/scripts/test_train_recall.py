@@ -1,6 +1,7 @@
 """Associative recall: the clips' answers, what a model can learn of them, the memories, and the training."""
 
 import json
+import math
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 import torch
 import typer
 from lrpe_md.scripts.train.data.recall import KINDS, NO_ANSWER, OFFSETS, Clips, Symbols, draw_clips, encode_clips
-from lrpe_md.scripts.train.encodings import RECALL
 from lrpe_md.scripts.train.memory import MemoryAttention, build_model
 from lrpe_md.scripts.train.tasks import recall
 from lrpe_md.scripts.train.tasks.recall import RecallTraining
@@ -20,9 +20,11 @@ from train_commands import Killed, die_after
 
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import EncodingStack
+from lrpe_md.integrations.timm import LrpeAttention
 
 SYMBOLS = Symbols(keys=6, values=5, writes=3, questions=2)
 SIZE = 6, 3, 4
+MIXED = "delta,delta,delta,softmax"
 
 
 def draws(number: int, seed: int = 0) -> np.ndarray:
@@ -149,7 +151,7 @@ def model_of(attention: str, encoding: str = "rotate", **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("attention", ["softmax", "add", "decay", "delta", "delta-25"])
+@pytest.mark.parametrize("attention", ["softmax", "add", "decay", "delta", MIXED])
 def test_a_token_sees_no_later_frame(attention: str) -> None:
     model = model_of(attention, depth=4).eval()
     symbols, size = Symbols(8, 8, 4, 2), (5, 4, 4)
@@ -163,23 +165,25 @@ def test_a_token_sees_no_later_frame(attention: str) -> None:
 
 
 def test_memories() -> None:
-    rules = {name: [type(block.attn) for block in model_of(name, depth=4).blocks] for name in RECALL.attentions}
-    assert rules["softmax"] == [type(model_of("softmax").blocks[0].attn)] * 4
-    assert rules["delta"] == [MemoryAttention] * 4
-    assert rules["add-25"] == [*[MemoryAttention] * 3, rules["softmax"][0]]
-    assert model_of("add").blocks[0].attn.decay is None
-    decay = model_of("decay").blocks[0].attn.decay()
-    assert torch.allclose(torch.log(torch.tensor(0.5)) / decay[[0, -1]].log(), torch.tensor([1.0, 16.0]), rtol=1e-3)
-    with pytest.raises(ValueError, match="memory: expected one of"):
-        build_model(**{**recall.model_arguments(config(Path("unused"))), "layers": ["subtract", 0]})
+    kinds = {name: [type(block.attn) for block in model_of(name, depth=4).blocks] for name in ("softmax", "add", MIXED)}
+    assert kinds["softmax"] == [LrpeAttention] * 4
+    assert kinds["add"] == [MemoryAttention] * 4
+    assert kinds[MIXED] == [*[MemoryAttention] * 3, LrpeAttention]
+    two = [block.attn for block in model_of("decay,delta", depth=2).blocks]
+    assert [attn.rule for attn in two] == ["add", "delta"]
+    assert two[1].decay is None
+    decay = two[0].decay()
+    assert torch.allclose(math.log(0.5) / decay[[0, -1]].log(), torch.tensor([1.0, 16.0]), rtol=1e-3)
+    with pytest.raises(ValueError, match="attention: expected 'softmax', 'add', 'decay' or 'delta', got 'subtract'"):
+        build_model(**{**recall.model_arguments(config(Path("unused"))), "attention": "subtract"})
 
 
 def test_only_linear_layers_of_a_mixed_model_have_features() -> None:
     for encoding, act in (("none", None), ("rotate", "none"), ("rotate-mixed", "none")):
-        model = model_of("delta-25", encoding, depth=4)
+        model = model_of(MIXED, encoding, depth=4)
         assert [block.attn.feature_act for block in model.blocks[:3]] == ["relu"] * 3
         assert getattr(EncodingStack(model.encoding)[3], "act", None) == act
-    model = model_of("delta-25", "cosine-silu", depth=4)
+    model = model_of(MIXED, "cosine-silu", depth=4)
     assert model.blocks[0].attn.feature_act is None
     assert model.encoding.act == "silu"
 
@@ -279,7 +283,7 @@ def test_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"sizes": "8x0x4"}, "--sizes: expected FRAMESxHEIGHTxWIDTH"),
         ({"keys": 3}, "--writes: expected at most --keys = 3, got 4"),
         ({"questions": 7}, "expected at most 16 tokens"),
-        ({"attention": "delta-25"}, "--depth: expected a multiple of 4 with delta-25, got 2"),
+        ({"attention": MIXED}, "attention: expected one value, or a sequence that can be repeated over the 2 layers"),
         ({"attention": "linear"}, "unknown 'linear'"),
         ({"encoding": "cosine:act=gelu"}, "act: expected one of"),
     ],

@@ -32,7 +32,7 @@ from ..data.buckets import Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
-from ..encodings import CAPTIONED, Backbone
+from ..encodings import CAPTIONED, MEMORY_HELP, Backbone
 from ..generation import TIMES, Evaluation
 from ..loop import Trainer
 from ..prompts import words_of
@@ -69,7 +69,8 @@ class DiffusionTraining(GenerativeTraining):
         metadata=describe("Output folder of `train features`: train on them instead of a text encoder.", free=True),
     )
     encoding: str = option("rotate", CAPTIONED.help)
-    attention: str = option("softmax", f"One of: {', '.join(CAPTIONED.attentions)}.")
+    attention: str = option("softmax", CAPTIONED.attention_help)
+    memory: str = option("", f"{MEMORY_HELP} Videos only, with directions=both.")
     model: str = option(
         "", "Published size, such as XL/2, in place of --patch, --dim, --depth and --heads.", panel=MODEL
     )
@@ -123,7 +124,6 @@ class DiffusionTraining(GenerativeTraining):
         choose("--mlp", [self.mlp], ("gelu", "gelu_tanh", "swiglu"))
         choose("--modulation", [self.modulation], ("block", "shared"))
         choose("--text-attention", [self.text_attention], ("joint", "single", "cross"))
-        choose("--attention", [self.attention], CAPTIONED.attentions)
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
@@ -197,7 +197,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
         "text_attention": config.text_attention,
         "num_axes": config.num_axes, "in_chans": 3 if config.latents is None else config.latents["channels"],
         "patch_size": config.patch, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
-        **CAPTIONED.arguments(config.encoding, config.attention),
+        **CAPTIONED.arguments(config.encoding, config.attention, config.memory),
     }  # fmt: skip
 
 

@@ -90,12 +90,11 @@ class DigitsTraining(Training):
     data: str = option("digits", f"Data set, one of: {', '.join(SOURCES)}.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
-    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
+    attention: str = option("softmax", IMAGES.attention_help)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose("--data", [self.data], SOURCES)
-        choose("--attention", [self.attention], IMAGES.attentions)
         self.check_encoding(lrpe_vit_tiny_patch16_224, model_arguments(self))
 
     @property

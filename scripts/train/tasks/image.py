@@ -121,7 +121,7 @@ class ImageTraining(Training):
         panel=MODEL,
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
-    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(IMAGES.attentions)}.")
+    attention: str = option("softmax", IMAGES.attention_help)
     patch: int = option(0, "Height and width of a patch, pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
@@ -137,7 +137,6 @@ class ImageTraining(Training):
         super().__post_init__()
         if self.without and not self.label:
             raise typer.BadParameter(f"--without {self.without}: expected it together with --label")
-        choose("--attention", [self.attention], IMAGES.attentions)
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
         if self.dim % self.heads and not self.model:

@@ -38,7 +38,7 @@ from ...common.folder import write
 from ...common.options import choose
 from ..config import MODEL, OPTIMISER, RUN, Training, changed, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
-from ..encodings import TEXT, Backbone
+from ..encodings import MEMORY_HELP, TEXT, Backbone, restore_arguments
 from ..loop import Trainer
 from ..schedules import Schedule
 from ..work import Work, train
@@ -96,7 +96,8 @@ class LmTraining(Training):
     save_every: int = changed("save_every", 250)
     data: Path = field(metadata=describe("Text file, or folder of .txt and .md files.", free=True))
     encoding: str = option("rotate", TEXT.help)
-    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(TEXT.attentions)}.")
+    attention: str = option("softmax", TEXT.attention_help)
+    memory: str = option("", MEMORY_HELP)
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
     lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, bytes.", free=True, panel=RUN)
@@ -108,7 +109,6 @@ class LmTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--attention", [self.attention], TEXT.attentions)
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
         parse_lengths(self.lengths)
@@ -123,7 +123,7 @@ class LmTraining(Training):
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
         given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
-        return {**SIZES[self.size], **TEXT.attentions[self.attention], **given}
+        return {**SIZES[self.size], **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property
     def model(self) -> LmConfig:
@@ -265,7 +265,7 @@ def measure(
 
 def load_model(state: dict[str, Any]) -> CausalLm:
     """The model of a checkpoint, on the CPU."""
-    model = CausalLm(LmConfig(**state["settings"]["model"]))
+    model = CausalLm(LmConfig(**restore_arguments(state["settings"]["model"])))
     model.load_state_dict(state.get("average", state["model"]))
     return model.eval()
 

@@ -1,7 +1,7 @@
 """Train a small video model on associative recall: which value goes with this key, or was written at that place?
 
     python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
-    python -m scripts.train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta-25
+    python -m scripts.train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
 Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`): there is no data set.
 Every token sees its own frame and earlier ones. Loss and accuracy count the tokens that ask. The model is trained at
@@ -29,12 +29,11 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...common.options import choose
 from ..config import RUN, Training, changed, option
 from ..data.recall import KINDS, NO_ANSWER, OFFSETS, Symbols, draw_clips, encode_clips
 from ..encodings import RECALL, Backbone
 from ..loop import Trainer
-from ..memory import Layers, build_model
+from ..memory import build_model
 from ..order import Chosen
 from ..work import Work, train
 
@@ -84,8 +83,8 @@ class RecallTraining(Training):
     encoding: str = option("rotate", RECALL.help)
     attention: str = option(
         "delta",
-        f"Memory of linear attention, or softmax; -25: every fourth layer is softmax. One of: "
-        f"{', '.join(RECALL.attentions)}.",
+        "Attention: softmax, or the memory of linear attention: add, decay (forgets) or delta (overwrites); or one for "
+        "each layer, separated by commas and repeated over the depth.",
     )
     dim: int = option(32, "Embedding width.", least=1)
     depth: int = option(2, "Number of blocks.", least=1)
@@ -94,7 +93,6 @@ class RecallTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("--attention", [self.attention], RECALL.attentions)
         frames, height, width = parse_size("--data", self.data)
         if frames <= max(t for t, *_ in OFFSETS):
             raise typer.BadParameter(
@@ -108,9 +106,6 @@ class RecallTraining(Training):
                 f"--writes, --questions: expected at most {height * width} tokens, those of a frame, got {self.writes} "
                 f"+ 2 · {self.questions}"
             )
-        every = Layers(*RECALL.attentions[self.attention]["layers"]).softmax_every
-        if every and self.depth % every:
-            raise typer.BadParameter(f"--depth: expected a multiple of {every} with {self.attention}, got {self.depth}")
         _ = self.test_sizes
         self.check_encoding(build_model, model_arguments(self))
 

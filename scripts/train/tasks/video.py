@@ -30,7 +30,7 @@ from ...common.options import choose
 from ..config import MODEL, Training, changed, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.videos import TASKS, Footage, load_footage, ordered
-from ..encodings import VIDEOS, Backbone
+from ..encodings import MEMORY_HELP, VIDEOS, Backbone
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
 from ..outcome import placements
@@ -64,7 +64,12 @@ class VideoTraining(Training):
         f"{'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.",
     )
     encoding: str = option("rotate", VIDEOS.help)
-    attention: str = option("softmax", f"Kind of attention, one of: {', '.join(VIDEOS.attentions)}.")
+    attention: str = option("softmax", VIDEOS.attention_help)
+    memory: str = option("", f"{MEMORY_HELP} Without --causal: directions=both.")
+    causal: bool = option(False, "Let frames see earlier frames only, for a model that streams.", panel=MODEL)
+    window: int = option(
+        0, "With --causal, number of frames that softmax attention sees; 0: all.", least=0, off=True, panel=MODEL
+    )
     space_time: str = option("joint", "Attention over space and time: joint, or factorised (first space).", panel=MODEL)
     frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
@@ -98,7 +103,6 @@ class VideoTraining(Training):
         super().__post_init__()
         choose("--task", [self.task], ("labels", *TASKS))
         choose("--sampling", [self.sampling], SAMPLINGS)
-        choose("--attention", [self.attention], VIDEOS.attentions)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
@@ -110,6 +114,8 @@ class VideoTraining(Training):
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
+        if self.window and self.drop:
+            raise typer.BadParameter(f"--window {self.window}: expected it without --drop, got --drop {self.drop}")
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
     @property
@@ -125,7 +131,8 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
         "tubelet_size": config.tubelet, "embed_dim": config.dim, "depth": config.depth, "num_heads": config.heads,
         "qk_norm": config.qk_norm, "num_classes": classes, "space_time": config.space_time,
         "patch_drop_rate": config.drop, "drop_unit": "tube", "class_token": False, "global_pool": "avg",
-        **VIDEOS.arguments(config.encoding, config.attention),
+        "causal": "frames" if config.causal else None, "window": config.window or None,
+        **VIDEOS.arguments(config.encoding, config.attention, config.memory),
     }  # fmt: skip
 
 
