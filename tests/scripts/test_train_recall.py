@@ -105,6 +105,20 @@ def test_answers_are_evenly_distributed_and_independent_of_the_question() -> Non
         assert np.abs(share - 1 / SYMBOLS.values).max() < 4.5 / np.sqrt(SYMBOLS.values * table.sum(1).min())
 
 
+def test_a_frame_asks_independently_of_what_it_writes() -> None:
+    clips = draw_clips(SYMBOLS, (12, 3, 4), draws(600))
+    found: dict[tuple[int, ...], list[bool]] = {}
+    for sample in range(600):
+        written = clips.keys[sample, -1][clips.values[sample, -1] >= 0]
+        for place in np.argwhere(clips.kind(0)[sample, -1]):
+            key = clips.keys[(sample, -1, *place)]
+            found.setdefault(tuple(place), []).append(key in written)
+    share = SYMBOLS.writes / SYMBOLS.keys  # by then all keys were written
+    assert len(found) == 12
+    for each in found.values():
+        assert abs(np.mean(each) - share) < 4.5 * np.sqrt(share * (1 - share) / len(each))
+
+
 def test_later_writes_replace_earlier_ones_often() -> None:
     """Otherwise a memory that adds would do as well as one that overwrites."""
     clips = draw_clips(Symbols(16, 16, 4, 2), (8, 4, 4), draws(50))
