@@ -1,79 +1,75 @@
-"""Stream a video with a moving window: frames arrive one by one, and each attends to the last few.
+"""Stream a video of any length at constant memory.
 
-    python docs/examples/stream_video.py --video clip.mp4 --window 8 --pretrained
+    python docs/examples/stream_video.py                                1,000 frames of a moving square
+    python docs/examples/stream_video.py --video clip.mp4 --size 224 --patch-size 16 --rule add
 
-Each key is rotated once, at the time of its own frame, and cached. Scores depend only on the distance in time, so
-nothing is rotated again when the window moves. Times are read on the device, so every frame runs the same kernel.
+Three of four layers are linear attention with a memory that forgets: the gated delta rule, or a sum with a decay. The
+others are softmax attention over a moving window of frames. Both keep a state of constant size. The model here has
+random weights; train one with `lrpe-md train video --causal`.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-import av
-import timm
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from lrpe_md.models.video import LrpeVideoTransformer, VideoState
+from torch import Tensor
 
-from lrpe_md import Grid, RotateMd
-
-
-class WindowAttention(nn.Module):
-    """timm's attention with cached keys and values of the last frames."""
-
-    def __init__(self, attention: nn.Module, window: int) -> None:
-        super().__init__()
-        self.attention, self.window = attention, window
-        self.rope = RotateMd(attention.head_dim, 3, base=100.0)
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.positions: Grid | None = None  # of the current frame
-
-    def forward(self, x: Tensor, **kwargs: object) -> Tensor:
-        own = self.attention
-        q, k, v = own.qkv(x).unflatten(-1, (3, own.num_heads, own.head_dim)).permute(2, 0, 3, 1, 4)
-        q, k = self.rope(q, k, positions=self.positions)
-        self.kept = [*self.kept, (k, v)][-self.window :]
-        k, v = (torch.cat(parts, dim=2) for parts in zip(*self.kept, strict=True))
-        y = F.scaled_dot_product_attention(q, k, v)
-        return own.proj(y.transpose(1, 2).flatten(2))
+from lrpe_md import Memory
 
 
-class Stream:
-    """An image ViT that reads a video and returns features (C,) of each frame."""
+def read_frames(path: Path, size: int) -> Iterator[Tensor]:
+    """Yield the frames of a video, (1, 3, 1, size, size), from -1 to 1."""
+    import av
 
-    def __init__(self, model: nn.Module, window: int) -> None:
-        self.model, self.time = model, 0
-        for block in model.blocks:
-            block.attn = WindowAttention(block.attn, window).to(next(model.parameters()).device)
-
-    @torch.no_grad()
-    def step(self, frame: Tensor) -> Tensor:
-        shape = 1, *self.model.patch_embed.dynamic_feat_size(frame.shape[-2:])
-        origin = torch.tensor([self.time, 0, 0], device=frame.device)
-        for block in self.model.blocks:
-            block.attn.positions = Grid(shape, prefix=self.model.num_prefix_tokens, origin=origin)
-        self.time += 1
-        return self.model.forward_features(frame)[0, self.model.num_prefix_tokens :].mean(0)
+    with av.open(str(path)) as container:
+        for frame in container.decode(video=0):
+            x = torch.from_numpy(frame.reformat(size, size, format="rgb24").to_ndarray())
+            yield x.permute(2, 0, 1)[None, :, None] / 127.5 - 1
 
 
-def main(argv: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--video", type=Path, required=True)
-    parser.add_argument("--window", type=int, default=8, help="Frames that each frame attends to, itself included")
-    parser.add_argument("--model", default="vit_tiny_patch16_224")
-    parser.add_argument("--pretrained", action="store_true")
-    parser.add_argument("--size", type=int, default=224)
+def draw_frames(number: int, size: int) -> Iterator[Tensor]:
+    """Yield frames of a square that moves to the right."""
+    for t in range(number):
+        frame = torch.full((1, 3, 1, size, size), -1.0)
+        frame[..., size // 4 : size // 2, t % (size // 2) : t % (size // 2) + size // 4] = 1
+        yield frame
+
+
+def count_bytes(state: VideoState) -> int:
+    return sum(t.numel() * t.element_size() for layer in state.layers for t in layer if t is not None)
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> list[int]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--video", type=Path, help="Video file (default: a moving square)")
+    parser.add_argument("--frames", type=int, default=1000, help="Number of frames of the moving square")
+    parser.add_argument("--window", type=int, default=4, help="Frames that softmax attention sees, itself included")
+    parser.add_argument("--rule", choices=("delta", "add"), default="delta", help="How a frame enters the memory")
+    parser.add_argument("--size", type=int, default=32, help="Height and width of a frame, pixels")
+    parser.add_argument("--patch-size", type=int, default=8, help="Height and width of a patch, pixels")
     args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = timm.create_model(args.model, args.pretrained, dynamic_img_size=True, num_classes=0).to(device)
-    stream, features, changes = Stream(model.eval(), args.window), None, []
-    with av.open(str(args.video)) as container:
-        for number, frame in enumerate(container.decode(video=0)):
-            x = torch.from_numpy(frame.reformat(args.size, args.size, format="rgb24").to_ndarray()).to(device)
-            before, features = features, stream.step(x.permute(2, 0, 1)[None] / 127.5 - 1)
-            changes.append(0.0 if before is None else 1 - F.cosine_similarity(features, before, dim=0).item())
-            print(f"frame {number}: change {changes[-1]:.4f}")
-    return changes
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LrpeVideoTransformer(
+        img_size=args.size, patch_size=args.patch_size, tubelet_size=1, embed_dim=64, depth=4, num_heads=2,
+        qk_norm=True, class_token=False, global_pool="avg", encoding="rotate", causal="frames", window=args.window,
+        attention=("linear", "linear", "linear", "softmax"), memory=Memory(args.rule, decay="retnet"),
+    ).to(device).eval()  # fmt: skip
+
+    state, sizes = None, []
+    frames = draw_frames(args.frames, args.size) if args.video is None else read_frames(args.video, args.size)
+    for number, frame in enumerate(frames, 1):
+        tokens, state = model.stream(frame.to(device), state)  # (1, patches, 64): features of this frame
+        sizes.append(count_bytes(state))
+        if number in (10, 100, 1000):
+            cached = number * 2 * len(model.blocks) * tokens.numel() * tokens.element_size()
+            print(
+                f"after {number} frames: the state takes {sizes[-1] / 1024:.0f} KiB; keys and values of all frames "
+                f"would take {cached / 1024:.0f} KiB"
+            )
+    return sizes
 
 
 if __name__ == "__main__":

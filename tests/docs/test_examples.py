@@ -124,44 +124,26 @@ def test_text_to_image(tmp_path):
         assert sheet.size == (2 * 8, 3 * 8)
 
 
-def test_stream_video(tmp_path):
+def test_stream_video(tmp_path, capsys):
+    module, window = load("stream_video"), 4
+    sizes = module.main(["--frames", "1000"])
+    assert len(sizes) == 1000
+    assert sizes[0] < sizes[window - 1]  # the window fills
+    assert set(sizes[window - 2 :]) == {sizes[-1]}
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in printed] == [f"after {n} frames" for n in (10, 100, 1000)]
+    assert f"the state takes {sizes[9] / 1024:.0f} KiB; keys and values of all frames would take 320 KiB" in printed[0]
+    assert f"the state takes {sizes[9] / 1024:.0f} KiB; keys and values of all frames would take 32000" in printed[2]
+    # two heads of 32 channels: sums of three layers and their normalisers, then keys and values of 16 patches a frame
+    assert sizes[-1] == 4 * (3 * 2 * (32 * 32 + 32) + 2 * 2 * 3 * 16 * 32)
+
     write_video(tmp_path / "clip.mp4", moving_square(6, 32, 3))
-    module = load("stream_video")
-    changes = module.main(["--video", str(tmp_path / "clip.mp4"), "--window", "2", "--size", "32"])
-    assert len(changes) == 6
-    assert all(change > 0 for change in changes[1:])
-
-    import timm
-
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=0).eval()
-    stream, frame = module.Stream(vit, window=2), torch.randn(1, 3, 32, 48)
-    for time in range(4):
-        stream.step(frame)
-        attention = vit.blocks[0].attn
-        assert attention.positions == module.Grid((1, 2, 3), prefix=1, origin=torch.tensor([time, 0, 0]))
-        assert len(attention.kept) == min(time + 1, 2)
-
-
-def test_moving_window_equals_window_mask():
-    """Attention to cached keys equals one call over all frames with a window mask."""
-    import timm
-
-    module = load("stream_video")
-    torch.manual_seed(0)
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=32, num_heads=2, num_classes=0)
-    attention = module.WindowAttention(vit.blocks[0].attn, window=2).eval()
-    x, per_frame = torch.randn(1, 4, 6, 32), []
-    for time in range(4):
-        attention.positions = module.Grid((1, 2, 3), origin=torch.tensor([time, 0, 0]))
-        per_frame.append(attention(x[:, time]))
-    own = attention.attention
-    q, k, v = own.qkv(x.flatten(1, 2)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-    q, k = attention.rope(q, k, positions=module.Grid((4, 2, 3)))
-    frame = torch.arange(4).repeat_interleave(6)
-    behind = frame[:, None] - frame
-    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < 2))
-    expected = own.proj(y.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(torch.cat(per_frame, dim=1), expected, rtol=1e-5, atol=1e-5)
+    command = ["--video", tmp_path / "clip.mp4", "--window", "2", "--size", "16", "--rule", "add"]
+    assert len(module.main(list(map(str, command)))) == 6
+    first, *_ = module.read_frames(tmp_path / "clip.mp4", 16)
+    assert first.shape == (1, 3, 1, 16, 16)
+    assert first.min() < -0.8
+    assert first.max() > 0.6
 
 
 def test_decode_lm(capsys):

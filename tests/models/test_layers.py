@@ -416,3 +416,35 @@ def test_dropped_tubes():
     torch.testing.assert_close(tokens[:, :4], model.forward_features(x[:, :, :2], keep=keep))
     with pytest.raises(ValueError, match=r"keep: single tokens .* a memory need drop_unit='tube'"):
         video(memory=Memory(directions="both"), attention="linear", encoding="rotate").forward_features(x, keep=keep)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LEARNING)
+def test_gpu_equals_the_reference(name):
+    """Outputs and gradients, learned decays among them, of the kernels equal those on a CPU."""
+    build, run = LEARNING[name]
+    model, x = build().float(), clip(3, (16, 16)).float()
+    found = []
+    for device in ("cpu", "cuda"):
+        model.to(device).zero_grad()
+        out = run(model, x.to(device))
+        out.square().mean().backward()
+        found.append({"output": out.detach().cpu(), **{n: p.grad.cpu() for n, p in model.named_parameters()}})
+    for name, expected in found[0].items():
+        scale = expected.abs().max().clamp_min(1e-3)
+        torch.testing.assert_close(found[1][name] / scale, expected / scale, rtol=1e-2, atol=1e-2, msg=name)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("memory", [Memory(decay="retnet"), Memory("delta", "retnet")], ids=str)
+def test_a_stream_on_a_gpu(memory):
+    model, x = (
+        video(**CAUSAL, attention=PATTERN, memory=memory, window=2).float().cuda(),
+        clip(6, (16, 16)).float().cuda(),
+    )
+    whole, state, found = model.forward_features(x), None, []
+    for piece in x.split((1, 2, 1, 1, 1), 2):
+        tokens, state = model.stream(piece, state)
+        found.append(tokens)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-3, atol=1e-3)

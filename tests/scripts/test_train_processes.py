@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,13 @@ from train_commands import flags
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 
 SHARDINGS = ("ddp", "fsdp")
+LAYERS = {  # of different kinds, with learned decays
+    "lm": {"attention": "linear,softmax", "memory": "decay=retnet,learnable=true"},
+    "video": {
+        "depth": 2, "attention": "linear,softmax", "memory": "rule=delta,decay=retnet,learnable=true", "causal": True,
+        "window": 2, "qk_norm": True,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +87,13 @@ def on_two_processes(arguments: list[str]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("task", TASKS)
-def test_from_start_to_result(task: str, sharding: str, data: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "layers"), [*((task, {}) for task in TASKS), *LAYERS.items()])
+def test_from_start_to_result(
+    task: str, layers: dict[str, Any], sharding: str, data: dict[str, str], tmp_path: Path
+) -> None:
     if task not in data:
         pytest.skip("needs PyAV or OpenCV")
-    few = {**TASKS[task].smoke, "ema": 0.5, "data": data[task], "out": tmp_path / "run", "sharding": sharding}
+    few = {**TASKS[task].smoke, **layers, "ema": 0.5, "data": data[task], "out": tmp_path / "run", "sharding": sharding}
     arguments = [task, *flags({**few, "device": "cpu", "save_every": 1})]
     assert on_two_processes(arguments) == [0, 0]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
