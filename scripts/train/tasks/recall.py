@@ -61,7 +61,8 @@ class RecallTraining(Training):
 
     Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
-    Expect: see docs/results/ablate-recall.md.
+    Expect: by key, 96% to 100% at the trained size and 87% to 99% at 64 frames. By place, 23% to 28%, and 40% to 60%
+    with rotation.
     """
 
     backbone: ClassVar[Backbone] = RECALL
