@@ -18,7 +18,7 @@ from .common.lazy import import_or_explain
 __all__ = ["main", "run_program"]
 
 MODELS = {
-    "train": "Train a model on digits, images, videos, captioned images or text.",
+    "train": "Train a model on digits, images, videos, captioned images, text or symbols to recall.",
     "ablate": "Train the same model with each encoding and compare the results.",
     "visualize": "Draw angles, similarity and wavelengths of encodings.",
 }

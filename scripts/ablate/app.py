@@ -11,6 +11,7 @@
     lrpe-md ablate run diffusion emoji64.zip --set without=variation -e rotate -e cosine --attention linear
     lrpe-md ablate run diffusion emoji64.zip --set seconds=10 --set size=64 -e softmax/rotate -e linear/rotate
     lrpe-md ablate run lm TEXT                                   text, evaluated far beyond the trained length
+    lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
 Data is passed as to the training commands, and --set changes any of their options. Each result is saved as soon as its
@@ -65,13 +66,16 @@ def run(
     ] = None,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="Attention to train: softmax, linear, or kinds by layer as linear,softmax; repeatable."),
+        typer.Option(
+            help="Attention to train: softmax, linear, or kinds by layer as linear,softmax; for recall softmax, add, "
+            "decay, delta; repeatable."
+        ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits only: use more encodings and seeds, and longer training.")
+        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and longer training.")
     ] = False,
     baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
     assignments: Annotated[
@@ -139,14 +143,14 @@ def select_encodings(
         if slash:
             backbone.split_attention(kind, "--encoding")
     with_attention = pairs and all(slash for _, slash, _ in pairs)
-    kinds = list(dict.fromkeys(attention or ([kind for kind, *_ in pairs] if with_attention else task.compared)))
+    compared = task.full.compared if full and task.full else task.compared
+    kinds = list(dict.fromkeys(attention or ([kind for kind, *_ in pairs] if with_attention else compared)))
     for kind in kinds:
         backbone.split_attention(kind)
     if not pairs:
-        everything = list(task.full.encodings) if full and task.full else []
-        # Of a model with both kinds: what linear attention can have, softmax attention can have as well.
-        compared = {kind: task.compared.get("linear" if "," in kind else kind, task.encodings) for kind in kinds}
-        return {kind: everything or list(names) for kind, names in compared.items()}
+        # What linear attention can have, softmax attention can have as well.
+        linear = {kind: next((k for k in kind.split(",") if k != "softmax"), kind) for kind in kinds}
+        return {kind: list(compared.get(kind) or compared.get(linear[kind], task.encodings)) for kind in kinds}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 

@@ -10,13 +10,16 @@ import typer
 from ..common.folder import ROOT, read_json, write
 from ..common.markdown import PICTURES, page, write_page
 from ..train.samples import write_comparison
-from . import report_lengths, report_sizes
+from . import report_lengths, report_recall, report_sizes
 from .tasks import TASKS, collect
 
 COMMAND = "lrpe-md ablate report"
-LAYOUTS = {"sizes": report_sizes.markdown, "lengths": report_lengths.markdown}
+LAYOUTS = {
+    "sizes": report_sizes.markdown, "lengths": report_lengths.markdown, "recall": report_recall.markdown,
+}  # fmt: skip
 PLOTS = {
     "sizes": report_sizes.plot_sizes, "trained": report_sizes.plot_trained, "lengths": report_lengths.plot_lengths,
+    "recall": report_recall.plot_recall,
 }  # fmt: skip
 
 
@@ -26,9 +29,7 @@ def write_report(folder: Path, baseline: str) -> None:
     If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
     """
     files = sorted(folder.glob("runs/*.json"))
-    if files:
-        write(folder / "results.csv", collect(files).to_csv(index=False))
-    if not (folder / "results.csv").exists():
+    if not files and not (folder / "results.csv").exists():
         raise typer.BadParameter(
             f"--folder: expected runs/*.json or results.csv in {folder}, found neither; pass an output folder of `run`"
         )
@@ -37,10 +38,10 @@ def write_report(folder: Path, baseline: str) -> None:
         raise typer.BadParameter(
             f"--folder: expected an output folder of `ablate run`, got {folder}, written by another command"
         )
-    task, results = (
-        TASKS[config["settings"]["task"]],
-        pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""]),
-    )
+    task = TASKS[config["settings"]["task"]]
+    if files:
+        write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
+    results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
     text = LAYOUTS[task.layout](results, config, baseline)
     write(folder / "table.md", text)
     for name, plot in task.plots.items():
@@ -73,7 +74,10 @@ def render(folder: Path) -> str:
     """Render the page of a folder: table.md, plots, and samples.png if it exists."""
     task = TASKS[task_of(folder)]
     name = folder.name.removeprefix("ablate-")
-    by = {"sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position"}
+    by = {
+        "sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position",
+        "recall": "Accuracy of questions by key and by place, by frames",
+    }  # fmt: skip
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)

@@ -75,7 +75,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     return lines
 
 
-def _trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
+def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     """Summarise the trainings: the largest rise of the loss over all seeds, and medians of the other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
@@ -156,7 +156,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         "The table lists medians over all runs, and the largest rise in training loss in any run. If a rise is far "
         "above the others, the learning rate was too high for that encoding.",
         "",
-        *_trainings(results, ranking),
+        *summarize_trainings(results, ranking),
     ]
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 

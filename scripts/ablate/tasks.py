@@ -1,4 +1,4 @@
-"""The five training tasks of ``ablate``: what each compares, trains and measures."""
+"""The six training tasks of ``ablate``: what each compares, trains and measures."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lrpe_md.checks import suggest
 
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
-from ..train.tasks import diffusion, digits, image, lm, video
+from ..train.tasks import diffusion, digits, image, lm, recall, video
 from ..train.weights import EXPORT
 
-Values = dict[str, dict[str, float]]  # positions → size → value, the trained size first
+Values = dict[str, dict[str, float]]  # series (such as positions) → size → value, the trained size first
 CHOSEN = (
     "out",
     "data",
@@ -42,9 +42,9 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison: more encodings per attention, more seeds, longer trainings."""
+    """Settings of a task's longer comparison: more encodings by attention, more seeds, longer trainings."""
 
-    encodings: tuple[str, ...]
+    compared: dict[str, tuple[str, ...]]
     seeds: int
     training: dict[str, Any]
 
@@ -59,7 +59,8 @@ class Task:
         smoke: fields of a tiny training for a CPU.
         values: extracts the measured values from the result of ``run``.
         measure: name of the measured value; higher: whether a higher value is better.
-        layout: layout of the report, "sizes" or "lengths"; see :mod:`.report`.
+        layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
+        series: column of results.csv for what a training has a series of values for.
         plots: report file → name of its plot.
         defaults: fields that differ from the training's defaults; on_gpu: those that apply only on a GPU.
         by_encoding: fields of single encodings.
@@ -77,6 +78,7 @@ class Task:
     measure: str
     higher: bool
     layout: str = "sizes"
+    series: str = "positions"
     plots: dict[str, str] = field(default_factory=lambda: {"sizes.png": "sizes"})
     defaults: dict[str, Any] = field(default_factory=dict)
     on_gpu: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +111,10 @@ def accuracy(result: dict[str, Any]) -> Values:
     return {positions: result["accuracy"][positions] for positions in ("extrapolated", "rescaled")}
 
 
+def answers(result: dict[str, Any]) -> Values:
+    return result["accuracy"]
+
+
 def bits(result: dict[str, Any]) -> Values:
     """Return bits per byte by scaling: at each length and, at the longest, by position ("8192:512-1024")."""
     found: Values = {}
@@ -126,11 +132,13 @@ MORE_DIGITS = (
     *DIGITS, "rotate-base-10000", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
+MEMORIES = ("add", "decay", "delta")
 TASKS = {
     "digits": Task(
         digits.DigitsTraining, digits.run, dict.fromkeys(("softmax", "linear"), DIGITS),
         {"steps": 2, "limit": 64, "warmup": 1, "log_every": 1}, accuracy, "accuracy, %", True,
-        plots={"accuracy.png": "trained", "resolution.png": "sizes"}, full=Full(MORE_DIGITS, 5, {"steps": 2100}),
+        plots={"accuracy.png": "trained", "resolution.png": "sizes"},
+        full=Full(dict.fromkeys(("softmax", "linear"), MORE_DIGITS), 5, {"steps": 2100}),
         data=("digits",),
         note=(
             "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm. The "
@@ -169,6 +177,26 @@ TASKS = {
         },
         accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
         note="Learned position tables are resampled to the clip's grid for both kinds of positions.",
+    ),
+    "recall": Task(
+        recall.RecallTraining, recall.run,
+        {
+            "softmax": ("none", "rotate"),
+            **dict.fromkeys(MEMORIES, ("none", "rotate", "rotate-numerator")),
+        },
+        {**TINY, "dim": 16, "keys": 4, "values": 4, "writes": 2, "questions": 1, "test_clips": 2},
+        answers, "accuracy, %", True, layout="recall", series="question", plots={"frames.png": "recall"},
+        data=("8x4x4",),
+        full=Full(
+            {
+                "softmax": ("none", "rotate", "cosine-silu"),
+                **dict.fromkeys(
+                    (*MEMORIES, *(f"{name},{name},{name},softmax" for name in MEMORIES)),
+                    ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
+                ),
+            },
+            5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000},
+        ),
     ),
     "diffusion": Task(
         diffusion.DiffusionTraining, diffusion.run,
@@ -302,12 +330,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def collect(files: Iterable[Path]) -> pd.DataFrame:
-    """Build a table with a row for each encoding, attention, seed, positions and size."""
+def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
+    """Build a table with a row for each encoding, attention, seed, element of the series, and size."""
     rows = []
     for file in files:
         run = read_json(file)
         same = {key: run[key] for key in COLUMNS}
-        for positions, values in run["values"].items():
-            rows += [{**same, "positions": positions, "size": size, "value": v} for size, v in values.items()]
+        for name, values in run["values"].items():
+            rows += [{**same, series: name, "size": size, "value": v} for size, v in values.items()]
     return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""Commands ``python -m scripts.train digits | image | video | diffusion | vae | lm | latents | features | sample``."""
+"""``python -m scripts.train digits | image | video | recall | diffusion | vae | lm | latents | features | sample``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),
     "video": ("VideoTraining", "Train a video transformer on clips, with labels or without."),
+    "recall": ("RecallTraining", "Train a video model to recall symbols of earlier frames."),
     "diffusion": ("DiffusionTraining", "Train a diffusion transformer on images, latents or videos."),
     "vae": ("VaeTraining", "Train an autoencoder whose latents `train latents` writes."),
     "lm": ("LmTraining", "Train a causal language model on text."),

@@ -47,6 +47,8 @@ ENCODINGS: dict[str, Encoding] = {
     "rotate": _entry("rotate"),
     "rotate-base-10000": _entry("rotate", "axes", base=10000.0),
     "rotate-learnable": _entry("rotate", learnable=True),
+    "rotate-numerator": _entry("rotate", "memory", model={"normalizer": "unrotated"}),
+    "rotate-both": _entry("rotate", "memory", model={"normalizer": "encoded"}),
     "rotate-split": _entry("rotate", "time", split=[2, 3, 3]),
     "rotate-mixed-fixed": _entry("mixed", "axes", learnable=False),
     "rotate-mixed": _entry("mixed", "axes"),
@@ -139,7 +141,8 @@ class Backbone:
 
     Args:
         can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text beside the
-            image), "table" (a learned absolute table), "sincos" (a computed absolute one).
+            image), "table" (a learned absolute table), "sincos" (a computed absolute one), "memory" (linear
+            attention whose denominator depends on the encoding).
         base: default base of the frequencies.
         attentions: arguments of the model for each attention.
         options: options of encodings that the model supports; None: all.
@@ -231,6 +234,11 @@ _VIT = {
 }
 IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), 100.0, _VIT)
 VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), 100.0, _VIT)
+# Softmax attention, or linear attention with a memory of :mod:`.memory`.
+RECALL = Backbone(
+    frozenset({"axes", "time", "table", "sincos", "memory"}), 100.0,
+    {name: {} for name in ("softmax", "add", "decay", "delta")},
+)  # fmt: skip
 CAPTIONED = Backbone(
     frozenset({"axes", "caption", "sincos"}),
     100.0,

@@ -262,7 +262,7 @@ def test_the_default_comparison_can_be_configured(task):
     chosen = TASKS[task]
     for training in (chosen.defaults, {**chosen.defaults, **chosen.on_gpu}, {**chosen.defaults, **chosen.smoke}):
         encodings = {kind: list(names) for kind, names in chosen.compared.items()}
-        comparison = Comparison(task, encodings, 2, ["digits" if task == "digits" else "data"], training, "cpu")
+        comparison = Comparison(task, encodings, 2, list(chosen.data) or ["data"], training, "cpu")
         assert "data" not in comparison.settings["training"]
         jobs = comparison.jobs(Path("out"))
         assert len(jobs) == 2 * sum(map(len, encodings.values()))

@@ -14,7 +14,7 @@ from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.train.app import app as train
 from lrpe_md.scripts.train.checkpoint import digest_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
-from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
+from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
 from typer.testing import CliRunner
 
 from lrpe_md import Axial, PresetMd, RotateMd, Scheme, list_presets, register_scheme
@@ -27,9 +27,13 @@ CONFIGS: dict[str, Any] = {
     "video": (video.VideoTraining, {"data": [Path("data")]}),
     "diffusion": (diffusion.DiffusionTraining, {"data": Path("data")}),
     "lm": (lm.LmTraining, {"data": Path("data")}),
+    "recall": (recall.RecallTraining, {"attention": "softmax", "dim": 96}),
 }
 # A preset with the right number of axes for each task.
-PRESETS = {"digits": "dinov3", "image": "rope_vit_mixed", "video": "cogvideox", "diffusion": "hidream", "lm": "pope"}
+PRESETS = {
+    "digits": "dinov3", "image": "rope_vit_mixed", "video": "cogvideox", "diffusion": "hidream", "lm": "pope",
+    "recall": "wan",
+}  # fmt: skip
 
 
 @pytest.fixture

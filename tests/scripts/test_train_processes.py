@@ -44,7 +44,7 @@ def data(tmp_path_factory) -> dict[str, str]:
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8).tobytes())
     found = {
         "digits": "digits", "image": str(write_idx(folder / "idx", train=24, test=8)), "diffusion": str(captioned),
-        "lm": str(text),
+        "lm": str(text), "recall": "8x4x4",
     }  # fmt: skip
     if DECODERS:
         found["video"] = str(write_video(folder / "grey.mp4", brightening(160), DECODERS[0]))
@@ -102,7 +102,7 @@ def test_from_start_to_result(
     assert np.isfinite(values).all()
     assert list((tmp_path / "run" / "tensorboard").rglob("events.*"))
     if sharding == "ddp":  # one process reads the same weights from the file that two have written
-        given = {"digits": data[task], "video": [Path(data[task])]}.get(task, Path(data[task]))
+        given = {"digits": "digits", "recall": "8x4x4", "video": [Path(data[task])]}.get(task, Path(data[task]))
         few |= {"data": given, "device": "cpu", "tensorboard": False, "progress": False}
         again = TASKS[task].values(TASKS[task].run(TASKS[task].config(**few)))
         for positions, found in TASKS[task].values(result).items():

@@ -1,0 +1,170 @@
+"""Tables and plot of associative recall, by memory, positions, kind of question and size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from ..common.markdown import table
+from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
+from ..common.provenance import describe_environments
+from ..train.data.recall import KINDS, OFFSETS
+from .report_sizes import KEYS, difference, how_long, how_run, sizes, summarize_trainings
+
+MEMORY = "add"  # the memory that the others are compared with
+LINES = 6  # most lines that a panel has room to label
+COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
+DASHES = {"none": "-", "rotate": "--"}  # by encoding; others are dotted
+
+
+def frames_of(size: str) -> int:
+    return int(size.split("x")[0])
+
+
+def longest(results: pd.DataFrame) -> str:
+    """Return the size with the most frames."""
+    return max(sizes(results), key=frames_of)
+
+
+def intervals(results: Any) -> pd.DataFrame:
+    """Return mean and half of Student's 95% interval over the seeds, by question, attention, encoding and size."""
+    found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
+    half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
+    return pd.DataFrame({"mean": found["mean"], "half": half})
+
+
+def _cell(row: Any, form: str) -> str:
+    text = form.format(row["mean"])
+    return text if np.isnan(row["half"]) else f"{text} ± {row['half']:.1f}"
+
+
+def _accuracies(results: pd.DataFrame, kind: str) -> list[str]:
+    stats, columns = intervals(results).loc[kind], sizes(results)
+    means: Any = stats["mean"].xs(longest(results), level="size")
+    order = means.sort_values(ascending=False, kind="stable").index
+    rows = [[*key, *(_cell(stats.loc[(*key, size)], "{:.1f}") for size in columns)] for key in order]
+    return table(["memory", "positions", *columns], rows, 2)
+
+
+def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) -> list[str]:
+    """Compare along one of :data:`KEYS` with its baseline, paired by seed; [] if there is nothing to compare."""
+    (same,) = (key for key in KEYS if key != changed)
+    part: Any = results[results.question == kind]
+    renamed = part.rename(columns={changed: "encoding", same: "attention", "question": "positions"})
+    if baseline not in set(renamed.encoding) or renamed.encoding.nunique() == 1:
+        return []
+    found, rows = difference(renamed, baseline), []
+    for other, fixed in dict.fromkeys((key[0], key[1]) for key in found.index):
+        cells = [found.loc[(other, fixed, kind, size)] for size in sizes(results)]
+        texts = [_cell(each, "{:+.1f}") for each in cells]
+        bold = [
+            f"**{text}**" if abs(each["mean"]) > each["half"] else text for each, text in zip(cells, texts, strict=True)
+        ]
+        rows.append([*((other, fixed) if changed == "attention" else (fixed, other)), *bold])
+    return table(["memory", "positions", *sizes(results)], rows, 2) if rows else []
+
+
+def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
+    """Render the tables, best at the longest clip first."""
+    training, trained = config["settings"]["training"], sizes(results)[0]
+    groups: Any = results.groupby(KEYS)["seed"]
+    fewest, seeds = groups.nunique().min(), groups.nunique().max()
+    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    scheme = f"mean ± half of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
+    precision = {"no": "float32"}.get(training["precision"], training["precision"])
+    offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
+    lines = [
+        f"Accuracy in % of questions about symbols of earlier frames, {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Columns are clips of frames × height × width tokens; the first is the trained "
+        f"size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} frames "
+        f"count. {how_long(training)} with batches "
+        f"of {training['batch']}, {precision}{how_run(training)}.",
+        "",
+        f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
+        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and as many "
+        f"for the value at an offset (frames back, rows down, columns right), one of {offsets}. The model has "
+        f"{training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
+        "",
+    ]
+    for kind in KINDS:
+        lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
+    for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
+        compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
+        if any(compared.values()):
+            lines += [
+                f"Difference from {base} with the same {same}, paired by seed; bold if the interval excludes zero.",
+                "",
+            ]
+        for kind, rows in compared.items():
+            lines += [f"Questions {kind}:", "", *rows] if rows else []
+    order: Any = results.drop_duplicates(KEYS)[KEYS]
+    lines += [
+        "Medians over all runs, and the largest rise of the training loss in any run.",
+        "",
+        *summarize_trainings(results, [tuple(key) for key in order.to_numpy()]),
+    ]
+    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
+
+
+def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
+    """Return the variants to plot as (attention, encoding), best at the longest clip first.
+
+    If there are more than six, only the best positions of each memory are left, and of those the best six.
+    """
+    part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
+    means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
+    if len(means) <= LINES:
+        return list(means.index)
+    best: dict[str, str] = {}
+    for attention, encoding in means.index:
+        best.setdefault(attention, encoding)
+    return list(best.items())[:LINES]
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Move values apart, upwards and in their order, until neighbours have this distance."""
+    placed, last = np.zeros(len(values)), -np.inf
+    for i in np.argsort(values, kind="stable"):
+        placed[i] = last = max(values[i], last + gap)
+    return placed.tolist()
+
+
+def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
+    """Plot accuracy against the frames of a clip, by memory and positions: mean and 95% interval."""
+    trained, stats = sizes(results)[0], intervals(results)
+    image = trained.partition("x")[2]
+    ticks = sorted((size for size in sizes(results) if size.partition("x")[2] == image), key=frames_of)
+    frames = [frames_of(size) for size in ticks]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(KINDS), figsize=(WIDTH, 3.2), sharey=True, layout="constrained")
+        for axis, kind in zip(axes, KINDS, strict=True):
+            lines = select_lines(results, kind)
+            means = [stats.loc[(kind, *line)].reindex(ticks) for line in lines]
+            heights = spread([each["mean"].iloc[-1] for each in means], 6.0)
+            for (attention, encoding), each, height in zip(lines, means, heights, strict=True):
+                kinds = list(dict.fromkeys(attention.split(",")))
+                color = OKABE_ITO[COLORS[kinds[0]]]
+                axis.errorbar(
+                    frames, each["mean"], yerr=each["half"].fillna(0), color=color,
+                    linestyle=DASHES.get(encoding, ":"), marker="s" if len(kinds) > 1 else "o", markersize=4, capsize=2,
+                    elinewidth=0.8,
+                )  # fmt: skip
+                axis.annotate(
+                    f"{' + '.join(kinds)}, {encoding}", (frames[-1], height), (6, 0), color=color, fontsize=8,
+                    textcoords="offset points", va="center", annotation_clip=False,
+                )  # fmt: skip
+            axis.axhline(100 / config["settings"]["training"]["values"], color=OKABE_ITO["grey"], linewidth=0.8)
+            axis.axvline(frames[0], color="black", linestyle=":", linewidth=1)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(frames, [str(n) for n in frames])
+            axis.set_xlabel("frames (dotted: trained)")
+            axis.set_title(f"questions {kind}")
+            axis.set_ylim(0, 104)
+            axis.minorticks_off()
+        axes[0].set_ylabel("accuracy, %")
+        save(figure, path)

@@ -1,0 +1,86 @@
+"""Attention layers whose state of linear attention adds, forgets or overwrites, for `train recall`.
+
+Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lrpe_md import HeadDecay
+from lrpe_md.checks import repeat_over_layers
+from lrpe_md.engine.encode.views import split_qkv
+from lrpe_md.engine.linear.call import Rule
+from lrpe_md.integrations.attention import NOTHING, Context
+from lrpe_md.integrations.timm import LrpeAttention
+from lrpe_md.modules.linear import attend_with
+
+from ...models.video import LrpeVideoTransformer
+
+MemoryName = Literal["add", "decay", "delta"]
+HALF_LIVES = 1.0, 16.0  # frames, of the first and of the last head
+
+
+class MemoryAttention(LrpeAttention):
+    """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
+
+    The gate, the sigmoid of a linear layer, is how strongly a token writes. The norm of the keys starts with the weight
+    1/√D, so that a key's length is at most about 1, and a gate of 1 replaces what was written with it. The delta rule
+    of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame alike.
+    """
+
+    rule: Rule
+    write_gate: nn.Linear
+
+    def remember(self, memory: MemoryName) -> None:
+        """Set the memory, and make the parameters that it needs.
+
+        Args:
+            memory: "add" sums all frames. "decay" forgets them with a learned rate for each head. "delta" forgets
+                nothing, but a key replaces what was written with it.
+        """
+        self.rule = "delta" if memory == "delta" else "add"
+        device, heads = self.qkv.weight.device, self.num_heads
+        self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
+        lives = torch.logspace(*map(math.log2, HALF_LIVES), heads, base=2, device="cpu")
+        decays = 0.5 ** (1 / lives)
+        self.decay = HeadDecay(heads, decays, learnable=True, device=device) if memory == "decay" else None
+        nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x (B, N, C) → (B, N, C); attn_mask: the :class:`Context` of a video model that is causal between frames."""
+        assert isinstance(attn_mask, Context)
+        q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in float32
+        out = attend_with(
+            NOTHING if attn_mask.encoding is None else attn_mask.encoding, q, k, v, attn_mask.positions,
+            normalizer=self.normalizer, gate=self.write_gate(x).sigmoid().transpose(1, 2), block=attn_mask.block,
+            decay=None if self.decay is None else self.decay(), rule=self.rule, act=self.feature_act,
+        )  # fmt: skip
+        return self._project(out, None)
+
+
+def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any) -> LrpeVideoTransformer:
+    """Build a video model whose frames see themselves and earlier ones, with an output for each token.
+
+    Args:
+        attention: "softmax", or the memory of linear attention; or one for each layer, repeated over the depth.
+        depth, arguments: of :class:`LrpeVideoTransformer`.
+    """
+    names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))
+    model = LrpeVideoTransformer(
+        depth=depth, causal="frames", class_token=False, global_pool="", qk_norm=True, scale_attn_norm=True,
+        attention=["softmax" if name == "softmax" else "linear" for name in names],
+        **{"normalizer": "none", **arguments},
+    )  # fmt: skip
+    blocks: Any = model.blocks
+    for name, block in zip(names, blocks, strict=True):
+        if name != "softmax":
+            block.attn.__class__ = MemoryAttention
+            block.attn.remember(name)
+    return model
