@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # resolved by __getattr__
     from .integrations import adapt_rotary as adapt_rotary
     from .presets.picture import show as show
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # A wheel contains models and scripts inside the package. In a checkout they lie beside it; extending __path__ makes
 # them importable as lrpe_md.models and lrpe_md.scripts all the same.
