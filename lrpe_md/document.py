@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .engine.core.call import Act, Call, Impl, Needs, Options, Pairs, Positions
 from .engine.core.operator import is_direct, use_triton
-from .engine.encode.dispatch import run
+from .engine.encode.dispatch import run_encoding
 from .engine.encode.operator import ENCODE
 from .engine.encode.tables import replace_angles, store_angles
 from .engine.encode.validate import check_input, rotary_slice, validate
 from .engine.encode.views import encode_packed
-from .engine.inductor.private import transforming
+from .engine.inductor.private import is_transforming
 from .frequencies.axial import AxisOrder, axial_omega, sequence_omega
 from .functional import cosine, rotate
 from .positions.grid import Grid
@@ -88,9 +88,9 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     Provided because the document has it; it is never faster (docs/tuning.md), and with θ per head it reads more memory.
     """
     call = _cosine_call(x, theta, **kwargs)
-    use_triton("triton", x, (), transforming())
+    use_triton("triton", x, (), is_transforming())
     call = replace_angles(call, store_angles(call), x.dtype)
-    return ENCODE.run_kernels(call, (x,), ENCODE.learned(call, ()), is_direct((x, *call.tables)))[0]
+    return ENCODE.run_kernels(call, (x,), ENCODE.list_learned(call, ()), is_direct((x, *call.tables)))[0]
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def lrpe_rotate_1d(
     omega, positions = _rotate_1d(xs, theta, offset, cu_seqlens, dim, rotary_dim)
     omega = -omega if inverse else omega
     options = Options("rotate", act, dim, pairs, rotary_dim, impl=impl)
-    return run(options, xs, omega, positions, amplitude=amplitude)
+    return run_encoding(options, xs, omega, positions, amplitude=amplitude)
 
 
 lrpe_rotate_1d_torch = partial(lrpe_rotate_1d, impl="reference")
@@ -255,7 +255,7 @@ def _rotate_call(
 
 
 def _forward(x: Tensor, call: Call) -> list[Tensor]:
-    use_triton("triton", x, (), transforming())
+    use_triton("triton", x, (), is_transforming())
     return ENCODE.forward(call, (x,), (), is_direct((x, *call.tables)))
 
 
@@ -266,7 +266,7 @@ def _backward(
     with torch.enable_grad():
         call = make_call(x, theta)
     spec, omega = call.spec, call.tables.omega
-    use_triton("triton", x, (), transforming())
+    use_triton("triton", x, (), is_transforming())
     expected = (*x.shape[:3], spec.out_dim(x.shape[3]))
     if tuple(do.shape) != expected or do.dtype != x.dtype or do.device != x.device:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from .engine.core.call import Act, Impl, Options, Order, Pairs, Positions
-from .engine.encode.dispatch import run, run_part
+from .engine.encode.dispatch import run_encoding, run_part
 from .engine.encode.output import take_target
 from .engine.encode.tables import take_tables
 from .engine.encode.views import Packed, encode_qkv
@@ -143,7 +143,7 @@ def cosine(
         where = take_tables(tables, prefix, False, omega, positions, phase, amplitude)
     if rotary_dim is not None:
         return run_part(options, xs, omega, where, phase, amplitude, norm, target)
-    return run(options, xs, omega, where, phase, amplitude, norm, target)
+    return run_encoding(options, xs, omega, where, phase, amplitude, norm, target)
 
 
 @overload
@@ -233,7 +233,7 @@ def rotate(
         omega, phase = _negated(omega), turned
     options = Options("rotate", act, dim, pairs, rotary_dim, "cos_sin", impl)
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
-    return run(options, xs, omega, where, phase, amplitude, norm, target)
+    return run_encoding(options, xs, omega, where, phase, amplitude, norm, target)
 
 
 def _negated(t: Any) -> Any:

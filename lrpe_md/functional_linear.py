@@ -9,7 +9,7 @@ from torch import Tensor
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear.call import Directions, LinearOptions, MapOrNone, NormalizerName, Rule, Sides, State
 from .engine.linear.dispatch import as_state, run_linear
-from .engine.linear.validate import Given
+from .engine.linear.validate import TensorArguments
 from .norm import Norm
 
 __all__ = ["linear_attention"]
@@ -158,5 +158,5 @@ def linear_attention(
         map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl,
         rule=rule, directions=directions,
     )  # fmt: skip
-    given = Given(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
+    given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
     return run_linear(options, given, Sides(omega, positions, phase, amplitude), norm)

@@ -25,7 +25,7 @@ from .engine.core.norms import take_norm
 from .engine.encode.validate import Positions
 from .engine.linear.call import LinearOptions, Operands, Sides
 from .engine.linear.operator import ATTEND
-from .engine.linear.validate import Given, validate_linear
+from .engine.linear.validate import TensorArguments, validate_linear
 from .functional import cosine, rotate
 from .functional_linear import linear_attention
 from .norm import Norm
@@ -664,14 +664,14 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
         }  # fmt: skip
         if operands is not None:
             q, k, v = qkv
-            given = Given(q, k, v, gate, inputs.cu_seqlens, tuple(state), decay=decay)
+            given = TensorArguments(q, k, v, gate, inputs.cu_seqlens, tuple(state), decay=decay)
             sides = Sides(omega, inputs.positions, phases, inputs.amplitude)
             own = LinearOptions(**options)
             if norm is not None:
                 own, own_weights = take_norm(own, norm, 2)
                 given = given._replace(weights=own_weights)
             call = validate_linear(own, given, sides)
-            o, *after = ATTEND.refer(call, Operands(q, k, v, gate, tuple(state), decay), operands)
+            o, *after = ATTEND.run_reference(call, Operands(q, k, v, gate, tuple(state), decay), operands)
             return o, tuple(after)
         before: Any = tuple(state) or None
         found: Any = linear_attention(

@@ -77,5 +77,5 @@ def count_launches():
     """Return a function that counts the launches prepared since the test began."""
     from lrpe_md.engine.core import operator
 
-    operator.remembered.clear()
-    return lambda: [launch for known in operator.remembered.values() for launch in known.launches.values()]
+    operator.call_cache.clear()
+    return lambda: [launch for known in operator.call_cache.values() for launch in known.launches.values()]

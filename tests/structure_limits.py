@@ -152,6 +152,18 @@ class Checkout:
             for place in module.functions
         ]
 
+    # --- names
+
+    def repeated_names(self) -> dict[str, list[str]]:
+        """Return the names of module-level functions and classes that several files of ``lrpe_md`` define, by file."""
+        files: dict[str, list[str]] = {}
+        for module in self.modules.values():
+            if module.path.relative_to(self.root).parts[0] == "lrpe_md":
+                names = {node.name for node in module.tree.body if isinstance(node, Function | ast.ClassDef)}
+                for name in names:
+                    files.setdefault(name, []).append(str(module.path.relative_to(self.root)))
+        return {name: paths for name, paths in files.items() if len(paths) > 1 and not name.startswith("__")}
+
     # --- arguments, lines
 
     def kernel_arguments(self) -> int:

@@ -4,7 +4,7 @@ This folder uses each of these words for one thing:
 
 - options: what the user asked for (``core.call.Options``); call: the checked result, without x (``core.call.Call``).
 - spec: what to compute; layout: token counts and grid sizes, as integers; tables: the tensors beside x, ω first.
-- given tables: cos and sin that the caller passes instead of ω and positions (``core.call.CosSin``).
+- caller's tables: cos and sin that the caller passes instead of ω and positions (``core.call.CosSin``).
 - variant: everything that a kernel is compiled for (``core.call.Variant``); ``V`` in the kernels.
 - pass: forward, backward, or backward with dω (``encode.plan.Pass``).
 - group: heads that share frequencies; row: one head of one sample, of q or k; block: the tokens of a tile.

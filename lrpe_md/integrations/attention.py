@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..engine.core.call import Act
-from ..engine.inductor.private import exporting, transforming
+from ..engine.inductor.private import is_exporting, is_transforming
 from ..engine.linear.call import NormalizerName
 from ..modules.linear import Memory, attend_with
 from ..norm import Norm
@@ -81,7 +81,7 @@ def sdpa_backends(q: Tensor, v: Tensor) -> list[SDPBackend] | None:
     all other cases PyTorch chooses. Function transforms and forward mode require the math backend, because the fused
     ones have no forward-mode derivative.
     """
-    if transforming():
+    if is_transforming():
         return [SDPBackend.MATH]
     if q.shape[-1] == v.shape[-1] or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -145,12 +145,12 @@ def attend_encoded(
     other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if torch.compiler.is_compiling() and needed and not exporting():
+    if torch.compiler.is_compiling() and needed and not is_exporting():
         return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
     if (
         not needed
         or torch.compiler.is_compiling()
-        or transforming()
+        or is_transforming()
         or torch._C._is_tracing()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
     ):

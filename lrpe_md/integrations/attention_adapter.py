@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from ..engine.inductor.private import transforming
+from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
@@ -226,7 +226,7 @@ def _travel_with_saved_tensors(local: _Local) -> AbstractContextManager[Any]:
 
     Existing hooks of the caller keep working. If hooks are disabled, checkpoints cannot use them either.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforming():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
         return nullcontext()
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     if not autograd._saved_tensors_hooks_is_enabled():

@@ -13,7 +13,7 @@ from ..checks import check_one_of
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
-from ..engine.linear.validate import Given, check_decay_range, check_eps, check_normalizer, check_rule
+from ..engine.linear.validate import TensorArguments, check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
 
@@ -278,7 +278,7 @@ def attend_with(
             None, getattr(encoding, "act", "none"), getattr(encoding, "dim", None), normalizer=normalizer,
             is_causal=is_causal, block=block, eps=eps, return_state=return_state, rule=rule, directions=directions,
         )  # fmt: skip
-        given = Given(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
+        given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
         return run_encoded(options, given, call, positions, norm)
 
     def attend(own: Description, q: Tensor, k: Tensor) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lrpe_md import linear_attention
-from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.plan import TILES, LinearPass, LinearTile
 from lrpe_md.testing import LinearCase
@@ -102,11 +102,11 @@ class LinearPlace(NamedTuple):
         try:
             TILES[self.stage] = tuple(tiles)
             linear_launch.shrink = refuse
-            remembered.clear()
+            call_cache.clear()
             yield
         finally:
             TILES[self.stage], linear_launch.shrink = kept, shrink
-            remembered.clear()
+            call_cache.clear()
 
     def passes(self, inputs: Sequence[Inputs], impl: Any = "triton") -> list[Callable[[], Any]]:
         def attend(given: Inputs, q: Any, k: Any, v: Any, omega: Any) -> Any:

@@ -111,7 +111,7 @@ def cached(inputs: Inputs) -> Forward:
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         call = make_call(inputs, xs, omega)
         call = replace_angles(call, store_angles(call), xs[0].dtype)
-        return ENCODE.run_kernels(call, xs, ENCODE.learned(call, ()), is_direct((*xs, omega)))
+        return ENCODE.run_kernels(call, xs, ENCODE.list_learned(call, ()), is_direct((*xs, omega)))
 
     return forward
 

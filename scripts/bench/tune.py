@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.encode.plan import TILES, Pass, Tile
 from lrpe_md.engine.linear.plan import LinearTile
 from lrpe_md.testing import Case, Inputs, bind
@@ -141,11 +141,11 @@ class Place(NamedTuple):
         tiles[self.width] = tile
         try:
             TILES[self.key] = tuple(tiles)
-            remembered.clear()  # launches planned with another table
+            call_cache.clear()  # launches planned with another table
             yield
         finally:
             TILES[self.key] = kept
-            remembered.clear()
+            call_cache.clear()
 
     def passes(self, inputs: Sequence[Inputs], impl: str = "triton") -> list[Callable[[], Any]]:
         return [make_pass(MODES[self.stage], bind(each, impl), each) for each in inputs]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lrpe_md import Norm, cosine, linear_attention, pack, rotate
-from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 
@@ -284,10 +284,10 @@ def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
         for each in patches:
             each.start()
         if patches:
-            remembered.clear()
+            call_cache.clear()
         yield
     finally:
         for each in patches:
             each.stop()
         if patches:
-            remembered.clear()
+            call_cache.clear()

@@ -47,7 +47,8 @@ class MemoryAttention(LrpeAttention):
         self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
         self.write_gate = nn.Linear(self.qkv.in_features, heads, device=device)
-        lives = torch.logspace(*map(math.log2, HALF_LIVES), heads, base=2, device="cpu")
+        shortest, longest = map(math.log2, HALF_LIVES)
+        lives = torch.logspace(shortest, longest, heads, base=2, device="cpu")
         decays = 0.5 ** (1 / lives)
         self.decay = HeadDecay(heads, decays, learnable=True, device=device) if memory == "decay" else None
         nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import typer
 from accelerate import PartialState
-from lrpe_md.models.video import LrpeVideoTransformer, inflate
 from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 from lrpe_md.modules.base import FrequencyModule
 
+from ...models.video import LrpeVideoTransformer, inflate
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint
 from .loop import WHOLE, Trainer

@@ -19,7 +19,7 @@ from lrpe_md.engine.core import operator as calls
 from lrpe_md.engine.core.memory import like_in_memory
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, bind_linear, make_linear_inputs, run_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +33,7 @@ class Launcher(SimpleNamespace):
     def forward(self, call, operands, return_state, keep):
         self.seen.append("forward")
         with torch.no_grad():
-            o, *after = ATTEND.refer(call, operands)
+            o, *after = ATTEND.run_reference(call, operands)
         o = like_in_memory(operands.q, operands.v.shape[3]).copy_(o)
         return [o, *(after if return_state else ()), *([after[0].clone()] if keep else [])]
 
@@ -49,7 +49,7 @@ class Launcher(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def launcher(monkeypatch, device):
     torch.compiler.reset()
-    calls.remembered.clear()
+    calls.call_cache.clear()
     if device == "cuda":
         return None
     stub = Launcher(seen=[])
@@ -356,7 +356,7 @@ def operator_call(case, device):
         case.map, case.act, rotary_dim=case.rotary_dim, normalizer=case.normalizer, is_causal=case.mask == "causal",
         block=case.block if case.mask == "block" else None, rule=case.rule, directions=case.directions,
     )  # fmt: skip
-    given = Given(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state, decay=inputs.decay)
+    given = TensorArguments(*inputs.qkv, inputs.gate, inputs.cu_seqlens, inputs.state, decay=inputs.decay)
     return inputs, validate_linear(options, given, Sides(inputs.omega, inputs.positions, phase))
 
 
@@ -521,7 +521,7 @@ def test_cached_call_is_not_validated_again(case, monkeypatch, device):
     inputs = [make_linear_inputs(LinearCase(**{**vars(case), "seed": seed}), device) for seed in (0, 1)]
     expected = []
     for each in inputs:
-        calls.remembered.clear()
+        calls.call_cache.clear()
         expected.append(run_linear(each, "triton"))
     monkeypatch.setattr(linear_dispatch, "validate_linear", None)
     for each, right in zip(reversed(inputs), reversed(expected), strict=True):
@@ -557,7 +557,7 @@ def test_cache_distinguishes_options(device):
 
     expected = []
     for changes in options:
-        calls.remembered.clear()
+        calls.call_cache.clear()
         expected.append(run(changes, "reference"))
     for _ in range(2):
         for changes, right in zip(options, expected, strict=True):

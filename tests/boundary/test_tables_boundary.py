@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Norm, cosine, rotate
-from lrpe_md.engine.core.call import CosSin, GivenTables, Needs, Options
+from lrpe_md.engine.core.call import CallerTables, CosSin, Needs, Options
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
@@ -193,7 +193,7 @@ def test_operators(act, dim, kind, device):
     options, weights = Options("rotate", act, dim), ()
     if dim is None:
         options, weights = take_norm(options, Norm("rms", torch.rand(8, device=device)), 2)
-    call = validate(options, tuple(xs), None, GivenTables(cos_sin, 1), None, None, *([weights] if weights else []))
+    call = validate(options, tuple(xs), None, CallerTables(cos_sin, 1), None, None, *([weights] if weights else []))
     flat = ENCODE.flatten(call)
     torch.library.opcheck(torch.ops.lrpe_md.forward.default, (xs, *flat))
     outs = torch.ops.lrpe_md.forward(xs, *flat)

@@ -28,10 +28,10 @@ from triton.compiler import ASTSource
 from lrpe_md import Coordinates, Grid, Norm
 from lrpe_md.engine.core import call as calls
 from lrpe_md.engine.core import launching, reduction
-from lrpe_md.engine.core.call import GivenTables
+from lrpe_md.engine.core.call import CallerTables
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
-from lrpe_md.engine.core.operator import remembered
+from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.encode import heads as launch_heads
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
@@ -198,14 +198,14 @@ def record(case: SimpleNamespace) -> list[tuple[str, ASTSource, dict[str, Any]]]
     has_ptx, launch.has_ptx = launch.has_ptx, lambda dtype: has_ptx(dtype) and case.cuda
     registers, launch.limit_registers = launch.limit_registers, lambda most: registers(most) if case.cuda else {}
     early, launching._can_launch_early = launching._can_launch_early, lambda: case.early
-    remembered.clear()
+    call_cache.clear()
     try:
         for name, recorder in recorders.items():
             setattr(places[name], name, recorder)
         call(case)
     finally:
         launch.has_ptx, launch.limit_registers, launching._can_launch_early = has_ptx, registers, early
-        remembered.clear()
+        call_cache.clear()
         for name, fn in saved.items():
             setattr(places[name], name, fn)
     return [source for recorder in recorders.values() for source in recorder.sources()]
@@ -258,7 +258,7 @@ def call(case: SimpleNamespace) -> None:
     launcher.backward(checked, grads, xs, stats, calls.Needs(need and not given, need and case.phase, learned))
 
 
-def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTables:
+def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> CallerTables:
     """Make the tables of a case with these channels, heads and rows; by sample if its positions are."""
     channels, heads, rows = sizes
     kind, dtype, *odd = case.tables.split()
@@ -268,7 +268,7 @@ def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> GivenTabl
     if case.long:
         cos = torch.empty_strided(cos.shape, (8, 8, 2**31, 1), dtype=cos.dtype)
     cos_sin = calls.CosSin(torch.stack([cos, sin], -1), None) if kind == "complex" else calls.CosSin(cos, sin)
-    return GivenTables(cos_sin._replace(inverse=case.order == "sin_cos"), 1)
+    return CallerTables(cos_sin._replace(inverse=case.order == "sin_cos"), 1)
 
 
 def make_outputs(case: SimpleNamespace, checked: calls.Call, xs: list) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as plans
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, LinearInputs, make_linear_inputs
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -79,7 +79,7 @@ def record(inputs: LinearInputs, one_pass: bool) -> list[tuple[str, Any, dict[st
     )  # fmt: skip
     q, k, v = inputs.qkv
     state = tuple(inputs.state)
-    given = Given(q, k, v, inputs.gate, inputs.cu_seqlens, state, decay=inputs.decay)
+    given = TensorArguments(q, k, v, inputs.gate, inputs.cu_seqlens, state, decay=inputs.decay)
     norm = inputs.norm()
     if norm is not None:
         options, weights = take_norm(options, norm, 2)

@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lrpe_md import Coordinates, Grid, Norm
-from lrpe_md.engine.core.call import CosSin, GivenTables, Needs, Options, Weights
+from lrpe_md.engine.core.call import CallerTables, CosSin, Needs, Options, Weights
 from lrpe_md.engine.core.memory import accumulator
 from lrpe_md.engine.core.norms import take_norm
 from lrpe_md.engine.core.recording import COMPILER_OPTIONS
@@ -49,7 +49,7 @@ from lrpe_md.engine.inductor import lowering as compiled
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "regs_per_multiprocessor": 65536}
@@ -333,14 +333,14 @@ def build(case: SimpleNamespace) -> tuple[Callable[..., Any], list[Tensor]]:
     return f, tensors
 
 
-def make_tables(case: SimpleNamespace, tables: Tensor) -> GivenTables:
+def make_tables(case: SimpleNamespace, tables: Tensor) -> CallerTables:
     """Make cos and sin of all channels, for the tokens after the first."""
     if case.positions == "joined tables":
-        return GivenTables(CosSin(tables.view(-1, tables.shape[-1], 2), None), 1)
+        return CallerTables(CosSin(tables.view(-1, tables.shape[-1], 2), None), 1)
     tables = tables.sin() if case.positions == "computed tables" else tables
     if case.positions == "expanded tables":
         tables = tables[:, None, None].expand(-1, 2, 4, -1, -1)
-    return GivenTables(CosSin(*tables.unbind(0)), 1)
+    return CallerTables(CosSin(*tables.unbind(0)), 1)
 
 
 def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:
@@ -369,7 +369,7 @@ def attend(case: SimpleNamespace, qkv: Tensor, grad: Tensor, sides: Sides, weigh
     if case.linear.get("map", "cosine") == "cosine" and "rotary_dim" not in case.linear:
         sides = sides._replace(omega=torch.cat([sides.omega, sides.omega], 1))
     options, given = make_norm(LinearOptions(**case.linear), case, weights)
-    call = validate_linear(options, Given(q, k, v, None, None, (), given), sides)
+    call = validate_linear(options, TensorArguments(q, k, v, None, None, (), given), sides)
     operands = Operands(q, k, v, None, ())
     o, *saved = ATTEND.forward(call, operands, (False, True), False)
     if case.run == "forward":

@@ -98,8 +98,8 @@ def test_every_work_partition(monkeypatch, count_launches, name, case):
 
     def plan(work: plans.Work) -> plans.Plan:
         if work.stage is plans.Pass.DOMEGA:
-            return cut if not work.common else whole(work)
-        return cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
+            return cut if not work.rows_per_weight else whole(work)
+        return cut._replace(token_programs=-(-work.num_tokens // cut.block_n), rows_per_program=cut.block_r)
 
     monkeypatch.setattr(launch, "plan", plan)
     changes = {"batch": 3, "heads": (4, 2), "head_dim": 8, "norm": "rms", "norm_weight": "none"}

@@ -105,7 +105,7 @@ def test_every_work_partition(monkeypatch, count_launches, name, map, coords):
     cut = CUTS[name]
 
     def plan(work: plans.Work) -> plans.Plan:
-        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
+        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), rows_per_program=cut.block_r)
         return cut if work.stage is plans.Pass.DOMEGA else one_tile
 
     monkeypatch.setattr(launch, "plan", plan)
@@ -292,11 +292,12 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
             rows_each = rows // samples
             work = plans.Work(map, stage, False, num_tokens, 1, rows_each, 12, 64, 2, samples, step)
             chosen = plans.plan(work)
-            assert chosen.per % chosen.block_r == 0
-            assert chosen.per >= chosen.block_r
+            assert chosen.rows_per_program % chosen.block_r == 0
+            assert chosen.rows_per_program >= chosen.block_r
             if stage is plans.Pass.DOMEGA:
                 assert chosen.token_programs % step == 0
-                programs = samples * chosen.token_programs * math.prod(plans.share_rows(rows_each, 12, chosen.per))
+                parts = math.prod(plans.share_rows(rows_each, 12, chosen.rows_per_program))
+                programs = samples * chosen.token_programs * parts
                 assert programs <= max(samples, plans.NUM_SM * 16)
 
 

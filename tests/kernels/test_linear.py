@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lrpe_md import Grid, checks, linear_attention
-from lrpe_md.engine.core.operator import INTERPRETING, remembered
-from lrpe_md.engine.kernels.signature import pack
+from lrpe_md.engine.core.operator import INTERPRETING, call_cache
+from lrpe_md.engine.kernels.signature import pack_numbers
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -49,9 +49,9 @@ def cut(request, monkeypatch):
         monkeypatch.setattr(linear_plan, "SHORTEST", 4)
         monkeypatch.setattr(linear_plan, "PIECE", 4)
         monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
-    remembered.clear()
+    call_cache.clear()
     yield request.param
-    remembered.clear()
+    call_cache.clear()
 
 
 @pytest.mark.parametrize("state", [False, True])
@@ -62,12 +62,12 @@ def test_saved_tensors_have_the_declared_shapes(mask, return_state, state, cut):
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv
     options = LinearOptions(is_causal=mask == "causal", block=5 if mask == "block" else None, return_state=return_state)
-    given = Given(q, k, v, None, None, tuple(inputs.state))
+    given = TensorArguments(q, k, v, None, None, tuple(inputs.state))
     call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
     operands = Operands(q, k, v, None, tuple(inputs.state))
     _, *others = linear_launch.forward(call, operands, return_state, keep=True)
     kept = [(tuple(t.shape), t.dtype) for t in (others[2:] if return_state else others)]
-    assert kept == linear_launch.saved_shapes(call, operands, return_state)
+    assert kept == linear_launch.find_saved_shapes(call, operands, return_state)
     assert kept or not (cut == "many pieces" or state or return_state)
 
 
@@ -95,7 +95,7 @@ def test_a_trace_leaves_no_table(options):
     """Tables are cached forever, so a trace, which makes fake ones, must not cache them."""
 
     def count_tables() -> int:
-        return sum(f.cache_info().currsize for f in (linear_launch._cut_range, linear_launch._cut_blocks))
+        return sum(f.cache_info().currsize for f in (linear_launch._tabulate_range, linear_launch._tabulate_blocks))
 
     before = count_tables()
     with FakeTensorMode():
@@ -112,9 +112,9 @@ def in_parts(monkeypatch):
     monkeypatch.setattr(linear_plan, "PIECE", 4)
     monkeypatch.setattr(linear_launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
     monkeypatch.setattr(linear_launch, "cut_parts", lambda length, *_: min(length, 8))
-    remembered.clear()
+    call_cache.clear()
     yield
-    remembered.clear()
+    call_cache.clear()
 
 
 @pytest.mark.parametrize("state", [False, True])
@@ -186,10 +186,10 @@ def test_states_of_many_pieces(tokens, heads, monkeypatch):
     """Sums of the states of pieces of a token have 16 loads in flight, then the rest one by one."""
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
         monkeypatch.setattr(linear_plan, name, value)
-    remembered.clear()
+    call_cache.clear()
     assert linear_plan.choose_scan_tile(2, 1024) == (512, 16)
     assert_within_budget(LinearCase(shape=(tokens,), prefix=0, batch=1, heads=heads, state=True, return_state=True))
-    remembered.clear()
+    call_cache.clear()
 
 
 def test_scans_of_many_heads_have_large_tiles():
@@ -208,8 +208,8 @@ def test_number_of_programs():
     assert cut(8192, 128, 4096, raw) == (1, 8192), "one pass saturates the memory"
     q = torch.empty(1, 1, 1024, 64).expand(8, 16, -1, -1)
     sides = Sides(torch.ones(1, 32, 1), Grid((1024,)))
-    call = validate_linear(LinearOptions(map="rotate", act="relu"), Given(q, q, q, None, None, ()), sides)
-    sizes = linear_launch.measure(call, Operands(q, q, q, None, ()))
+    call = validate_linear(LinearOptions(map="rotate", act="relu"), TensorArguments(q, q, q, None, None, ()), sides)
+    sizes = linear_launch.derive_sizes(call, Operands(q, q, q, None, ()))
     pieces = linear_launch.make_pieces(call, 1024, sizes, call.k_layout)
     assert pieces.length == 256, "the normaliser's features don't count towards the state"
 
@@ -219,11 +219,11 @@ def test_number_of_programs():
 def test_parts_are_the_tokens_of_their_piece(lengths, part):
     count = 2 * len(lengths) + sum(lengths) // part + 3
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    table = linear_launch._cut_sequences(ends, count, linear_launch.Cut(12, part), True)
-    whole = linear_launch._cut_sequences(ends, count, linear_launch.Cut(12, 12), True)
+    table = linear_launch._tabulate_sequences(ends, count, linear_launch.PieceLengths(12, part), True)
+    whole = linear_launch._tabulate_sequences(ends, count, linear_launch.PieceLengths(12, 12), True)
     if len(lengths) == 1:
         assert table[table[:, 3] == 0].equal(
-            linear_launch._cut_range(lengths[0], linear_launch.Cut(12, part), ends.device)
+            linear_launch._tabulate_range(lengths[0], linear_launch.PieceLengths(12, part), ends.device)
         )
     for begin, end, slot, sequence in whole[whole[:, 3] >= 0].tolist():
         own = table[(table[:, 2] == slot) & (table[:, 3] == sequence)].tolist()
@@ -236,17 +236,17 @@ def test_parts_are_the_tokens_of_their_piece(lengths, part):
 def test_parts_fill_the_gpu_and_skip_unused_pieces(head_dim, parts):
     q = torch.empty(2, 4, 3000, head_dim)
     call = validate_linear(
-        LinearOptions(is_causal=True), Given(q, q, q, None, None, ()),
+        LinearOptions(is_causal=True), TensorArguments(q, q, q, None, None, ()),
         Sides(torch.ones(1, head_dim, 1), Grid((3000,))),
     )  # fmt: skip
-    sizes = linear_launch.measure(call, Operands(q, q, q, None, ()))._replace(batch=33)
+    sizes = linear_launch.derive_sizes(call, Operands(q, q, q, None, ()))._replace(batch=33)
     pieces = linear_launch.make_pieces(call, 3000, sizes, call.k_layout)
     assert (pieces.num_pieces, pieces.length) == (2, 1536)
     found, needed = linear_launch.cut_causal(call, pieces, sizes, False)
     count = needed.num_pieces
     assert (found.num_pieces, count) == parts, "a piece of 1,536 tokens by up to 4 × 132 programs, as its state allows"
     assert found.num_slots == 2
-    assert linear_launch.cut_causal(call, pieces, sizes, True).needed.num_pieces == min(4, found.num_pieces)
+    assert linear_launch.cut_causal(call, pieces, sizes, True).needed_parts.num_pieces == min(4, found.num_pieces)
     found, needed = linear_launch.cut_causal(call, pieces, sizes, False, backward=True)
     assert found.table is not None
     assert needed.table is not None
@@ -312,9 +312,9 @@ def widths(request, monkeypatch):
         sums = {48: (32, 16), 80: (64, 16), 96: (64, 32), 112: (64, 32, 16)}
         monkeypatch.setattr(linear_plan, "SUMS", sums)
         monkeypatch.setattr(linear_plan, "VALUE_SUMS", sums)
-    remembered.clear()
+    call_cache.clear()
     yield
-    remembered.clear()
+    call_cache.clear()
 
 
 @pytest.mark.parametrize("shift", [0, 4, 9])
@@ -348,7 +348,7 @@ def test_tiles_hold_each_channel_once(width):
 def test_features_are_cut_without_a_causal_mask(name, head_dim, blocks, monkeypatch):
     described = []
     monkeypatch.setattr(
-        linear_launch, "start", lambda kernel, programs, args, described_: described.append(described_[0])
+        linear_launch, "launch_with_fallback", lambda kernel, programs, args, config: described.append(config[0])
     )
     for mask in ("full", "causal"):
         case = LinearCase(name, head_dim=head_dim, mask=mask, heads=(2, 2))
@@ -497,7 +497,9 @@ def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
 
 def test_decreasing_offsets_stay_within_the_slots():
     """Pieces of 100 tokens in parts of 50 have 10 + 3 slots; overlapping sequences would take 17."""
-    table = linear_launch._cut_sequences(torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.Cut(100, 50), True)
+    table = linear_launch._tabulate_sequences(
+        torch.tensor([0, 1000, 0, 1000]), 33, linear_launch.PieceLengths(100, 50), True
+    )
     begin, end, slot, _ = table.unbind(1)
     assert slot.max() < 13
     assert (end - begin).sum() == 1000
@@ -506,6 +508,6 @@ def test_decreasing_offsets_stay_within_the_slots():
 @pytest.mark.parametrize("number", [-40, -1, 0, 1, 2, 16, 197, 2**20, 2**29 - 1, 2**32])
 def test_numbers_do_not_specialise_kernels(number):
     """Triton would specialise on 1 and on multiples of 16 in a tuple."""
-    (packed,) = pack(number)
+    (packed,) = pack_numbers(number)
     assert packed % 16 not in (0, 1)
     assert packed >> 2 == number

@@ -7,7 +7,7 @@ from parametrizing import parametrize_each
 pytest.importorskip("triton")
 
 from lrpe_md import Grid, Norm, linear_attention
-from lrpe_md.engine.core.operator import INTERPRETING, remembered
+from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
@@ -37,9 +37,9 @@ def cut(request, monkeypatch):
         monkeypatch.setattr(linear_plan, "SHORTEST", 8)
         monkeypatch.setattr(linear_plan, "PIECE", 8)
         monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
-    remembered.clear()
+    call_cache.clear()
     yield request.param
-    remembered.clear()
+    call_cache.clear()
 
 
 @parametrize_each(

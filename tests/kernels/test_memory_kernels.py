@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from lrpe_md.engine.core.operator import INTERPRETING, remembered
+from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import launch_memory
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -38,9 +38,9 @@ def many_pieces(monkeypatch):
     monkeypatch.setattr(linear_plan, "SHORTEST", 4)
     monkeypatch.setattr(linear_plan, "PIECE", 4)
     monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
-    remembered.clear()
+    call_cache.clear()
     yield
-    remembered.clear()
+    call_cache.clear()
 
 
 @pytest.mark.parametrize("directions", ["forward", "both"])
@@ -99,12 +99,12 @@ def test_saved_tensors_have_the_declared_shapes(normalizer, case, directions, st
         "rotate", normalizer=normalizer, block=5, rule=case.rule, directions=directions,
         return_state=state and directions == "forward",
     )  # fmt: skip
-    given = Given(q, k, v, decay=inputs.decay)
+    given = TensorArguments(q, k, v, decay=inputs.decay)
     call = validate_linear(options, given, Sides(inputs.omega, inputs.positions))
     operands = Operands(q, k, v, None, (), inputs.decay)
     _, *found = launch_memory.forward(call, operands, options.return_state, True)
     kept = found[(1 if normalizer == "none" else 2) * options.return_state :]
-    declared = launch_memory.saved_shapes(call, operands, options.return_state)
+    declared = launch_memory.find_saved_shapes(call, operands, options.return_state)
     assert [(tuple(t.shape), t.dtype) for t in kept] == declared
 
 

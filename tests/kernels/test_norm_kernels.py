@@ -142,7 +142,7 @@ def test_every_work_partition(monkeypatch, count_launches, coords, name):
     cut = CUTS[name]
 
     def plan(work: plans.Work) -> plans.Plan:
-        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), per=cut.block_r)
+        one_tile = cut._replace(token_programs=-(-work.num_tokens // cut.block_n), rows_per_program=cut.block_r)
         return cut if work.stage is plans.Pass.DOMEGA else one_tile
 
     monkeypatch.setattr(launch, "plan", plan)
@@ -155,11 +155,11 @@ def test_parts_share_weights(token_blocks, heads, groups, batch):
     group0, group1 = (h // groups for h in heads)
     work = plans.Work(
         "rotate", plans.Pass.DOMEGA, False, token_blocks, groups, (group0 + group1) * batch, group0 + group1, 128, 2,
-        common=torch.tensor([group0, group1]).gcd(torch.tensor(group0)).min().item(),
+        rows_per_weight=torch.tensor([group0, group1]).gcd(torch.tensor(group0)).min().item(),
     )  # fmt: skip
     chosen = plans.plan(work)
-    assert group0 % chosen.per == group1 % chosen.per == 0
-    assert chosen.per % chosen.block_r == 0
+    assert group0 % chosen.rows_per_program == group1 % chosen.rows_per_program == 0
+    assert chosen.rows_per_program % chosen.block_r == 0
 
 
 @both

@@ -19,13 +19,13 @@ def fill_with_nan(nan_filled):
 @pytest.fixture
 def copies(monkeypatch):
     """Count the outputs that are copied to their destination."""
-    seen, real = [], output._write
+    seen, real = [], output._copy_out
 
     def write(out, y, start):
         seen.append(out)
         real(out, y, start)
 
-    monkeypatch.setattr(output, "_write", write)
+    monkeypatch.setattr(output, "_copy_out", write)
     return seen
 
 
@@ -256,7 +256,7 @@ def over_coordinates():
 def test_errors(name, impl, monkeypatch):
     """Nothing runs before the error."""
     make, message = ERRORS[name]
-    monkeypatch.setattr(dispatch, "run_into", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(dispatch, "run_in_place", lambda *_: pytest.fail("ran"))
     monkeypatch.setattr(dispatch.ENCODE, "run", lambda *_: pytest.fail("ran"))
     monkeypatch.setattr(dispatch, "use_triton", lambda *_: impl == "triton")
     with pytest.raises((ValueError, TypeError), match=message):

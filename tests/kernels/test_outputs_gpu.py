@@ -19,8 +19,8 @@ BOUNDS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_caches(form, dtype, nan_filled, monkeypatch):
     """Write slices, offsets read on the device, and offsets beyond the end."""
-    copies, real = [], output._write
-    monkeypatch.setattr(output, "_write", lambda *args: (copies.append(args), real(*args)))
+    copies, real = [], output._copy_out
+    monkeypatch.setattr(output, "_copy_out", lambda *args: (copies.append(args), real(*args)))
     job = Job(form, dtype, "cuda")
     caches = job.caches()
     slices = [None if c is None else c[:, :, 2 : 2 + y.shape[2]] for c, y in zip(caches, job.wanted, strict=True)]

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from lrpe_md.engine.core.call import Needs, Options
 from lrpe_md.engine.core.memory import split_projection
 from lrpe_md.engine.core.norms import take_norm
-from lrpe_md.engine.core.recording import UnrecordableError, is_recording, record, storage_of
+from lrpe_md.engine.core.recording import UnrecordableError, get_storage_id, is_recording, record
 from lrpe_md.engine.encode import heads, launch
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.engine.encode.validate import validate
@@ -16,7 +16,7 @@ from lrpe_md.engine.kernels.fixed import Copy, fix
 from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear.call import LinearNeeds, LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.operator import ATTEND
-from lrpe_md.engine.linear.validate import Given, validate_linear
+from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
 from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 
@@ -34,7 +34,7 @@ class StandIns:
             return value
         t = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self.kept.append(t)
-        self.real[storage_of(t)] = value
+        self.real[get_storage_id(t)] = value
         return t
 
     def to_tensors(self, value):
@@ -42,7 +42,7 @@ class StandIns:
             return tuple(map(self.to_tensors, value))
         if not isinstance(value, torch.Tensor):
             return value
-        real = self.real[storage_of(value)].view(value.dtype)
+        real = self.real[get_storage_id(value)].view(value.dtype)
         return real.as_strided(value.shape, value.stride(), real.storage_offset() + value.storage_offset())
 
 
@@ -54,11 +54,11 @@ def replay(run, args):
         outs = run(*given)
         assert is_recording()
     assert not is_recording()
-    for key, t in recorded.allocated.items():
+    for key, t in recorded.allocations.items():
         tensors.real[key] = torch.full_like(t, float("nan"), device="cpu")
-    for start in recorded.starts:
+    for start in recorded.launches:
         start.kernel[(start.programs,)](*tensors.to_tensors(start.args), V=start.variant)
-    return recorded.starts, [tensors.to_tensors(out) for out in outs]
+    return recorded.launches, [tensors.to_tensors(out) for out in outs]
 
 
 def names(starts):
@@ -116,7 +116,7 @@ def test_linear(case):
     inputs = make_linear_inputs(case)
     q, k, v = inputs.qkv
     options, weights = LinearOptions(case.map), None
-    given = Given(q, k, v, inputs.gate, None, ())
+    given = TensorArguments(q, k, v, inputs.gate, None, ())
     if case.norm != "none":
         options, weights = take_norm(options, inputs.norm(), 2)
         given = given._replace(weights=weights)
@@ -166,13 +166,15 @@ def test_further_programs_copy(num_key_heads, num_tokens):
         joined = torch.empty(size, device="meta")
         places = split_projection(joined, num_key_heads)
         launcher.backward(ENCODE.unflatten(args)[0], given, xs, [], Needs(), places[:2])
-    (start,) = recorded.starts
-    real = tensors.real[storage_of(joined)] = torch.full(size, float("nan"))
+    (start,) = recorded.launches
+    real = tensors.real[get_storage_id(joined)] = torch.full(size, float("nan"))
     copy = Copy(passing, places[2], start.programs, num_warps=4)
-    for key, t in recorded.allocated.items():
+    for key, t in recorded.allocations.items():
         tensors.real.setdefault(key, torch.full_like(t, float("nan"), device="cpu"))
     fixed = fix(
-        start.kernel, tensors.to_tensors(start.args), copy._replace(source=dv, place=tensors.to_tensors(places[2]))
+        start.kernel,
+        tensors.to_tensors(start.args),
+        copy._replace(source=dv, destination=tensors.to_tensors(places[2])),
     )
     assert fixed.programs == copy.programs > 0
     fixed.kernel[(start.programs + fixed.programs,)](*fixed.tensors, fixed.numbers, fixed.types, V=start.variant)

@@ -14,7 +14,7 @@ from lrpe_md.scripts.fuzz.configs import LinearConfig, MapConfig, NormConfig, Pl
 from lrpe_md.scripts.fuzz.draw import Limits, draw
 from typer.testing import CliRunner
 
-from lrpe_md.engine.core.operator import INTERPRETING, remembered
+from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import launch as linear_launch
 
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -336,12 +336,12 @@ def test_shared_position_variant_is_detected(monkeypatch):
     config = replace(CROSS, places=(CROSS.place_q, Place(shape=(3, 7))))
     assert not check.check(config).mismatches
     monkeypatch.setattr(
-        linear_launch.Work, "describe_both",
+        linear_launch.LaunchInputs, "describe_both",
         lambda self, stage, outs, **changes: self.describe(stage, self.k_side, outs, **changes),
     )  # fmt: skip
-    remembered.clear()
+    call_cache.clear()
     assert {m.name for m in check.check(config).mismatches} == {"o", "dq", "dk", "dv", "domega"}
-    remembered.clear()
+    call_cache.clear()
 
 
 def test_failures_are_reduced_and_reported(monkeypatch):

@@ -176,7 +176,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "changes"), ERRORS.items(), ids=[m[:60] for m in ERRORS])
 def test_errors(message, changes, monkeypatch):
-    monkeypatch.setattr(ATTEND, "refer", None)  # nothing runs
+    monkeypatch.setattr(ATTEND, "run_reference", None)  # nothing runs
     with pytest.raises((ValueError, TypeError), match="^" + message):
         call(**changes)
 

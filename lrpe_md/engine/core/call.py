@@ -22,8 +22,8 @@ __all__ = [
     "NO_WEIGHTS",
     "Act",
     "Call",
+    "CallerTables",
     "CosSin",
-    "GivenTables",
     "Impl",
     "Layout",
     "MapName",
@@ -101,19 +101,19 @@ class CosSin(NamedTuple):
         return self.cos.shape if self.sin is not None else self.cos.shape[:-1]
 
     @property
-    def given(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that are not None."""
         return tuple(t for t in self[:2] if t is not None)
 
     def strides(self) -> tuple[tuple[int, int, int, int], ...]:
         """Return the strides (b, h, n, d) of cos and of sin; 0 if samples or heads share their rows."""
-        found = []
-        for t in self.given:
+        table_strides = []
+        for t in self.tensors:
             *outer, rows, entries = t.stride()[: len(self.shape)]
             steps = [step if size > 1 else 0 for step, size in zip(outer, self.shape, strict=False)]
             batch, heads = {0: (0, 0), 1: (*steps, 0)}.get(len(steps), tuple(steps))
-            found.append((batch, heads, rows, entries))
-        return tuple(found)
+            table_strides.append((batch, heads, rows, entries))
+        return tuple(table_strides)
 
     @property
     def num_heads(self) -> int:
@@ -163,20 +163,22 @@ class Layout(NamedTuple):
 
     def is_same(self, other: Layout) -> bool:
         """Compare field by field. If tuples were compared, Dynamo of torch 2.11 would treat the sizes as constants."""
-        counts = (
+        has_same_counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start
         )  # fmt: skip
-        alike = len(self.sizes) == len(other.sizes)
-        return self is other or (counts and alike and all(a == b for a, b in zip(self.sizes, other.sizes, strict=True)))
+        has_same_axes = len(self.sizes) == len(other.sizes)
+        return self is other or (
+            has_same_counts and has_same_axes and all(a == b for a, b in zip(self.sizes, other.sizes, strict=True))
+        )
 
     @property
     def ends(self) -> tuple[int, int]:
         """Number of prefix tokens and of suffix tokens."""
         num_tokens, prefix, num_grid, start, _ = self
-        before = max(0, min(prefix - start, num_tokens))
-        after = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
-        return before, after
+        num_prefix = max(0, min(prefix - start, num_tokens))
+        num_suffix = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
+        return num_prefix, num_suffix
 
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
         """Return positions (.., N, K) and the mask of rotated tokens (None if all are), for the reference."""
@@ -206,7 +208,7 @@ class Layout(NamedTuple):
         return Scales(weights.weight, weights.bias, groups), Scales(weights.weight_k, weights.bias_k, groups)
 
 
-class GivenTables(NamedTuple):
+class CallerTables(NamedTuple):
     """Tables of cos and sin from the caller, in place of positions."""
 
     cos_sin: CosSin
@@ -271,7 +273,7 @@ class Variant(NamedTuple):
     affine: bool = False
     has_origin: bool = False
     has_phase: bool = False
-    # Given cos and sin: see kernels/tables.py.
+    # Cos and sin from the caller: see kernels/tables.py.
     tables: str = "none"  # | "pairs" | "full"
     joined: bool = False  # cos and sin alternate in memory
     inverse: bool = False  # sin is negated
@@ -291,7 +293,7 @@ class Variant(NamedTuple):
     aligned: bool = False  # strides in units of 8, rows at multiples of 16 bytes
     long: bool = False  # strides beyond 32 bits
     # A row's tiles: first the channels that the map turns, then those that pass through as x̄.
-    num_turned: int = 1
+    num_mapped: int = 1
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()

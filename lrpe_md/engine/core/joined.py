@@ -13,10 +13,10 @@ from ..inductor.lowering import register_join
 from ..inductor.private import find_backward
 from .memory import split_projection
 
-__all__ = ["Joined", "Split", "TracedSplit", "find_split", "join"]
+__all__ = ["ProjectionGradient", "Split", "TracedSplit", "find_split", "join"]
 
 
-class Joined:
+class ProjectionGradient:
     """The gradient of a projection while it is being written."""
 
     __slots__ = ("buffer", "num_key_heads", "shape")
@@ -39,18 +39,18 @@ class Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
-        ctx.joined = Joined(qkv.shape, num_key_heads)
+        ctx.projection_gradient = ProjectionGradient(qkv.shape, num_key_heads)
         return split_projection(qkv, num_key_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        joined = ctx.joined
-        buffer = joined.take()
+        gradient = ctx.projection_gradient
+        buffer = gradient.take()
         if buffer is None or torch.is_grad_enabled():
-            return join(grads, joined.num_key_heads), None
-        for place, grad in zip(split_projection(buffer, joined.num_key_heads), grads, strict=True):
-            if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
-                place.copy_(grad)
+            return join(grads, gradient.num_key_heads), None
+        for view, grad in zip(split_projection(buffer, gradient.num_key_heads), grads, strict=True):
+            if view.data_ptr() != grad.data_ptr() or view.stride() != grad.stride():
+                view.copy_(grad)
         return buffer, None
 
 
@@ -69,8 +69,8 @@ class TracedSplit(torch.autograd.Function):
 
 def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
     """Join dq, dk and dv (B, H, N, D) to the gradient of their projection."""
-    put_together = torch.stack if num_key_heads is None else torch.cat
-    return put_together([g.transpose(1, 2) for g in grads], dim=2)
+    combine = torch.stack if num_key_heads is None else torch.cat
+    return combine([g.transpose(1, 2) for g in grads], dim=2)
 
 
 def _join_fake(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
@@ -84,9 +84,9 @@ _lib.impl("join", join, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_lib)
 
 
-def find_split(xs: Sequence[Tensor]) -> Joined | None:
-    """Return the :class:`Joined` of q and k, or q, k and v, if they are exactly the outputs of one split."""
+def find_split(xs: Sequence[Tensor]) -> ProjectionGradient | None:
+    """Return the :class:`ProjectionGradient` of q and k, or q, k and v, if they are the outputs of one split."""
     node: Any = xs[0].grad_fn
     if len(xs) == 1 or type(node) is not find_backward(Split):
         return None
-    return node.joined if all(x.grad_fn is node and x.output_nr == i for i, x in enumerate(xs)) else None
+    return node.projection_gradient if all(x.grad_fn is node and x.output_nr == i for i, x in enumerate(xs)) else None

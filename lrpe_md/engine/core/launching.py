@@ -20,15 +20,16 @@ from .call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from .recording import is_recording
 
 __all__ = [
-    "FAR", "INTERPRETING", "Tiles", "count_grid", "count_tables", "current_device", "cut_channels", "cut_width",
-    "describe_tables", "divide_by", "has_ptx", "in_eights", "launches_early", "lay_weight", "limit_registers",
-    "make_readable", "materialise", "materialise_each", "num_groups", "place_far", "read_sides", "strides_in_eights",
+    "INTERPRETING", "LARGE_GRID", "Tiles", "count_grid", "current_device", "cut_channels", "cut_width",
+    "describe_tables", "divide_by", "find_table_strides", "has_ptx", "in_eights", "launches_early", "lay_weight",
+    "limit_registers", "make_readable", "materialise", "materialise_each", "num_groups", "read_sides",
+    "strides_in_eights", "use_affine_positions",
 ]  # fmt: skip
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
 
 MAX_AXES = 4  # of a grid inside the kernel; grids with more axes are passed as coordinates
-FAR = 2**16  # tokens along an axis; larger grids may need place_far
+LARGE_GRID = 2**16  # tokens along an axis; larger grids may need use_affine_positions
 MAX_INDEX = 2**31 - 1  # of a token inside the kernel; shards of larger grids are passed as coordinates
 
 
@@ -72,7 +73,7 @@ def make_readable(call: Call) -> Call:
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
     """Return the sides of linear attention with tables as the kernels read them. narrow: 16-bit inputs."""
     if narrow:  # kernels use the hardware's sine and cosine
-        q_side, k_side = place_far(q_side), k_side if one_side else place_far(k_side)
+        q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
@@ -94,14 +95,14 @@ def materialise(t: Tensor) -> Tensor:
     return t.resolve_neg() if t.is_neg() else t
 
 
-def place_far(call: Call) -> Call:
+def use_affine_positions(call: Call) -> Call:
     """Return the call with the positions of a large grid as an affine map of indices.
 
-    Kernels with the hardware's sine and cosine count up to 2^22 turns per axis. With FAR tokens, that allows 400
+    Kernels with the hardware's sine and cosine count up to 2^22 turns per axis. With LARGE_GRID tokens, that allows 400
     radians per position.
     """
     layout, tables = call.layout, call.tables
-    if max(layout.sizes, default=0) <= FAR or tables.affine is not None or tables.origin is not None:
+    if max(layout.sizes, default=0) <= LARGE_GRID or tables.affine is not None or tables.origin is not None:
         return call
     num_axes = len(layout.sizes)
     affine = affine_on((1.0,) * num_axes, (0.0,) * num_axes, tables.omega.device)
@@ -119,7 +120,7 @@ class Tiles(NamedTuple):
     """Tiles of a row: first those that the map turns, then those that pass through. Linear attention joins some."""
 
     block_c: int
-    num_turned: int
+    num_mapped: int
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -136,8 +137,8 @@ class Tiles(NamedTuple):
 
     def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Join the widths of the map's two halves, which share a tile."""
-        mapped = widths[: self.num_turned : self.halves]
-        return (*(2 * width for width in mapped), *widths[self.num_turned :])
+        mapped = widths[: self.num_mapped : self.halves]
+        return (*(2 * width for width in mapped), *widths[self.num_mapped :])
 
 
 class Segment(NamedTuple):
@@ -157,7 +158,10 @@ def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] =
     """Cut channels into tiles of the widths that ``choose`` returns."""
     blocks = choose(width)
     offsets = accumulate(blocks, initial=0)
-    return [Segment(begin + at, min(block, width - at), block) for at, block in zip(offsets, blocks, strict=False)]
+    return [
+        Segment(begin + offset, min(block, width - offset), block)
+        for offset, block in zip(offsets, blocks, strict=False)
+    ]
 
 
 def cut_channels(
@@ -176,12 +180,12 @@ def cut_channels(
     head, tail = spec.rotary_start, spec.rotary_start + halves * channels
     mapped = cut_width(head, channels, choose)
     tiles = [tile._replace(begin=tile.begin + half * channels) for tile in mapped for half in range(halves)]
-    num_turned = len(tiles)
+    num_mapped = len(tiles)
     for begin, end in ((0, head), (tail, head_dim)):
         if end > begin:
             tiles += cut_width(begin, end - begin, pad)
     begins, widths, blocks = zip(*tiles, strict=True)
-    return Tiles(mapped[0].block, num_turned, begins, widths, blocks, halves, len(mapped))
+    return Tiles(mapped[0].block, num_mapped, begins, widths, blocks, halves, len(mapped))
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
@@ -199,7 +203,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def count_tables(call: Call, variant: Variant) -> dict[str, int]:
+def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
     """Return the strides of tables along samples and heads; 0 if these share their rows."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
@@ -235,9 +239,9 @@ def _find_magic(n: int) -> tuple[int, int]:
     return ((1 << (31 + bits)) // max(n, 1)) + 1, bits
 
 
-def limit_registers(most: int | None) -> dict[str, int]:
+def limit_registers(max_registers: int | None) -> dict[str, int]:
     """Return the compiler option for a register limit, which exists only in Triton's CUDA backend."""
-    return {} if most is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": most}
+    return {} if max_registers is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": max_registers}
 
 
 def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
@@ -279,5 +283,5 @@ def has_ptx(dtype: torch.dtype) -> bool:
 
 def current_device(x: Tensor):
     """Return a context in which x's device is the current one, because Triton launches there."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device_of(x) if elsewhere else nullcontext()
+    needs_switch = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device_of(x) if needs_switch else nullcontext()

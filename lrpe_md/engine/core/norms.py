@@ -13,7 +13,7 @@ from ...norm import Norm, NormName, Over
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import no_autocast, normalise
-from .call import GivenTables, Layout, NormOptions, Spec, Weights
+from .call import CallerTables, Layout, NormOptions, Spec, Weights
 from .memory import accumulator
 
 __all__ = ["apply_norm", "check_weights", "of_tensor", "take_norm"]
@@ -55,10 +55,10 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
 
 def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
     """Return γ (or β) of q, or of the only tensor, and of k."""
-    found = split_pair(f"norm.{name}", value, num_tensors)
+    parts = split_pair(f"norm.{name}", value, num_tensors)
     if type(value) is tuple and any(t is None for t in value):
         raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
-    return (*found, None)[:2]
+    return (*parts, None)[:2]
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:
@@ -72,20 +72,20 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
     over = options.norm.over
     if options.dim == -2:
         raise ValueError("norm: expected None with softmax over the sequence (dim=-2), or softmax over features (-1)")
-    given = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
-    given += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))
+    tensors = (("weight", weights.weight, 0), ("bias", weights.bias, 0))
+    tensors += (("weight", weights.weight_k, 1), ("bias", weights.bias_k, 1))
     first: Tensor | None = None
-    for name, t, i in given[: 2 * len(xs)]:
+    for name, t, i in tensors[: 2 * len(xs)]:
         if t is None:
             continue
-        where = f"norm.{name}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
+        label = f"norm.{name}" + (f"[{i}] (of {'qk'[i]})" if len(xs) == 2 else "")
         x = xs[i]
         heads, head_dim = x.shape[1], x.shape[3]
-        check_dense(where, t, _FORMS[over])
+        check_dense(label, t, _FORMS[over])
         if t.dtype not in _DTYPES:
-            raise TypeError(f"{where}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+            raise TypeError(f"{label}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
         if t.device != x.device:
-            raise ValueError(f"{where}: expected a tensor on x's device {x.device}, got {t.device}")
+            raise ValueError(f"{label}: expected a tensor on x's device {x.device}, got {t.device}")
         fits = 1 <= t.ndim <= 3 and t.shape[-1] == head_dim
         if t.ndim == 1:
             fits = fits and over == "head"
@@ -95,17 +95,19 @@ def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout
             fits = fits and t.shape[0] in (2, 3)
         if not fits:
             raise ValueError(
-                f"{where}: expected shape {_FORMS[over]} with H = {heads} and D = {head_dim} for a norm over "
+                f"{label}: expected shape {_FORMS[over]} with H = {heads} and D = {head_dim} for a norm over "
                 f"{'a head' if over == 'head' else 'all heads'}, got {tuple(t.shape)}"
             )
         first = t if first is None else first
-        alike = t.ndim == first.ndim and t.dtype == first.dtype
+        is_alike = t.ndim == first.ndim and t.dtype == first.dtype
         if t.ndim == 3:
-            alike = alike and t.shape[0] == first.shape[0] and (t.shape[1] > 1) <= (first.shape[1] > 1 or heads == 1)
-            alike = alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
-        if not alike:
+            is_alike = (
+                is_alike and t.shape[0] == first.shape[0] and (t.shape[1] > 1) <= (first.shape[1] > 1 or heads == 1)
+            )
+            is_alike = is_alike and ((first.shape[1] > 1) <= (t.shape[1] > 1 or heads == 1))
+        if not is_alike:
             raise ValueError(
-                f"{where}: expected the same shape and dtype as the others, {tuple(first.shape)} {first.dtype}, got "
+                f"{label}: expected the same shape and dtype as the others, {tuple(first.shape)} {first.dtype}, got "
                 f"{tuple(t.shape)} {t.dtype}"
             )
     if weights.token_groups == 2 and layout.start + layout.num_tokens > layout.prefix + layout.num_grid_tokens:
@@ -121,23 +123,23 @@ def apply_norm(
     assert options.norm is not None
     kind, over, eps, offset = options.norm
     spec = Spec("none", norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for i, x in enumerate(xs):
-        where = positions[i] if type(positions) is tuple else positions
-        layout = _ends(where, x.shape[2])
-        own = of_tensor(weights, i)
-        check_weights(options, own, (x,), layout)
+        x_positions = positions[i] if type(positions) is tuple else positions
+        layout = _make_layout(x_positions, x.shape[2])
+        x_weights = of_tensor(weights, i)
+        check_weights(options, x_weights, (x,), layout)
         with no_autocast(x):
-            found.append(normalise(spec, x.to(accumulator(x.dtype)), layout.scales(own, x.device)[0]))
-    return tuple(found)
+            outputs.append(normalise(spec, x.to(accumulator(x.dtype)), layout.scales(x_weights, x.device)[0]))
+    return tuple(outputs)
 
 
-def _ends(positions: Any, num_tokens: int) -> Layout:
+def _make_layout(positions: Any, num_tokens: int) -> Layout:
     """Return a layout with the prefix and suffix of positions that are not validated yet."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):
         return Layout(num_tokens, positions.prefix, positions.coords.shape[-2], 0, ())
-    if isinstance(positions, GivenTables):
+    if isinstance(positions, CallerTables):
         return positions.lay_out(num_tokens)
     return Layout(num_tokens, 0, num_tokens, 0, ())

@@ -23,14 +23,14 @@ from torch import Tensor
 from ..._ops import add_op_namespace_prefix, ops
 from ...positions.grid import Grid
 from ..inductor.lowering import SOURCE, register
-from ..inductor.private import is_legacy_batched, is_tracing, num_dispatch_modes, record_again, transforming
+from ..inductor.private import enable_recording, is_legacy_batched, is_tracing, is_transforming, num_dispatch_modes
 from .call import Impl
 from .joined import find_split
 from .memory import like_in_memory
 
 __all__ = [
-    "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "check_impl",
-    "is_direct", "is_plain", "is_sharded", "make_key", "remember", "remembered", "use_triton", "warn_of_interpreter",
+    "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "cache_call", "call_cache", "check_impl", "is_direct",
+    "is_plain", "is_sharded", "make_key", "use_triton", "warn_of_interpreter",
 ]  # fmt: skip
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -65,15 +65,15 @@ def is_sharded(*tensors: Tensor | None) -> bool:
 # --- the cache of validated calls --------------------------------------------------------------------------------
 
 _MOST_CALLS = 4096
-remembered: dict[Hashable, Any] = {}
+call_cache: dict[Hashable, Any] = {}
 AnyCall = TypeVar("AnyCall")
 
 
-def remember(key: Hashable, call: AnyCall) -> AnyCall:
+def cache_call(key: Hashable, call: AnyCall) -> AnyCall:
     """Cache a validated call (without its tensors) for later calls with the same key."""
-    if len(remembered) >= _MOST_CALLS:
-        remembered.clear()
-    remembered[key] = call
+    if len(call_cache) >= _MOST_CALLS:
+        call_cache.clear()
+    call_cache[key] = call
     return call
 
 
@@ -82,22 +82,22 @@ def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
 
     Returns None if a value isn't a dense tensor, or if the grid's scale or shift would add tensors to the call.
     """
-    found: list[Any] = [positions]
+    fields: list[Any] = [positions]
     if type(positions) is Grid:
         if positions.scale is not None or positions.shift is not None:
             return None
-        found = [positions.shape, positions.prefix, positions.suffix, positions.start, positions.length]
+        fields = [positions.shape, positions.prefix, positions.suffix, positions.start, positions.length]
         origin = positions.origin
         if origin is not None:
-            found += (origin.shape, origin.dtype, origin.device)
+            fields += (origin.shape, origin.dtype, origin.device)
     for t in tensors:
         if t is None:
-            found.append(None)
+            fields.append(None)
         elif not isinstance(t, Tensor) or t.is_nested or t.layout is not torch.strided:
             return None
         else:
-            found += (t.shape, t.dtype, t.device)
-    return tuple(found)
+            fields += (t.shape, t.dtype, t.device)
+    return tuple(fields)
 
 
 # --- kernels or reference ----------------------------------------------------------------------------------------
@@ -111,36 +111,36 @@ def check_impl(impl: Any) -> None:
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
     """Return whether to run the kernels, according to ``impl`` and the inputs.
 
-    constants: tensors for which the kernels compute no gradient. transformed: the result of :func:`transforming`.
+    constants: tensors for which the kernels compute no gradient. transformed: the result of :func:`is_transforming`.
     """
     if impl not in IMPLS:
         check_impl(impl)
     if impl == "reference":
         return False
-    asked = impl == "triton"
-    if not x.is_cuda and not (asked and INTERPRETING and not x.is_meta):
-        if asked:
+    is_required = impl == "triton"
+    if not x.is_cuda and not (is_required and INTERPRETING and not x.is_meta):
+        if is_required:
             raise ValueError(
                 f"impl: 'triton' needs tensors on a GPU (or TRITON_INTERPRET=1 set before Python starts), got "
                 f"{x.device}; use impl='auto' or 'reference'"
             )
         return False
     if not HAS_TRITON:
-        if asked:
+        if is_required:
             raise ValueError("impl: 'triton' needs the triton package, which is not installed; use impl='reference'")
         _warn("lrpe_md: triton is not installed, so the slower reference runs on this GPU")
         return False
     if torch.is_grad_enabled():
         for t in constants:
             if t is not None and t.requires_grad:
-                if asked:
+                if is_required:
                     raise ValueError(
                         "positions, amplitude: the kernels compute no gradient for coords, scale, shift or "
                         "amplitude; use impl='auto' or detach them"
                     )
                 return False
     if transformed:
-        if asked:
+        if is_required:
             raise ValueError(
                 "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "
                 "active; use impl='auto'"
@@ -195,8 +195,8 @@ class Part(NamedTuple):
 
     def take(self, values: Iterator[Any]) -> Any:
         """Build the NamedTuple from the next arguments."""
-        found = (next(values) for _ in self.kind._fields)
-        return self.kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in found))
+        values_of_fields = (next(values) for _ in self.kind._fields)
+        return self.kind(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in values_of_fields))
 
 
 # --- the operator ------------------------------------------------------------------------------------------------
@@ -209,7 +209,8 @@ class Operator(ABC):
     """A pair of registered operators with their kernels, reference, fakes and derivatives.
 
     The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple of all other arguments. A backward
-    returns the gradients of the rows, then those of the learned tensors that need one, in the order of :meth:`learned`.
+    returns the gradients of the rows, then those of the learned tensors that need one, in the order of
+    :meth:`list_learned`.
     """
 
     num_rows = 0  # the first num_rows inputs are rows; 0: all
@@ -225,16 +226,23 @@ class Operator(ABC):
             options: NamedTuple class of the forward's options (what to return beside the outputs), or None.
             needs: NamedTuple class of flags: which gradients of learned tensors a backward computes.
         """
-        *given, kept = inputs
-        self.prefix, self.parts, self.num_inputs = prefix, parts, len(given)
+        *input_arguments, saved_argument = inputs
+        self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
         self.launchers: dict[str, Any] = {}  # by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
-        forward = [*given, *call, *([Part(options).declare()] if options else []), "str source=''"]
-        backward = ["Tensor[] grads", *given, kept, *call, Part(needs, "need_").declare(), "str source=''"]
+        forward = [*input_arguments, *call, *([Part(options).declare()] if options else []), "str source=''"]
+        backward = [
+            "Tensor[] grads",
+            *input_arguments,
+            saved_argument,
+            *call,
+            Part(needs, "need_").declare(),
+            "str source=''",
+        ]
         implementations: dict[str, tuple[list[str], tuple[Callable[..., Any], ...]]] = {
-            f"{prefix}forward": (forward, (self.run_forward, self._refer_forward, self._fake_forward)),
-            f"{prefix}backward": (backward, (self.run_backward, self._refer_backward, self._fake_backward)),
+            f"{prefix}forward": (forward, (self.run_forward, self._run_reference_forward, self._fake_forward)),
+            f"{prefix}backward": (backward, (self.run_backward, self._run_reference_backward, self._fake_backward)),
         }
         for name, (arguments, (kernels, reference, fake)) in implementations.items():
             library.define(f"{name}({', '.join(arguments)}) -> Tensor[]", tags=_TAGS)
@@ -266,11 +274,11 @@ class Operator(ABC):
         """Undo :meth:`read_inputs`."""
 
     @abstractmethod
-    def learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
+    def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
         """Return the tensors beside the rows that may have a gradient."""
 
     @abstractmethod
-    def constants(self, call: Any) -> tuple[Tensor | None, ...]:
+    def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
         """Return the tensors of a call for which the kernels compute no gradient."""
 
     @abstractmethod
@@ -284,7 +292,7 @@ class Operator(ABC):
         """Build the inputs of a call from its rows and its learned tensors."""
 
     @abstractmethod
-    def read_needs(self, wanted: Sequence[bool]) -> Any:
+    def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
         """Build the needs from flags: whether each learned tensor needs a gradient."""
 
     @abstractmethod
@@ -292,11 +300,11 @@ class Operator(ABC):
         """Return for each learned tensor whether its gradient is needed."""
 
     @abstractmethod
-    def refer(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
+    def run_reference(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
         """Run the reference, differentiable to any order."""
 
     @abstractmethod
-    def refer_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
+    def run_reference_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
         """Compute the results of the forward operator with the reference."""
 
     @abstractmethod
@@ -308,12 +316,12 @@ class Operator(ABC):
         """Return, for the gradient of each row tensor, a tensor with its memory order, and its width."""
 
     @abstractmethod
-    def take_apart(self, call: Any, inputs: Any, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save for a backward with the wanted gradients, and the rest of the call."""
+    def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
+        """Return the tensors to save for a backward with the needed gradients, and the rest of the call."""
 
     @abstractmethod
-    def put_together(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
-        """Undo :meth:`take_apart`: return the call, the inputs, and any further saved tensors."""
+    def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
+        """Undo :meth:`pack_saved`: return the call, the inputs, and any further saved tensors."""
 
     @abstractmethod
     def run_shards(self, run: Callable[..., Any], call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
@@ -330,8 +338,8 @@ class Operator(ABC):
 
         direct: the result of :func:`is_direct` for the rows and the learned tensors.
         """
-        learned, constants = self.learned(call, inputs), self.constants(call)
-        return self.run_parts(call, inputs, learned, constants, impl, direct, transforming(), options)
+        learned, constants = self.list_learned(call, inputs), self.list_constants(call)
+        return self.run_parts(call, inputs, learned, constants, impl, direct, is_transforming(), options)
 
     def run_parts(
         self,
@@ -349,12 +357,12 @@ class Operator(ABC):
         if not direct and is_sharded(*rows, *learned, *constants):
 
             def run(call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
-                tensors = (*inputs[: self.num_rows or None], *self.learned(call, inputs))
+                tensors = (*inputs[: self.num_rows or None], *self.list_learned(call, inputs))
                 return self.run(call, inputs, impl, is_direct(tensors), options)
 
             return self.run_shards(run, call, inputs, options)
         if not use_triton(impl, rows[0], constants, transformed):
-            return self.refer(call, inputs)
+            return self.run_reference(call, inputs)
         return self.run_kernels(call, inputs, learned, direct and is_plain(constants), options)
 
     def run_kernels(
@@ -368,17 +376,17 @@ class Operator(ABC):
                 if t is not None and t.requires_grad:
                     if torch.compiler.is_compiling():
                         tensors = separate(tensors)
-                    return _Run.apply(_How(self, call, len(rows), options, direct), *tensors)
+                    return _Run.apply(_Settings(self, call, len(rows), options, direct), *tensors)
         out = self.forward(call, inputs, options, direct)
         return tuple(out[: len(rows)] if call.spec.dim == -2 else out)  # without softmax statistics
 
     def launcher(self, call: Any) -> Any:
         """Return the launcher module of a call."""
         key = self.launcher_key(call)
-        found = self.launchers.get(key)
-        if found is None:
-            found = self.launchers[key] = self.import_launcher(call)
-        return found
+        module = self.launchers.get(key)
+        if module is None:
+            module = self.launchers[key] = self.import_launcher(call)
+        return module
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
         """Return the outputs, and the tensors that the backward needs beside them."""
@@ -391,28 +399,28 @@ class Operator(ABC):
         call: Any,
         grads: Sequence[Tensor],
         inputs: Any,
-        kept: Sequence[Tensor],
+        saved: Sequence[Tensor],
         needs: Any,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
         """Run the kernels of a backward. outs: where to write the gradients of the rows."""
-        return self.launcher(call).backward(call, grads, inputs, kept, needs, outs)
+        return self.launcher(call).backward(call, grads, inputs, saved, needs, outs)
 
     def backward(
         self,
         call: Any,
         grads: Sequence[Tensor],
         inputs: Any,
-        kept: Sequence[Tensor],
+        saved: Sequence[Tensor],
         needs: Any,
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """Return the gradients. outs: where the launcher writes those of the rows, if direct."""
         if direct:
-            return self.launch_backward(call, grads, inputs, kept, needs, outs)
-        given, call = self.write_inputs(inputs), self.flatten(call)
-        return self.backward_op(list(grads), *given, list(kept), *call, *needs, SOURCE)
+            return self.launch_backward(call, grads, inputs, saved, needs, outs)
+        input_arguments, call = self.write_inputs(inputs), self.flatten(call)
+        return self.backward_op(list(grads), *input_arguments, list(saved), *call, *needs, SOURCE)
 
     def differentiate(
         self, call: Any, inputs: Any, grads: Sequence[Tensor], needs: Any, create_graph: bool = False
@@ -434,9 +442,9 @@ class Operator(ABC):
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]
             rows = [make_leaf(t) for t in rows]
-            learned = zip(self.learned(call, inputs), self.list_needs(needs, call, inputs), strict=True)
-            learned = [make_leaf(t) if t is not None and needed else t for t, needed in learned]
-            outputs = self.refer(*self.replace(call, inputs, rows, learned))
+            learned = zip(self.list_learned(call, inputs), self.list_needs(needs, call, inputs), strict=True)
+            learned = [make_leaf(t) if t is not None and is_needed else t for t, is_needed in learned]
+            outputs = self.run_reference(*self.replace(call, inputs, rows, learned))
             pairs = [(t, g) for t, g in zip(outputs, grads, strict=False) if t.requires_grad]
             return list(
                 torch.autograd.grad(
@@ -474,20 +482,20 @@ class Operator(ABC):
 
     def run_backward(self, grads: list[Tensor], *args: Any, outs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Run the launcher on the arguments of the backward operator."""
-        call, inputs, kept, needs = self._read_backward(args)
-        return self.launch_backward(call, grads, inputs, kept, needs, outs)
+        call, inputs, saved, needs = self._read_backward(args)
+        return self.launch_backward(call, grads, inputs, saved, needs, outs)
 
-    def _refer_forward(self, *args: Any) -> list[Tensor]:
+    def _run_reference_forward(self, *args: Any) -> list[Tensor]:
         with torch.no_grad():
-            return self.refer_forward(*self._read_forward(args))
+            return self.run_reference_forward(*self._read_forward(args))
 
-    def _refer_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
+    def _run_reference_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         call, inputs, _, needs = self._read_backward(args)
-        with record_again():
-            found = self.differentiate(call, inputs, grads, needs)
+        with enable_recording():
+            gradients = self.differentiate(call, inputs, grads, needs)
         shapes = self.shape_gradients(call, inputs, grads)
-        rows = [like_in_memory(like, width).copy_(t) for (like, width), t in zip(shapes, found, strict=False)]
-        return rows + [t.detach().clone(memory_format=torch.contiguous_format) for t in found[len(rows) :]]
+        rows = [like_in_memory(like, width).copy_(t) for (like, width), t in zip(shapes, gradients, strict=False)]
+        return rows + [t.detach().clone(memory_format=torch.contiguous_format) for t in gradients[len(rows) :]]
 
     def _fake_forward(self, *args: Any) -> list[Tensor]:
         register(self)
@@ -497,24 +505,24 @@ class Operator(ABC):
         register(self)
         call, inputs, _, needs = self._read_backward(args)
         out = [like_in_memory(like, width) for like, width in self.shape_gradients(call, inputs, grads)]
-        for t, needed in zip(self.learned(call, inputs), self.list_needs(needs, call, inputs), strict=True):
-            if t is not None and needed:
+        for t, is_needed in zip(self.list_learned(call, inputs), self.list_needs(needs, call, inputs), strict=True):
+            if t is not None and is_needed:
                 out.append(torch.empty_like(t, memory_format=torch.contiguous_format))
         return out
 
 
 def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Replace repeated tensors by views, because Dynamo accepts each tensor only once."""
-    found: list[Tensor | None] = []
+    distinct_tensors: list[Tensor | None] = []
     for i, t in enumerate(tensors):
         for other in tensors[:i]:
             if t is not None and t is other:
                 t = t.view_as(t)
-        found.append(t)
-    return tuple(found)
+        distinct_tensors.append(t)
+    return tuple(distinct_tensors)
 
 
-class _How(NamedTuple):
+class _Settings(NamedTuple):
     """Arguments of :class:`_Run` that have no gradient."""
 
     operator: Operator
@@ -528,36 +536,38 @@ class _Run(torch.autograd.Function):
     """Autograd function of the rows and the learned tensors, which are also in the call or the inputs."""
 
     @staticmethod
-    def forward(ctx, how, *tensors):
-        operator, call, num_rows, options, direct = how
+    def forward(ctx, settings, *tensors):
+        operator, call, num_rows, options, direct = settings
         inputs = operator.gather(call, tensors[:num_rows], tensors[num_rows:])
-        num = num_rows
+        num_outputs = num_rows
         if options:
-            options, num = operator.keep_for_backward(call, inputs, options, direct)
+            options, num_outputs = operator.keep_for_backward(call, inputs, options, direct)
         out = operator.forward(call, inputs, options, direct)
-        saved, rest = operator.take_apart(call, inputs, ctx.needs_input_grad[1 + num_rows :])
-        ctx.save_for_backward(*saved, *out[num:])
+        saved, rest = operator.pack_saved(call, inputs, ctx.needs_input_grad[1 + num_rows :])
+        ctx.save_for_backward(*saved, *out[num_outputs:])
         ctx.args = operator, num_rows, rest, direct
         ctx.split = find_split(tensors[:num_rows]) if direct else None
-        return tuple(out[:num])
+        return tuple(out[:num_outputs])
 
     @staticmethod
     def backward(ctx, *grads):
         operator, num_rows, rest, direct = ctx.args
-        call, inputs, kept = operator.put_together(rest, ctx.saved_tensors)
+        call, inputs, saved = operator.unpack_saved(rest, ctx.saved_tensors)
         needs = operator.read_needs(ctx.needs_input_grad[1 + num_rows :])
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
-            found = operator.differentiate(call, inputs, grads, needs, create_graph=True)
-        elif not compiling and (transforming() or any(is_legacy_batched(g) for g in grads)):
+            gradients = operator.differentiate(call, inputs, grads, needs, create_graph=True)
+        elif not compiling and (is_transforming() or any(is_legacy_batched(g) for g in grads)):
             # A transform started after the forward: the gradients are dual, or batched (is_grads_batched).
-            found = operator.differentiate(call, inputs, grads, needs)
+            gradients = operator.differentiate(call, inputs, grads, needs)
         else:
             direct = direct and is_plain(grads)
             outs = ctx.split.allocate(grads[0], num_rows) if direct and ctx.split is not None else ()
-            found = operator.backward(call, grads, inputs, kept, needs, direct, outs)
-        found = iter(found)
-        dtensors = [next(found) for _ in range(num_rows)]
-        for t, needed in zip(operator.learned(call, inputs), operator.list_needs(needs, call, inputs), strict=True):
-            dtensors.append(next(found) if needed and t is not None else None)
+            gradients = operator.backward(call, grads, inputs, saved, needs, direct, outs)
+        gradients = iter(gradients)
+        dtensors = [next(gradients) for _ in range(num_rows)]
+        for t, is_needed in zip(
+            operator.list_learned(call, inputs), operator.list_needs(needs, call, inputs), strict=True
+        ):
+            dtensors.append(next(gradients) if is_needed and t is not None else None)
         return None, *dtensors

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..inductor.private import storage_of
+from ..inductor.private import get_storage_id
 from .call import Variant
 
-__all__ = ["COMPILER_OPTIONS", "Record", "Start", "UnrecordableError", "is_recording", "record", "start"]
+__all__ = ["COMPILER_OPTIONS", "KernelLaunch", "Record", "UnrecordableError", "is_recording", "launch_kernel", "record"]
 
 # Compilers may fuse a product and a sum into an fma, depending on the code around them. Without this, all kernels
 # compute the formula with the same rounding.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
-class Start(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A launch of a kernel."""
 
     kernel: Any
@@ -33,8 +33,8 @@ class Start(NamedTuple):
 class Record(NamedTuple):
     """Launches and allocations of a launcher that runs on meta tensors."""
 
-    starts: list[Start]  # in their order
-    allocated: dict[int, Tensor]  # by storage
+    launches: list[KernelLaunch]  # in their order
+    allocations: dict[int, Tensor]  # by storage
 
 
 class UnrecordableError(Exception):
@@ -44,12 +44,12 @@ class UnrecordableError(Exception):
 _current: ContextVar[Record | None] = ContextVar("current", default=None)
 
 
-def start(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
+def launch_kernel(kernel: Any, programs: int, args: tuple[Any, ...], variant: Variant, options: dict[str, Any]) -> Any:
     """Launch a kernel, or only record the launch while :func:`record` is active."""
     current = _current.get()
     if current is None:
         return kernel[(programs,)](*args, V=variant, **COMPILER_OPTIONS, **options)
-    current.starts.append(Start(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
+    current.launches.append(KernelLaunch(kernel, programs, args, variant, {**COMPILER_OPTIONS, **options}))
     return None
 
 
@@ -60,11 +60,11 @@ def is_recording() -> bool:
 @contextmanager
 def record() -> Iterator[Record]:
     """Record launches, and allocations on the meta device, inside this context."""
-    found = Record([], {})
-    token = _current.set(found)
+    new_record = Record([], {})
+    token = _current.set(new_record)
     try:
-        with _Watch(found.allocated):
-            yield found
+        with _AllocationRecorder(new_record.allocations):
+            yield new_record
     finally:
         _current.reset(token)
 
@@ -72,18 +72,18 @@ def record() -> Iterator[Record]:
 _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
 
 
-class _Watch(TorchDispatchMode):
+class _AllocationRecorder(TorchDispatchMode):
     """Dispatch mode that records allocations of meta tensors, and allows only views of them otherwise."""
 
     def __init__(self, allocated: dict[int, Tensor]) -> None:
         super().__init__()
-        self.allocated = allocated
+        self.allocations = allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_meta:
             if func.name() in _ALLOCATIONS:
-                self.allocated[storage_of(out)] = out
+                self.allocations[get_storage_id(out)] = out
             elif not func.is_view:
                 raise UnrecordableError(func.name())
         return out

@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.signature import pack
+from ..kernels.signature import pack_numbers
 from .call import NO_WEIGHTS, Call, Needs, Variant, Weights
 from .launching import INTERPRETING, launches_early
-from .recording import start
+from .recording import launch_kernel
 
 __all__ = ["Partials", "Sums", "allocate_partials", "reduce_partial", "reduce_partials", "reduce_weights"]
 
@@ -54,27 +54,29 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
     if partials.angles is not None:
         outs, jobs = _angle_jobs(partials.angles, call, needs)
     if needs.norm and partials.weights is not None:
-        found, more = _weight_jobs(partials, weights)
-        outs, jobs = outs + found, jobs + more
+        gradients, more_jobs = _weight_jobs(partials, weights)
+        outs, jobs = outs + gradients, jobs + more_jobs
     rows = 0 if partials.angles is None else len(partials.angles)
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
-    _reduce(jobs, rows > 0 and launches_early(needs), partials.sums.all_heads)  # early only after a first pass
+    _launch_reduction(
+        jobs, rows > 0 and launches_early(needs), partials.sums.all_heads
+    )  # early only after a first pass
     return [out.contiguous() for out in outs]
 
 
-def reduce_weights(of_q: Partials, of_k: Partials, weights: Weights) -> list[Tensor]:
+def reduce_weights(q_partials: Partials, k_partials: Partials, weights: Weights) -> list[Tensor]:
     """Compute the gradients of the weights from separate partial sums of q and of k."""
     outs: list[Tensor] = []
     jobs: list[Job] = []
-    for partials, own in ((of_q, weights[:2]), (of_k, weights[2:])):
-        found, more = _weight_jobs(partials, Weights(*own))
-        outs, jobs = outs + found, jobs + more
+    for partials, tensors in ((q_partials, weights[:2]), (k_partials, weights[2:])):
+        gradients, more_jobs = _weight_jobs(partials, Weights(*tensors))
+        outs, jobs = outs + gradients, jobs + more_jobs
     if jobs:
-        _reduce(jobs, False, False)
+        _launch_reduction(jobs, False, False)
     return [out.contiguous() for out in outs]
 
 
-def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
+def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
     # Shared frequencies have few sums, each over all programs of the first pass, so a program reduces few channels.
     # With a norm over all heads there are many sums, over fewer programs.
@@ -82,10 +84,10 @@ def _reduce(jobs: list[Job], early: bool, all_heads: bool) -> None:
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []
     for job in jobs:
-        packed.append((job.source, job.out, pack(programs, *job[3:])))
+        packed.append((job.source, job.out, pack_numbers(programs, *job[3:])))
         programs += job.heads * job.slots * triton.cdiv(job.width, block_c)
     options = {"launch_pdl": True} if early else {}
-    start(reduce_partial_kernel, programs, (tuple(packed),), variant, options)
+    launch_kernel(reduce_partial_kernel, programs, (tuple(packed),), variant, options)
 
 
 class Job(NamedTuple):
@@ -110,34 +112,34 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]
     outs, jobs = [], []
-    wanted = [(omega, num_axes, 0, (num_axes, 1))] if needs.omega else []
-    wanted += [(phase, 1, num_axes * channels, (1, 0))] if needs.phase and phase is not None else []
+    targets = [(omega, num_axes, 0, (num_axes, 1))] if needs.omega else []
+    targets += [(phase, 1, num_axes * channels, (1, 0))] if needs.phase and phase is not None else []
     size = slots * channels
-    for t, own_slots, first, out_steps in wanted:
+    for t, num_slots, first, out_steps in targets:
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
         steps = (size, 0, rows * groups) if t.shape[0] < groups else (groups * size, size, rows)  # shared or per head
         outs.append(out)
-        jobs.append(Job(partial, out, t.shape[0], own_slots, channels, first, *steps, *out_steps))
+        jobs.append(Job(partial, out, t.shape[0], num_slots, channels, first, *steps, *out_steps))
     return outs, jobs
 
 
 def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
     """Allocate the gradients of the weights, (H or 1, P, D) each. Return them and their reduction jobs."""
-    partial, (of_q, rows_of_head) = partials.weights, partials.sums.counts
+    partial, (num_q_rows, rows_per_head) = partials.weights, partials.sums.counts
     assert partial is not None
     rows, row_width = partial.shape
     outs, jobs = [], []
     for i, t in enumerate(weights):
         if t is None:
             continue
-        of_k, is_bias = i >= 2, i % 2
+        is_k, is_bias = i >= 2, i % 2
         groups, head_dim = t.shape[0] if t.ndim == 3 else 1, t.shape[-1]
         heads, width = t.numel() // (groups * head_dim), groups * head_dim
         if partials.sums.all_heads:
             heads, width = 1, t.numel()
         out = torch.empty((t.numel() // (groups * head_dim), groups, head_dim), dtype=t.dtype, device=t.device)
-        begin, end = (of_q, rows) if of_k else (0, of_q)
-        num_rows = rows_of_head or end - begin
+        begin, end = (num_q_rows, rows) if is_k else (0, num_q_rows)
+        num_rows = rows_per_head or end - begin
         first = begin * row_width + (width if is_bias and weights[i - 1] is not None else 0)
         steps = row_width, num_rows * row_width, num_rows
         outs.append(out.transpose(0, 1) if t.ndim == 3 and len(out) > 1 else out.view(t.shape))

@@ -24,7 +24,7 @@ __all__ = [
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
-_CUT = (  # for error messages: the name of each dimension, and what to pass if it is sharded differently
+_SHARDED_DIMS = (  # for error messages: the name of each dimension, and what to pass if it is sharded differently
     ("samples", "the positions of its samples"),
     ("heads", "the frequencies, phase and amplitude of its heads"),
     ("tokens", "Grid(start=, length=) or Coordinates.shard"),
@@ -57,10 +57,10 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
                 continue
             if type(p) is Replicate:
                 continue
-            what = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else repr(p)
+            placement = f"a sharded {_NAMES[p.dim]}" if type(p) is Shard else repr(p)
             raise ValueError(
                 f"{name}: expected placements Shard(0) (batch), Shard(1) (heads), Shard(2) (tokens) or Replicate(), "
-                f"got {what} in {tuple(x.placements)}; call {name}.redistribute first"
+                f"got {placement} in {tuple(x.placements)}; call {name}.redistribute first"
             )
         if spec.dim == -2 and count_ranks(x, TOKENS) > 1:
             raise ValueError(
@@ -75,11 +75,11 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
     check_mesh("omega, phase", others, names[0], xs[0])
 
 
-def check_mesh(what: str, others: tuple[Any, ...], name: str, x: Any) -> None:
+def check_mesh(names: str, others: tuple[Any, ...], name: str, x: Any) -> None:
     for t in others:
         if is_sharded(t) and t.device_mesh != x.device_mesh:
             raise ValueError(
-                f"{what}: expected plain tensors or {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
+                f"{names}: expected plain tensors or {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
                 "redistribute them, or pass .full_tensor()"
             )
 
@@ -96,15 +96,15 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    there, back = [], []
+    placements, gradient_placements = [], []
     for p in x.placements:
-        cut = Shard(dims[p.dim]) if p.is_shard() and p.dim in dims else Replicate()
-        there.append(cut)
-        back.append(Partial() if p.is_shard() and cut.is_replicate() else cut)
+        placement = Shard(dims[p.dim]) if p.is_shard() and p.dim in dims else Replicate()
+        placements.append(placement)
+        gradient_placements.append(Partial() if p.is_shard() and placement.is_replicate() else placement)
     if not is_sharded(t):
-        t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(there), run_check=False)
+        t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(placements), run_check=False)
     # Needed even if no data moves, because its backward gives the summed gradient the placements of t.
-    return t.redistribute(x.device_mesh, there).to_local(grad_placements=back)
+    return t.redistribute(x.device_mesh, placements).to_local(grad_placements=gradient_placements)
 
 
 def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
@@ -118,13 +118,13 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
             "norm.weight: expected one for all tokens if the tokens of Coordinates are sharded, got one per group; "
             "use a Grid, or redistribute x"
         )
-    found: list[Tensor | None] = []
+    shards: list[Tensor | None] = []
     for t in weights:
         by_head = t is not None and t.ndim > 1 and t.shape[-2] > 1
         if by_head:
             local_part(x, HEADS)
-        found.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
-    return Weights(*found)
+        shards.append(None if t is None else take_local(t, x, {HEADS: t.ndim - 2} if by_head else {}))
+    return Weights(*shards)
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
@@ -187,9 +187,9 @@ def local_part(x: Any, dim: int) -> tuple[int, int]:
             start, length = start + first, min(step, length - first)
     local = x.to_local().shape[dim]
     if local != length:
-        what, instead = _CUT[dim]
+        noun, advice = _SHARDED_DIMS[dim]
         raise ValueError(
-            f"x: expected shards as DTensor makes them, here {length} of {x.shape[dim]} {what}, got {local}; call "
-            f"on the local tensor with {instead}"
+            f"x: expected shards as DTensor makes them, here {length} of {x.shape[dim]} {noun}, got {local}; call "
+            f"on the local tensor with {advice}"
         )
     return start, length

@@ -14,21 +14,21 @@ from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...positions.sequences import Packed
 from ...reference import activate
-from ..core.call import NO_TABLES, NO_WEIGHTS, Call, GivenTables, NormOptions, Options, Tables, Weights
+from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, Options, Tables, Weights
 from ..core.memory import accumulator, memory_order
 from ..core.norms import apply_norm, of_tensor, take_norm
-from ..core.operator import is_direct, is_plain, is_sharded, make_key, remember, remembered, use_triton
-from ..inductor.private import transforming
-from .operator import ENCODE, run_into
+from ..core.operator import cache_call, call_cache, is_direct, is_plain, is_sharded, make_key, use_triton
+from ..inductor.private import is_transforming
+from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
 from .validate import check_act, check_input, rotary_slice, validate
 from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
 
-__all__ = ["is_laid_out", "run", "run_checked", "run_part"]
+__all__ = ["is_laid_out", "run_call", "run_encoding", "run_part"]
 
 
-def run(
+def run_encoding(
     options: Options,
     xs: tuple[Tensor, ...],
     omega: Any,
@@ -39,43 +39,45 @@ def run(
     target: Target | None = None,
 ) -> Any:
     """Run :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate` on one tensor, or on q and k."""
-    given = positions if type(positions) is GivenTables else None
-    if type(positions) is Packed or (given is not None and _are_packed(xs)):
+    caller_tables = positions if type(positions) is CallerTables else None
+    if type(positions) is Packed or (caller_tables is not None and _are_packed(xs)):
 
-        def encode(views: tuple[Tensor, ...], where: Any, into: Target | None) -> Any:
-            return run(options, views, omega, where, phase, amplitude, norm, into)
+        def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
+            return run_encoding(options, views, omega, view_positions, phase, amplitude, norm, view_target)
 
         return _encode_views(encode, xs, positions, options.dim, target)
     weights = NO_WEIGHTS
     if norm is not None:
         options, weights = take_norm(options, norm, len(xs))
     if type(phase) is tuple or (type(positions) is tuple and positions and isinstance(positions[0], _POSITIONS)):
-        return _run_apart(options, xs, omega, positions, phase, amplitude, weights, target)
+        return _run_each(options, xs, omega, positions, phase, amplitude, weights, target)
     direct, key = _call_key(options, xs, omega, positions, phase, amplitude, weights)
-    known = None if key is None else remembered.get(key)
-    if known is None:
+    cached_call = None if key is None else call_cache.get(key)
+    if cached_call is None:
         call = validate(options, xs, omega, positions, phase, amplitude, weights)
         if key is not None:
-            call = call._replace(launches=remember(key, Call(call.spec, call.layout, NO_TABLES, {})).launches)
-    elif given is not None:
-        call = Call(known.spec, known.layout, NO_TABLES, known.launches, weights, given.cos_sin)
+            call = call._replace(launches=cache_call(key, Call(call.spec, call.layout, NO_TABLES, {})).launches)
+    elif caller_tables is not None:
+        call = Call(
+            cached_call.spec, cached_call.layout, NO_TABLES, cached_call.launches, weights, caller_tables.cos_sin
+        )
     else:
         grid: Any = positions
         origin = None if grid.origin is None else grid.origin_row
         tables = Tables(omega, phase, None, origin, None, None, amplitude)
-        call = Call(known.spec, known.layout, tables, known.launches, weights)
+        call = Call(cached_call.spec, cached_call.layout, tables, cached_call.launches, weights)
     if target is None and call.tables.phase is phase and (phase is None or phase.ndim == 2):
         impl = options.impl
         if direct and (impl == "reference" or (impl == "auto" and not xs[0].is_cuda)):
-            ys = ENCODE.refer(call, xs)
+            ys = ENCODE.run_reference(call, xs)
         else:  # same as ENCODE.run
             tables = call.tables
             learned, constants = (tables.omega, phase, *weights, *call.cos_sin[:2]), tables[2:]
-            ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, transforming())
+            ys = ENCODE.run_parts(call, xs, learned, constants, impl, direct, is_transforming())
     elif target is None:
-        ys = run_checked(call, xs, phase, options.impl, direct)
+        ys = run_call(call, xs, phase, options.impl, direct)
     else:
-        ys = _run_into(call, xs, phase, options.impl, direct, target)
+        ys = _run_with_target(call, xs, phase, options.impl, direct, target)
     return ys[0] if len(xs) == 1 else ys
 
 
@@ -95,15 +97,15 @@ def _call_key(
     The key is None for calls that are validated each time: if tensors are not plain, if positions are neither a Grid
     nor tables, and if validation creates tensors.
     """
-    is_given = type(positions) is GivenTables
-    direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if is_given else (*xs, omega, phase, *weights))
+    has_tables = type(positions) is CallerTables
+    direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if has_tables else (*xs, omega, phase, *weights))
     if not direct or not 1 <= len(xs) <= 2 or xs[0] is None or xs[-1] is None:
         return direct, None
     for option in options:
         kind = type(option)
         if not (option is None or kind is str or kind is int or kind is NormOptions):  # because 1.0 and True equal 1
             return direct, None
-    if is_given:
+    if has_tables:
         (cos, sin, inverse), prefix = positions
         sizes = None if cos is None else make_key((prefix, inverse), (*xs, cos, sin, *weights))
     else:
@@ -117,7 +119,7 @@ def is_laid_out(amplitude: Any) -> bool:
     return isinstance(amplitude, Tensor) and amplitude.ndim == 2
 
 
-def run_checked(
+def run_call(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
     """Run a validated call with the kernels or the reference, depending on ``impl`` and the inputs.
@@ -126,50 +128,52 @@ def run_checked(
     """
     if phase is not None:
         if phase.ndim == 3:
-            each = [run_checked(call, xs, group, impl, direct) for group in phase.unbind()]
-            return tuple(map(_join_groups, zip(*each, strict=True)))
+            outputs = [run_call(call, xs, group, impl, direct) for group in phase.unbind()]
+            return tuple(map(_join_groups, zip(*outputs, strict=True)))
         if call.tables.phase is not phase:
             call = call._replace(tables=call.tables._replace(phase=phase))
     if groups > 1:
-        return tuple(_join_groups((y,) * groups) for y in run_checked(call, xs, phase, impl, direct))
+        return tuple(_join_groups((y,) * groups) for y in run_call(call, xs, phase, impl, direct))
     return ENCODE.run(call, xs, impl, direct)
 
 
-def _run_into(
+def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_checked`. The launch writes the outputs to the target, or a copy does."""
+    """Run a validated call like :func:`run_call`. The launch writes the outputs to the target, or a copy does."""
     direct = direct and is_plain(target.tensors)
-    _check_into(call, xs, phase, direct, target, groups)
+    _check_call_target(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
         call = call if call.tables.phase is phase else call._replace(tables=call.tables._replace(phase=phase))
-        constants = ENCODE.constants(call)
-        if use_triton(impl, xs[0], constants, transforming()) and is_plain(constants):
-            return run_into(call, xs, target.outs, target.start)
-    return write(target, run_checked(call, xs, phase, impl, direct, groups))
+        constants = ENCODE.list_constants(call)
+        if use_triton(impl, xs[0], constants, is_transforming()) and is_plain(constants):
+            return run_in_place(call, xs, target.outs, target.start)
+    return write(target, run_call(call, xs, phase, impl, direct, groups))
 
 
-def _check_into(call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int) -> None:
-    number = len(phase) if phase is not None and phase.ndim == 3 else groups
-    read = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
+def _check_call_target(
+    call: Call, xs: tuple[Tensor, ...], phase: Any, direct: bool, target: Target, groups: int
+) -> None:
+    num_groups = len(phase) if phase is not None and phase.ndim == 3 else groups
+    sources = (*call.tables, *call.weights, *call.cos_sin[:2], phase)
     names = (*Tables._fields, *Weights._fields, *TABLE_NAMES, "phase")
-    _check_target(target, xs, read, names, number * call.spec.out_dim(xs[0].shape[3]), direct)
+    _check_target(target, xs, sources, names, num_groups * call.spec.out_dim(xs[0].shape[3]), direct)
 
 
 def _check_target(
     target: Target,
     xs: tuple[Tensor, ...],
-    read: Sequence[Tensor | None],
+    sources: Sequence[Tensor | None],
     names: Sequence[str],
     width: int,
     direct: bool,
 ) -> None:
-    if not direct and is_sharded(*xs, *read, *target.tensors):
+    if not direct and is_sharded(*xs, *sources, *target.tensors):
         raise ValueError("out: expected None with DTensors, whose outputs are sharded like the inputs")
-    check_target(target, xs, read, names, width, direct)
+    check_target(target, xs, sources, names, width, direct)
 
 
-def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
+def _view_target(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
     """Convert a target of packed tokens (N, H, D) to a target of their views (1, H, N, D)."""
     return None if target is None else target._replace(outs=order_outs(target.outs, xs))
 
@@ -177,7 +181,7 @@ def _of_views(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
 # --- separate launches for q and k, and groups of phases ----------------------------------------------------------
 
 
-def _run_apart(
+def _run_each(
     options: Options,
     xs: tuple[Tensor, ...],
     omega: Tensor,
@@ -188,54 +192,58 @@ def _run_apart(
     target: Target | None = None,
 ) -> tuple[Tensor, ...]:
     """Encode q and k in separate launches, because they have separate positions or phases."""
-    each = list(zip(split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs)), xs, strict=True))
+    arguments = list(
+        zip(split_pair("positions", positions, len(xs)), split_pair("phase", phase, len(xs)), xs, strict=True)
+    )
     if len(xs) == 2:
         q, k = xs
         check_input("q", q, q)
         check_input("k", k, q, other_length=True)
     calls = [  # before any launch
-        validate(options, (x,), omega, where, phi, amplitude, of_tensor(weights, i))
-        for i, (where, phi, x) in enumerate(each)
+        validate(options, (x,), omega, x_positions, phi, amplitude, of_tensor(weights, i))
+        for i, (x_positions, phi, x) in enumerate(arguments)
     ]
     groups, ys = _count_groups(phase), ()
-    directs = [is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, each, strict=True)]
-    if target is None:
-        for call, (_, phi, x), direct in zip(calls, each, directs, strict=True):
-            ys += run_checked(call, (x,), phi, options.impl, direct, groups)
-        return ys
-    intos = [target.only(i) for i in range(len(xs))]
-    jobs = [
-        (call, (x,), phi, options.impl, direct, into, groups)
-        for call, (_, phi, x), direct, into in zip(calls, each, directs, intos, strict=True)
+    direct_flags = [
+        is_direct((x, omega, phi, *call.weights)) for call, (_, phi, x) in zip(calls, arguments, strict=True)
     ]
-    for call, own, phi, _, direct, into, _ in jobs:  # before any launch
-        _check_into(call, own, phi, direct and is_plain(into.tensors), into, groups)
+    if target is None:
+        for call, (_, phi, x), direct in zip(calls, arguments, direct_flags, strict=True):
+            ys += run_call(call, (x,), phi, options.impl, direct, groups)
+        return ys
+    targets = [target.select(i) for i in range(len(xs))]
+    jobs = [
+        (call, (x,), phi, options.impl, direct, x_target, groups)
+        for call, (_, phi, x), direct, x_target in zip(calls, arguments, direct_flags, targets, strict=True)
+    ]
+    for call, inputs, phi, _, direct, x_target, _ in jobs:  # before any launch
+        _check_call_target(call, inputs, phi, direct and is_plain(x_target.tensors), x_target, groups)
         if options.impl != "triton":  # its kernels skip tokens that don't fit
-            check_places(into, [own[0].shape[2]])
+            check_places(x_target, [inputs[0].shape[2]])
     for job in jobs:
-        ys += _run_into(*job)
+        ys += _run_with_target(*job)
     return ys
 
 
 def _encode_views(
-    encode: Callable[..., Any], xs: tuple[Tensor, ...], positions: Packed | GivenTables, dim: int | None, target: Any
+    encode: Callable[..., Any], xs: tuple[Tensor, ...], positions: Packed | CallerTables, dim: int | None, target: Any
 ) -> Any:
     """Encode packed tokens (N, H, D) as views (1, H, N, D): call ``encode(views, positions, target)``."""
-    where: Any = positions
+    view_positions: Any = positions
     if isinstance(positions, Packed):
-        where = unpack_positions(positions, dim)
+        view_positions = unpack_positions(positions, dim)
     else:
         refuse_mixing(dim)
-    into = _of_views(target, xs)
-    return encode_packed(lambda *views: encode(views, where, into), xs)
+    view_target = _view_target(target, xs)
+    return encode_packed(lambda *views: encode(views, view_positions, view_target), xs)
 
 
 def _count_groups(phase: Any) -> int:
     """Return the number of groups of phases, which must be the same for q and k."""
-    several = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
-    if len(several) > 1:
+    group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
+    if len(group_counts) > 1:
         raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
-    return max(several, default=1)
+    return max(group_counts, default=1)
 
 
 def run_part(
@@ -249,10 +257,10 @@ def run_part(
     target: Target | None = None,
 ) -> Any:
     """Apply the cosine map to the channels of ``rotary_dim``. The output keeps the other channels as x̄ around it."""
-    if type(positions) is Packed or (type(positions) is GivenTables and _are_packed(xs)):
+    if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
-        def encode(views: tuple[Tensor, ...], where: Any, into: Target | None) -> Any:
-            return run_part(options, views, omega, where, phase, amplitude, norm, into)
+        def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
+            return run_part(options, views, omega, view_positions, phase, amplitude, norm, view_target)
 
         return _encode_views(encode, xs, positions, options.dim, target)
     if not 1 <= len(xs) <= 2:
@@ -264,38 +272,40 @@ def run_part(
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
     # A norm or softmax over features needs all channels, so it comes first, in the accumulator's dtype.
-    first, wide = dim == -1 or norm is not None, xs
+    activates_first, wide_xs = dim == -1 or norm is not None, xs
     if norm is not None:
         with_norm, weights = take_norm(options, norm, len(xs))
-        wide = apply_norm(with_norm, weights, xs, positions)
-    if first:
-        wide = tuple(activate(x.to(accumulator(x.dtype)), act, dim) for x in wide)
+        wide_xs = apply_norm(with_norm, weights, xs, positions)
+    if activates_first:
+        wide_xs = tuple(activate(x.to(accumulator(x.dtype)), act, dim) for x in wide_xs)
         options = options._replace(act="none", dim=None)
-    turned = run(options, tuple(x[..., start : start + width] for x in wide), omega, positions, phase, amplitude)
+    mapped_xs = run_encoding(
+        options, tuple(x[..., start : start + width] for x in wide_xs), omega, positions, phase, amplitude
+    )
     ys: list[Tensor] = []
-    for x, whole, y in zip(xs, wide, turned if len(xs) == 2 else (turned,), strict=True):
-        passed = (whole[..., :start], whole[..., start + width :])
-        if not first:
-            passed = tuple(activate(t.to(accumulator(x.dtype)), act, dim) for t in passed)
-        before, after = (t.to(x.dtype) for t in passed)
-        ys.append(_side_by_side((before, y.to(x.dtype), after), memory_order(x)))
+    for x, wide_x, y in zip(xs, wide_xs, mapped_xs if len(xs) == 2 else (mapped_xs,), strict=True):
+        other_channels = (wide_x[..., :start], wide_x[..., start + width :])
+        if not activates_first:
+            other_channels = tuple(activate(t.to(accumulator(x.dtype)), act, dim) for t in other_channels)
+        head, tail = (t.to(x.dtype) for t in other_channels)
+        ys.append(_concatenate((head, y.to(x.dtype), tail), memory_order(x)))
     if target is not None:
-        given: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
-        if type(positions) is GivenTables:
-            given = dict(zip(TABLE_NAMES, positions.cos_sin[:2], strict=True))
-        read = {name: t for name, t in given.items() if isinstance(t, Tensor)}
-        direct = is_direct((*xs, *read.values(), *target.tensors))
-        _check_target(target, xs, [*read.values()], [*read], ys[0].shape[3], direct)
+        candidates: dict[str, Any] = {"omega": omega, "phase": phase, "amplitude": amplitude}
+        if type(positions) is CallerTables:
+            candidates = dict(zip(TABLE_NAMES, positions.cos_sin[:2], strict=True))
+        sources = {name: t for name, t in candidates.items() if isinstance(t, Tensor)}
+        direct = is_direct((*xs, *sources.values(), *target.tensors))
+        _check_target(target, xs, [*sources.values()], [*sources], ys[0].shape[3], direct)
         ys = list(write(target, ys))
     return tuple(ys) if len(xs) == 2 else ys[0]
 
 
 def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
     """Concatenate the outputs (B, H, N, D) of P groups to (B, H, N, P D), in their memory order."""
-    return ys[0] if len(ys) == 1 else _side_by_side(ys, memory_order(ys[0]))
+    return ys[0] if len(ys) == 1 else _concatenate(ys, memory_order(ys[0]))
 
 
-def _side_by_side(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
+def _concatenate(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
     """Concatenate tensors (B, H, N, ..) along the channels, in this memory order."""
-    back = [order.index(i) for i in range(3)]
-    return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*back, 3)
+    inverse_order = [order.index(i) for i in range(3)]
+    return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*inverse_order, 3)

@@ -13,8 +13,8 @@ from ..core.call import NO_COS_SIN, NO_WEIGHTS, Call, Layout, Needs, Variant
 from ..core.launching import (
     INTERPRETING,
     count_grid,
-    count_tables,
     current_device,
+    find_table_strides,
     in_eights,
     launches_early,
     make_readable,
@@ -22,10 +22,10 @@ from ..core.launching import (
     num_groups,
 )  # fmt: skip
 from ..core.memory import accumulator, strides_in_memory
-from ..core.recording import start
+from ..core.recording import launch_kernel
 from ..core.reduction import Partials, Sums, allocate_partials, reduce_partials
-from ..kernels.signature import pack
-from .launch import Rows, count_entries, count_far, describe, recall_launches, run
+from ..kernels.signature import pack_numbers
+from .launch import Rows, describe_variant, launch_rows, pack_table_strides, recall_launches, use_affine_if_large
 from .plan import Pass, plan_heads
 
 __all__ = ["backward", "forward"]
@@ -36,11 +36,11 @@ heads_kernel: Any = kernels.heads_kernel
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """Return the outputs."""
     xs = [materialise(x) for x in xs]
-    ready = make_readable(call)
+    readable_call = make_readable(call)
     with current_device(xs[0]):
-        if num_groups(ready) == 1:
-            return _run_heads(ready, Rows(xs, [], []))[0]
-        return run(_map_alone(ready), Rows(_normalise(ready, xs), [], []), dtype=xs[0].dtype)[0]
+        if num_groups(readable_call) == 1:
+            return _run_heads(readable_call, Rows(xs, [], []))[0]
+        return launch_rows(_drop_norm(readable_call), Rows(_normalise(readable_call, xs), [], []), dtype=xs[0].dtype)[0]
 
 
 def backward(
@@ -53,36 +53,36 @@ def backward(
 ) -> list[Tensor]:
     """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
-    ready = make_readable(call)
+    readable_call = make_readable(call)
     with current_device(grads[0]):
-        if num_groups(ready) == 1:
-            dxs, partials = _run_heads(ready, Rows(xs, grads, [], outs), needs)
+        if num_groups(readable_call) == 1:
+            dxs, partials = _run_heads(readable_call, Rows(xs, grads, [], outs), needs)
         else:  # frequencies differ between heads, so norm(x) is written to memory
-            wide = accumulator(grads[0].dtype)
-            rows = Rows(_normalise(ready, xs), grads, [])
-            dx_bars, of_map = run(_map_alone(ready), rows, needs._replace(norm=False), wide)
-            dxs, of_norm = _run_heads(
-                _norm_alone(ready), Rows(xs, dx_bars, [], outs), Needs(norm=needs.norm), grads[0].dtype
+            wide_dtype = accumulator(grads[0].dtype)
+            rows = Rows(_normalise(readable_call, xs), grads, [])
+            dx_bars, map_partials = launch_rows(_drop_norm(readable_call), rows, needs._replace(norm=False), wide_dtype)
+            dxs, norm_partials = _run_heads(
+                _drop_map(readable_call), Rows(xs, dx_bars, [], outs), Needs(norm=needs.norm), grads[0].dtype
             )  # fmt: skip
-            partials = of_norm._replace(angles=of_map.angles)
+            partials = norm_partials._replace(angles=map_partials.angles)
         if any(needs):
-            dxs += reduce_partials(partials, ready, call.weights, needs)
+            dxs += reduce_partials(partials, readable_call, call.weights, needs)
     return dxs
 
 
 def _normalise(call: Call, xs: list[Tensor]) -> list[Tensor]:
     """Compute norm(x) of each tensor in the accumulator's dtype."""
-    return _run_heads(_norm_alone(call), Rows(xs, [], []), dtype=accumulator(xs[0].dtype))[0]
+    return _run_heads(_drop_map(call), Rows(xs, [], []), dtype=accumulator(xs[0].dtype))[0]
 
 
-def _norm_alone(call: Call) -> Call:
+def _drop_map(call: Call) -> Call:
     spec = call.spec._replace(
         map="none", act="none", dim=0, pairs="half", rotary_start=0, num_channels=0, sections=(), order="cos_sin"
     )
     return call._replace(spec=spec, launches=None, cos_sin=NO_COS_SIN)
 
 
-def _map_alone(call: Call) -> Call:
+def _drop_norm(call: Call) -> Call:
     spec = call.spec._replace(norm="none", norm_over="head", norm_eps=0.0, norm_offset=0.0)
     return call._replace(spec=spec, weights=NO_WEIGHTS, launches=None)
 
@@ -100,40 +100,40 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
 
 
-_NOTHING = Needs()
+_NO_NEEDS = Needs()
 
 
 def _run_heads(
-    call: Call, rows: Rows, needs: Needs = _NOTHING, dtype: torch.dtype | None = None
+    call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.run`."""
-    xs, dys, given = rows.xs, rows.dys, rows.outs
+    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.launch_rows`."""
+    xs, dys, given_outs = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
-    call = count_far(call, dtype, needs)
+    call = use_affine_if_large(call, dtype, needs)
     tables, weights, cos_sin = call.tables, call.weights, call.cos_sin
-    aligned = all(t.data_ptr() % 16 == 0 for t in (*xs, *dys, *given))
+    aligned = all(t.data_ptr() % 16 == 0 for t in (*xs, *dys, *given_outs))
     launches = recall_launches(call, rows) if call.launches is None else call.launches
-    geometry = [t.stride() for t in (*xs, *dys, *given)]
-    geometry += [(t.stride(), t.data_ptr() % 16 == 0) for t in cos_sin.given]
+    geometry = [t.stride() for t in (*xs, *dys, *given_outs)]
+    geometry += [(t.stride(), t.data_ptr() % 16 == 0) for t in cos_sin.tensors]
     key = "heads", dtype, bool(dys), needs, aligned, *geometry
     launch: _Launch | None = launches.get(key)
     if launch is None:
         launch = launches[key] = _make_launch(call, rows, dtype, aligned, needs)
-    outs = list(given)
+    outs = list(given_outs)
     if not outs:
         outs = [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride in launch.outs]
     partials = allocate_partials(launch.sums, device)
     if launch.programs:
-        x, dy, o = map(_join, (xs, dys, outs), launch.strides)
+        x, dy, o = map(_pair_pointers, (xs, dys, outs), launch.strides)
         sums = (partials.angles, partials.weights)
-        turn = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
-        args = (x, dy if dys else None, o, (*tables, turn), tuple(weights), sums, launch.numbers)
-        start(heads_kernel, launch.programs, args, launch.variant, launch.options)
+        table_arguments = None if cos_sin.cos is None else (cos_sin.cos, cos_sin.sin, launch.tables)
+        args = (x, dy if dys else None, o, (*tables, table_arguments), tuple(weights), sums, launch.numbers)
+        launch_kernel(heads_kernel, launch.programs, args, launch.variant, launch.options)
     return outs, partials
 
 
-def _join(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+def _pair_pointers(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
     """Return a pointer and its strides for q and for k."""
     first, second = (*tensors, None, None)[:2]
     return first, strides[0], second, strides[1]
@@ -151,48 +151,54 @@ def _make_launch(call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, need
     outs = outs or [((*t.shape[:3], out_dim), strides_in_memory(t, out_dim)) for t in sources]
     strides = {"x": [t.stride() for t in xs], "dy": [t.stride() for t in dys], "o": [stride for _, stride in outs]}
     aligned = aligned and in_eights(head_dim, [s for group in strides.values() for s in group])
-    variant = describe(call, rows, dtype, (head_dim, aligned), needs, strides)
+    variant = describe_variant(call, rows, dtype, (head_dim, aligned), needs, strides)
     items = batch * num_tokens
     tensors = 1 + (heads_k > 0)
     stage = Pass.DOMEGA if any(needs) else Pass.BACKWARD if dys else Pass.FORWARD
-    chosen = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, INTERPRETING)
-    programs = max(tensors, chosen.programs) if items and chosen.programs else 0
-    num_q = programs if tensors == 1 else items if programs == 2 * items else _share(programs, heads_q, heads_k)
+    work_plan = plan_heads(max(heads_q, heads_k), sum(variant.blocks), items * tensors, stage, INTERPRETING)
+    programs = max(tensors, work_plan.programs) if items and work_plan.programs else 0
+    num_q = (
+        programs if tensors == 1 else items if programs == 2 * items else _count_q_programs(programs, heads_q, heads_k)
+    )
     variant = variant._replace(
-        block_r=chosen.tiles, block_n=chosen.heads, weight_by_head=variant.has_weight or variant.has_bias,
+        block_r=work_plan.tiles, block_n=work_plan.heads, weight_by_head=variant.has_weight or variant.has_bias,
         early=launches_early(needs),
     )  # fmt: skip
     unit = 8 if aligned else 1
     packed = tuple(
-        tuple(pack(b // unit, n // unit, h // unit, d) for b, h, n, d in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2])
+        tuple(
+            pack_numbers(b // unit, n // unit, h // unit, d) for b, h, n, d in [*group, (0, 0, 0, 0), (0, 0, 0, 0)][:2]
+        )
         for group in strides.values()
     )
-    kinds = variant.has_weight + variant.has_bias
-    width = kinds * variant.token_groups * max(heads_q, heads_k) * head_dim
-    steps = count_tables(call, variant)
+    num_weights = variant.has_weight + variant.has_bias
+    width = num_weights * variant.token_groups * max(heads_q, heads_k) * head_dim
+    steps = find_table_strides(call, variant)
     counts = (
         num_tokens, layout.start - layout.prefix, layout.num_grid_tokens, steps["positions_b"], steps["rotated_b"],
         heads_q, heads_k, num_q, items, width,
     )  # fmt: skip
-    axes = tuple(_axes(layout))
+    axes = tuple(_list_grid_numbers(layout))
     sums = Sums(
         (programs, 1, variant.num_axes + variant.has_phase, variant.num_channels) if variant.need_dangles else None,
         (programs, width) if needs.norm else None, (num_q, 0), True,
     )  # fmt: skip
-    options = {"num_warps": chosen.num_warps}
-    entries = count_entries(call, variant)
-    return _Launch(programs, outs, sums, packed, (pack(*counts), pack(*axes)), entries, variant, options)
+    options = {"num_warps": work_plan.num_warps}
+    entries = pack_table_strides(call, variant)
+    return _Launch(
+        programs, outs, sums, packed, (pack_numbers(*counts), pack_numbers(*axes)), entries, variant, options
+    )
 
 
-def _axes(layout: Layout) -> list[int]:
+def _list_grid_numbers(layout: Layout) -> list[int]:
     grid = count_grid(layout)
     return [grid[f"{name}{i}"] for name in ("n", "magic", "shift") for i in (1, 2, 3)]
 
 
-def _share(programs: int, heads_q: int, heads_k: int) -> int:
+def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
     """Return how many programs work on q, so that all are equally busy.
 
     Half of the work grows with the tensor's own heads, half with the larger number of heads of the two.
     """
-    most = max(heads_q, heads_k)
-    return min(programs - 1, max(1, round(programs * (heads_q + most) / (heads_q + heads_k + 2 * most))))
+    max_heads = max(heads_q, heads_k)
+    return min(programs - 1, max(1, round(programs * (heads_q + max_heads) / (heads_q + heads_k + 2 * max_heads))))

@@ -12,19 +12,19 @@ from ... import reference
 from ..core.call import Call, CosSin, Layout, Needs, Spec, Tables, Weights
 from ..core.memory import accumulator, arrange_in_memory, like_in_memory, memory_order
 from ..core.operator import Operator, Part
-from ..inductor.private import record_again
+from ..inductor.private import enable_recording
 
-__all__ = ["ENCODE", "run_into"]
+__all__ = ["ENCODE", "run_in_place"]
 
 Xs = tuple[Tensor, ...]  # x, or q and k
 
 
-def run_into(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
+def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
     """Run the kernels on plain tensors, without autograd. outs, start: see Target in output.py."""
     ys = ENCODE.launcher(call).forward(call, xs, outs, start)
     # Tell autograd about the in-place change, in case another node saved one of these tensors.
-    changed = [t for t in outs if t is not None and not t.is_inference()]
-    torch.autograd.graph.increment_version(changed)
+    written_outs = [t for t in outs if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(written_outs)
     return tuple(ys[: len(xs)])
 
 
@@ -52,10 +52,10 @@ class Encode(Operator):
     def write_inputs(self, inputs: Xs) -> tuple[Any, ...]:
         return (list(inputs),)
 
-    def learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
+    def list_learned(self, call: Call, inputs: Xs) -> tuple[Tensor | None, ...]:
         return call.tables.omega, call.tables.phase, *call.weights, *call.cos_sin[:2]
 
-    def constants(self, call: Call) -> tuple[Tensor | None, ...]:
+    def list_constants(self, call: Call) -> tuple[Tensor | None, ...]:
         return call.tables[2:]
 
     def replace(
@@ -69,13 +69,13 @@ class Encode(Operator):
     def gather(self, call: Call, rows: Xs, learned: tuple[Tensor | None, ...]) -> Xs:
         return rows
 
-    def read_needs(self, wanted: Sequence[bool]) -> Needs:
-        return Needs(wanted[0], wanted[1], any(wanted[2:6]), any(wanted[6:]))
+    def read_needs(self, needs_gradients: Sequence[bool]) -> Needs:
+        return Needs(needs_gradients[0], needs_gradients[1], any(needs_gradients[2:6]), any(needs_gradients[6:]))
 
     def list_needs(self, needs: Needs, call: Call, inputs: Xs) -> tuple[bool, ...]:
         return needs.omega, needs.phase, *(needs.norm,) * len(call.weights), needs.tables, needs.tables
 
-    def refer(self, call: Call, inputs: Xs) -> tuple[Tensor, ...]:
+    def run_reference(self, call: Call, inputs: Xs) -> tuple[Tensor, ...]:
         spec, tables, layout = call.spec, call.tables, call.layout
         encode: Any
         args: tuple[Any, ...]
@@ -90,15 +90,15 @@ class Encode(Operator):
             ys.append(arrange_in_memory(y, memory_order(x)))
         return tuple(ys)
 
-    def refer_forward(self, call: Call, inputs: Xs, options: Sequence[Any]) -> list[Tensor]:
-        found = self.fake_forward(call, inputs, options)
-        for out, y in zip(found, self.refer(call, inputs), strict=False):
+    def run_reference_forward(self, call: Call, inputs: Xs, options: Sequence[Any]) -> list[Tensor]:
+        results = self.fake_forward(call, inputs, options)
+        for out, y in zip(results, self.run_reference(call, inputs), strict=False):
             out.copy_(y)
-        for x, stats in zip(inputs, found[len(inputs) :], strict=False):
+        for x, stats in zip(inputs, results[len(inputs) :], strict=False):
             wide = x.to(stats.dtype)
             top = wide.amax(-2) if x.shape[2] else wide.sum(-2)
             stats.copy_(torch.stack([top, (wide - top[:, :, None]).exp().sum(-2)]))
-        return found
+        return results
 
     def fake_forward(self, call: Call, inputs: Xs, options: Sequence[Any]) -> list[Tensor]:
         out = [like_in_memory(x, call.spec.out_dim(x.shape[3])) for x in inputs]
@@ -112,34 +112,34 @@ class Encode(Operator):
         call: Call,
         grads: Sequence[Tensor],
         inputs: Xs,
-        kept: Sequence[Tensor],
+        saved: Sequence[Tensor],
         needs: Needs,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
         if not needs.tables:
-            return super().launch_backward(call, grads, inputs, kept, needs, outs)
-        found = super().launch_backward(call, grads, inputs, kept, needs._replace(tables=False), outs)
-        return found + self._differentiate_tables(call, grads, inputs)
+            return super().launch_backward(call, grads, inputs, saved, needs, outs)
+        gradients = super().launch_backward(call, grads, inputs, saved, needs._replace(tables=False), outs)
+        return gradients + self._differentiate_tables(call, grads, inputs)
 
     def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
         """Compute the gradients of cos and sin with the reference, because the kernels don't."""
-        with torch.enable_grad(), record_again():
+        with torch.enable_grad(), enable_recording():
             cos, sin = (None if t is None else t.detach().requires_grad_() for t in call.cos_sin[:2])
             call = call._replace(cos_sin=call.cos_sin._replace(cos=cos, sin=sin))
-            ys = self.refer(call, tuple(x.detach() for x in xs))
-            found = torch.autograd.grad(ys, call.cos_sin.given, grads)
-        return [t.detach().clone(memory_format=torch.contiguous_format) for t in found]
+            ys = self.run_reference(call, tuple(x.detach() for x in xs))
+            gradients = torch.autograd.grad(ys, call.cos_sin.tensors, grads)
+        return [t.detach().clone(memory_format=torch.contiguous_format) for t in gradients]
 
     def shape_gradients(self, call: Call, inputs: Xs, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
 
-    def take_apart(self, call: Call, inputs: Xs, wanted: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
+    def pack_saved(self, call: Call, inputs: Xs, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
         """Return the tensors to save. x is not needed for a linear map with fixed frequencies."""
-        kept = inputs if any(wanted) or call.spec.act != "none" or call.spec.norm != "none" else ()
-        tensors = *call.tables, *call.weights, *call.cos_sin[:2], *kept
-        return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(kept))
+        saved_xs = inputs if any(needs_gradients) or call.spec.act != "none" or call.spec.norm != "none" else ()
+        tensors = *call.tables, *call.weights, *call.cos_sin[:2], *saved_xs
+        return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(saved_xs))
 
-    def put_together(self, rest: Any, tensors: Sequence[Any]) -> tuple[Call, Xs, Sequence[Tensor]]:
+    def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Call, Xs, Sequence[Tensor]]:
         spec, layout, launches, inverse, num_xs = rest
         tables, weights = Tables(*tensors[:7]), Weights(*tensors[7:11])
         call = Call(spec, layout, tables, launches, weights, CosSin(tensors[11], tensors[12], inverse))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import can_read, check_dense
 from ..core.call import Call
-from ..inductor.private import transforming
+from ..inductor.private import is_transforming
 
 __all__ = ["Target", "check_places", "check_target", "take_target", "write"]
 
@@ -30,7 +30,7 @@ class Target(NamedTuple):
     start: Tensor | None = None
     number: int | None = None
 
-    def only(self, i: int) -> Target:
+    def select(self, i: int) -> Target:
         """Return the target of one of two tensors."""
         return Target((self.outs[i],), self.start, i)
 
@@ -87,19 +87,24 @@ def _check_start(start: Any) -> Tensor:
 
 
 def check_target(
-    target: Target, xs: Sequence[Tensor], read: Sequence[Tensor | None], names: Sequence[str], width: int, direct: bool
+    target: Target,
+    xs: Sequence[Tensor],
+    sources: Sequence[Tensor | None],
+    names: Sequence[str],
+    width: int,
+    direct: bool,
 ) -> None:
     """Check the destination before anything is written.
 
-    read, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and have
-    memory. Shapes, strides and dtypes are checked once and cached.
+    sources, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and
+    have memory. Shapes, strides and dtypes are checked once and cached.
     """
     start = target.start
-    if transforming():
+    if is_transforming():
         raise ValueError(
             "out: expected None under a torch.func transform or with dual numbers, which can't write into out"
         )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *read)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *sources)):
         raise ValueError(
             "out: expected no gradient to be recorded, because writing into out is not differentiable; call under "
             "torch.no_grad() or "
@@ -113,7 +118,7 @@ def check_target(
     if not direct:
         _check_outs(target, xs, width, False)
         return
-    others = [*xs, *read] if start is None else [*xs, *read, start]
+    others = [*xs, *sources] if start is None else [*xs, *sources, start]
     for out in target.outs:
         if out is None:
             continue
@@ -121,43 +126,43 @@ def check_target(
             _check_outs(target, xs, width, True)
         others.append(out)
     key = width, len(xs), start is None, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in others]
-    reaches = _remembered.get(key)
+    reaches = _cached_reaches.get(key)
     if reaches is None or any(t is not None and t.device != xs[0].device for t in target.outs):
         _check_outs(target, xs, width, True)
-        if len(_remembered) >= 4096:
-            _remembered.clear()
-        reaches = [None if t is None else (_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
-        _remembered[key] = reaches
+        if len(_cached_reaches) >= 4096:
+            _cached_reaches.clear()
+        reaches = [None if t is None else (_find_reach(t.shape, t.stride()) + 1) * t.element_size() for t in others]
+        _cached_reaches[key] = reaches
     if not xs[0].is_meta:  # meta tensors have no memory
-        _check_apart(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
+        _check_no_overlap(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
 
 
-_remembered: dict[Any, list[int | None]] = {}  # size in bytes of the memory that each tensor spans
+_cached_reaches: dict[Any, list[int | None]] = {}  # size in bytes of the memory that each tensor spans
 
 
-def _check_apart(
+def _check_no_overlap(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Check that outputs overlap no other tensor. tensors: what is read, then the outputs that are not None."""
-    places = [None if t is None else t.data_ptr() for t in tensors]
-    number = sum(t is not None for t in target.outs)
-    first = len(tensors) - number
+    """Check that outputs overlap no other tensor. tensors: the sources, then the outputs that are not None."""
+    addresses = [None if t is None else t.data_ptr() for t in tensors]
+    num_outs = sum(t is not None for t in target.outs)
+    first = len(tensors) - num_outs
     for i in range(first, len(tensors)):
         out: Any = tensors[i]
-        low: Any = places[i]
-        end = low + reaches[i]
+        begin: Any = addresses[i]
+        end = begin + reaches[i]
         for j in range(i):
-            place: Any = places[j]
-            if place is None or place >= end or place + reaches[j] <= low:
+            address: Any = addresses[j]
+            if address is None or address >= end or address + reaches[j] <= begin:
                 continue
             other: Any = tensors[j]
             if _may_overlap(out, other):
-                name = _name_of(target, i - first)
-                read = _name_of(target, j - first) if j >= first else [*names, "out_start"][j]
-                raise ValueError(f"{name}: expected memory that doesn't overlap {read}")
+                name = _find_name(target, i - first)
+                source_name = _find_name(target, j - first) if j >= first else [*names, "out_start"][j]
+                raise ValueError(f"{name}: expected memory that doesn't overlap {source_name}")
 
 
-def _name_of(target: Target, number: int) -> str:
+def _find_name(target: Target, number: int) -> str:
     """Return the name of an output for error messages. number: counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
@@ -173,15 +178,15 @@ def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) 
             raise ValueError(f"{name}: expected every element to have its own memory, got strides {out.stride()}")
 
 
-def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], placed: bool) -> None:
+def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_start: bool) -> None:
     check_dense(name, out, FORM)
-    found = tuple(out.shape)
-    fits = found == shape
-    if placed and len(found) == 4:
-        fits = found[2] >= shape[2] and (*found[:2], found[3]) == (*shape[:2], shape[3])
+    out_shape = tuple(out.shape)
+    fits = out_shape == shape
+    if has_start and len(out_shape) == 4:
+        fits = out_shape[2] >= shape[2] and (*out_shape[:2], out_shape[3]) == (*shape[:2], shape[3])
     if not fits:
-        form = f"{shape}" if not placed else f"({shape[0]}, {shape[1]}, at least {shape[2]}, {shape[3]})"
-        raise ValueError(f"{name}: expected shape {form}, got {found}")
+        form = f"{shape}" if not has_start else f"({shape[0]}, {shape[1]}, at least {shape[2]}, {shape[3]})"
+        raise ValueError(f"{name}: expected shape {form}, got {out_shape}")
     if out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"{name}: expected the dtype and device of the input, {x.dtype} on {x.device}, got {out.dtype} on "
@@ -203,7 +208,7 @@ def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
+def _find_reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
     """Return the distance, in elements, from the first element to the last one in memory."""
     return sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
 
@@ -212,24 +217,24 @@ def _may_overlap(a: Tensor, b: Tensor) -> bool:
     """Return False if two tensors certainly share no memory."""
     if not (a.numel() and b.numel()):
         return False
-    first, second, item = a.data_ptr(), b.data_ptr(), a.element_size()
-    if first + (_reach(a.shape, a.stride()) + 1) * item <= second:
+    first, second, itemsize = a.data_ptr(), b.data_ptr(), a.element_size()
+    if first + (_find_reach(a.shape, a.stride()) + 1) * itemsize <= second:
         return False
-    if second + (_reach(b.shape, b.stride()) + 1) * b.element_size() <= first:
+    if second + (_find_reach(b.shape, b.stride()) + 1) * b.element_size() <= first:
         return False
-    if item != b.element_size() or (first - second) % item:
+    if itemsize != b.element_size() or (first - second) % itemsize:
         return True
     # They may be disjoint columns of one larger tensor, such as q and k in a projection.
     steps = {step for t in (a, b) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1 and step > 0}
-    return not any(_apart_modulo(a, b, (second - first) // item, step) for step in steps)
+    return not any(_are_disjoint_modulo(a, b, (second - first) // itemsize, step) for step in steps)
 
 
-def _apart_modulo(a: Tensor, b: Tensor, ahead: int, step: int) -> bool:
-    """Return whether a and b occupy disjoint ranges modulo ``step``. ahead: elements from a's start to b's."""
+def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
+    """Return whether a and b occupy disjoint ranges modulo ``step``. offset: elements from a's start to b's."""
     arcs = [
         sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
     ]  # fmt: skip
-    return ahead % step > arcs[0] and -ahead % step > arcs[1]
+    return offset % step > arcs[0] and -offset % step > arcs[1]
 
 
 def check_places(target: Target, lengths: Sequence[int]) -> None:
@@ -249,16 +254,16 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
 def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copy computed outputs to the target; return the outputs."""
     check_places(target, [y.shape[2] for y in ys])
-    found = []
+    outputs = []
     for out, y in zip(target.outs, ys, strict=True):
         if out is not None:
             with torch.no_grad():
-                _write(out, y, target.start)
-        found.append(y if out is None else out)
-    return tuple(found)
+                _copy_out(out, y, target.start)
+        outputs.append(y if out is None else out)
+    return tuple(outputs)
 
 
-def _write(out: Tensor, y: Tensor, start: Tensor | None) -> None:
+def _copy_out(out: Tensor, y: Tensor, start: Tensor | None) -> None:
     if start is None:
         out.copy_(y)
         return

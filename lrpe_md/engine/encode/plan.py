@@ -10,8 +10,8 @@ from typing import NamedTuple
 import triton
 
 __all__ = [
-    "TILES", "HeadsPlan", "Pass", "Plan", "Tile", "Work", "cut_common", "cut_rows", "plan", "plan_heads", "share_rows",
-    "tile",
+    "TILES", "HeadsPlan", "Pass", "Plan", "Tile", "Work", "cut_rows", "cut_shared_rows", "plan", "plan_heads",
+    "share_rows", "tile",
 ]  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     samples: int = 1  # samples with their own coordinates; 1 if all share them
     step: int = 1  # the number of programs along the tokens must be a multiple of this
     interpreting: bool = False  # for Triton's interpreter
-    common: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
+    rows_per_weight: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
     tables: str = "none"  # Variant.tables
 
 
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     stages: int  # of the walk with dω: the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
     token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
-    per: int  # rows of a program, which share its angles
+    rows_per_program: int  # rows of a program, which share its angles
 
 
 class Tile(NamedTuple):
@@ -125,24 +125,24 @@ def plan(work: Work) -> Plan:
         block_n = max(16, min(triton.next_power_of_2(work.num_tokens), 32768 // work.width))
         block_r = max(1, min(work.rows, 8 if max_registers is None else 2))
     token_blocks = triton.cdiv(work.num_tokens, block_n)
-    block_r = math.gcd(block_r, work.common) if work.common else block_r
+    block_r = math.gcd(block_r, work.rows_per_weight) if work.rows_per_weight else block_r
     if max_registers is None:
-        token_programs, per = token_blocks, block_r
-    elif work.common:
-        programs = 1 if work.interpreting else _resident(num_warps, max_registers)
-        token_programs, per = cut_common(token_blocks, work, block_r, programs)
+        token_programs, rows_per_program = token_blocks, block_r
+    elif work.rows_per_weight:
+        programs = 1 if work.interpreting else _count_resident_programs(num_warps, max_registers)
+        token_programs, rows_per_program = cut_shared_rows(token_blocks, work, block_r, programs)
     elif work.interpreting:
-        token_programs, per = work.step, max(1, work.rows)
+        token_programs, rows_per_program = work.step, max(1, work.rows)
     else:
         # Start only as many programs as can run at once. Each has a long walk, because its partial sums are written
         # and read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory suffices.
-        programs = _resident(num_warps, max_registers)
+        programs = _count_resident_programs(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
-        token_programs, per = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
-    return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, per)
+        token_programs, rows_per_program = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
+    return Plan(block_r, block_n, num_warps, max_registers, stages, rows_first, token_programs, rows_per_program)
 
 
-def _resident(num_warps: int, max_registers: int) -> int:
+def _count_resident_programs(num_warps: int, max_registers: int) -> int:
     """Return how many programs run at once."""
     return NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
 
@@ -165,26 +165,28 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
     """Divide the work. width: channels of a row. items: tokens of all samples, of q and k together."""
     if interpreting:
         return HeadsPlan(triton.next_power_of_2(heads), 1, 4, min(items, 2) if stage is Pass.DOMEGA else items)
-    channels, in_tile, warps = _CHANNELS[stage]
+    channels, tile_size, warps = _CHANNELS[stage]
     num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(heads * width, 32 * channels))))
-    in_tile = max(1, triton.next_power_of_2(in_tile * 32 * num_warps // width + 1) // 2)
-    return HeadsPlan(in_tile, triton.cdiv(heads, in_tile), num_warps, min(items, NUM_SM * max(1, warps // num_warps)))
+    tile_size = max(1, triton.next_power_of_2(tile_size * 32 * num_warps // width + 1) // 2)
+    return HeadsPlan(
+        tile_size, triton.cdiv(heads, tile_size), num_warps, min(items, NUM_SM * max(1, warps // num_warps))
+    )
 
 
 @lru_cache(maxsize=4096)
-def cut_common(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
+def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
     """Divide rows like :func:`cut_rows`, into parts of ``work.common`` rows or a divisor of it.
 
     If there are more parts than programs that run at once, they run one after another.
     """
     best, shortest = (work.step, block_r), math.inf
-    for per in (n for n in range(work.common, 0, -block_r) if work.common % n == 0):
-        parts = work.groups * (work.rows // per) * work.samples
+    for part_rows in (n for n in range(work.rows_per_weight, 0, -block_r) if work.rows_per_weight % n == 0):
+        parts = work.groups * (work.rows // part_rows) * work.samples
         token_programs = max(work.step, min(token_blocks, programs // max(1, parts)) // work.step * work.step)
-        turns = -(-token_programs * parts // programs)
-        walk = turns * -(-token_blocks // token_programs) * (NEW_TOKENS + -(-per // block_r))
+        num_rounds = -(-token_programs * parts // programs)
+        walk = num_rounds * -(-token_blocks // token_programs) * (NEW_TOKENS + -(-part_rows // block_r))
         if walk < shortest:
-            best, shortest = (token_programs, per), walk
+            best, shortest = (token_programs, part_rows), walk
     return best
 
 
@@ -198,22 +200,24 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf
-    wanted = 1
-    while wanted <= programs:
-        blocks = -(-row_blocks // wanted)
-        number = math.prod(share_rows(rows, heads, blocks * block_r))
-        token_programs = max(step, min(token_blocks, programs // max(1, number)) // step * step)
-        rounds, left = divmod(token_blocks, token_programs)
-        walk = rounds * (NEW_TOKENS + blocks) + (NEW_TOKENS + -(-left * blocks // token_programs) if left else 0)
-        if token_programs * number <= programs and walk < shortest:
+    target_parts = 1
+    while target_parts <= programs:
+        blocks = -(-row_blocks // target_parts)
+        num_parts = math.prod(share_rows(rows, heads, blocks * block_r))
+        token_programs = max(step, min(token_blocks, programs // max(1, num_parts)) // step * step)
+        rounds, remaining_blocks = divmod(token_blocks, token_programs)
+        walk = rounds * (NEW_TOKENS + blocks) + (
+            NEW_TOKENS + -(-remaining_blocks * blocks // token_programs) if remaining_blocks else 0
+        )
+        if token_programs * num_parts <= programs and walk < shortest:
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        wanted = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
+        target_parts = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
     return best
 
 
-def share_rows(rows: int, heads: int, per: int) -> tuple[int, int]:
-    """Return the number of parts with ``per`` rows in a sample, and the number of runs of them. Some may be empty."""
-    in_sample, all_parts = -(-heads // per), -(-rows // per)
-    return in_sample, -(-all_parts // max(1, in_sample))
+def share_rows(rows: int, heads: int, part_rows: int) -> tuple[int, int]:
+    """Return the number of parts of ``part_rows`` rows in a sample, and the number of their runs. Some may be empty."""
+    parts_per_sample, num_parts = -(-heads // part_rows), -(-rows // part_rows)
+    return parts_per_sample, -(-num_parts // max(1, parts_per_sample))

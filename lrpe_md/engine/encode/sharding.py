@@ -46,25 +46,30 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     check_placements(spec, xs, tables.omega, tables.phase)
     first_name = "x" if len(xs) == 1 else "q"
     check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
-    check_mesh("tables", call.cos_sin.given, first_name, xs[0])
+    check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
         # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
         q, k = xs
         weight, bias, weight_k, bias_k = call.weights
-        q_call, k_call = (call._replace(weights=Weights(*own)) for own in ((weight, bias), (weight_k, bias_k)))
+        q_call, k_call = (
+            call._replace(weights=Weights(*tensor_weights)) for tensor_weights in ((weight, bias), (weight_k, bias_k))
+        )
         return run_shards(run, q_call, (q,)) + run_shards(run, k_call, (k,))
     x, cos_sin = xs[0], call.cos_sin
     if cos_sin.cos is None:
-        for each in xs:
-            check_cut(tables, each)
+        for tensor in xs:
+            check_cut(tables, tensor)
         layout, tables = local_positions(layout, tables, x)
     else:
-        for each in xs:
-            local_part(each, TOKENS)
+        for tensor in xs:
+            local_part(tensor, TOKENS)
         layout, cos_sin = _local_tables(layout, cos_sin, x)
-    of_q, of_k = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
+    q_weights, k_weights = of_tensor(call.weights, 0), of_tensor(call.weights, 1)
     in_rows = cos_sin.cos is None
-    weights = [local_weights(own, call.layout, t, in_rows)[:2] for own, t in ((of_q, xs[0]), (of_k, xs[-1]))]
+    weights = [
+        local_weights(tensor_weights, call.layout, t, in_rows)[:2]
+        for tensor_weights, t in ((q_weights, xs[0]), (k_weights, xs[-1]))
+    ]
     local = Call(spec, layout, tables, None, Weights(*weights[0], *weights[1]), cos_sin)
     ys = run(local, tuple(x.to_local() for x in xs), ())
     return tuple(wrap_shard(y, x, spec.out_dim(x.shape[3])) for x, y in zip(xs, ys, strict=True))
@@ -79,14 +84,14 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
     start, length = local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2
     dims = {dim: dim for dim in (BATCH, HEADS)[:outer] if cos_sin.shape[dim] > 1}
-    rows_sharded = any(is_sharded(t) and count_ranks(t, outer) > 1 for t in cos_sin.given)
+    rows_sharded = any(is_sharded(t) and count_ranks(t, outer) > 1 for t in cos_sin.tensors)
     if rows_sharded and layout.num_grid_tokens == layout.num_tokens:
         dims[TOKENS] = outer
         layout = Layout(length, 0, length, 0, ())
     else:
         layout = layout._replace(num_tokens=length, start=layout.start + start)
     if HEADS in dims:
-        check_heads("tables", cos_sin.given[0], HEADS, x)
+        check_heads("tables", cos_sin.tensors[0], HEADS, x)
     cos, sin = (None if t is None else _local_table(t, x, dims) for t in cos_sin[:2])
     return layout, cos_sin._replace(cos=cos, sin=sin)
 
@@ -95,8 +100,8 @@ def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
     """Return this rank's part of a table. It is a view of a plain tensor that needs no gradient."""
     if is_sharded(t) or t.requires_grad:
         return take_local(t, x, dims)
-    for dim, own in dims.items():
+    for dim, table_dim in dims.items():
         start, length = local_part(x, dim)
-        share = x.shape[dim] // t.shape[own]  # heads of x that share rows
-        t = t.narrow(own, start // share, length // share)
+        heads_per_row = x.shape[dim] // t.shape[table_dim]  # heads of x that share rows
+        t = t.narrow(table_dim, start // heads_per_row, length // heads_per_row)
     return t

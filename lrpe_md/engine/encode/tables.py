@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import reference
 from ...checks import as_integer, check_dense
-from ..core.call import Call, CosSin, GivenTables, Layout, Spec
+from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
 
 __all__ = ["TABLE_NAMES", "check_tables", "replace_angles", "store_angles", "take_tables"]
@@ -28,7 +28,7 @@ NO_POSITIONS = (
 
 def take_tables(
     tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
-) -> GivenTables:
+) -> CallerTables:
     """Convert the tables of a public call, and check that its other arguments go with them."""
     if tables is None:
         if omega is None:
@@ -41,8 +41,8 @@ def take_tables(
         raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
-    number = as_integer(prefix)
-    if number is None or isinstance(prefix, bool) or number < 0:
+    num_prefix = as_integer(prefix)
+    if num_prefix is None or isinstance(prefix, bool) or num_prefix < 0:
         raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
     if isinstance(tables, Tensor):
         if tables.is_nested or not tables.is_complex():
@@ -50,14 +50,14 @@ def take_tables(
                 f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got one tensor of "
                 f"{tables.dtype}"
             )
-        return GivenTables(CosSin(torch.view_as_real(tables.resolve_conj()), None, inverse), number)
+        return CallerTables(CosSin(torch.view_as_real(tables.resolve_conj()), None, inverse), num_prefix)
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-        got = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
-        raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {got}")
+        description = f"{len(tables)} values" if isinstance(tables, (tuple, list)) else type(tables).__name__
+        raise TypeError(f"tables: expected a pair (cos, sin), or one complex tensor cos + i sin, got {description}")
     cos, sin = tables
     if sin is None:
         check_dense(SIN, sin, FORM)
-    return GivenTables(CosSin(cos, sin, inverse), number)
+    return CallerTables(CosSin(cos, sin, inverse), num_prefix)
 
 
 def _refuse_beside_tables(**others: Any) -> None:
@@ -70,9 +70,9 @@ def _refuse_beside_tables(**others: Any) -> None:
             )
 
 
-def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
+def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
     """Check tables against validated inputs; return their layout among the tokens."""
-    (cos, sin, _), prefix = given
+    (cos, sin, _), prefix = tables
     if sin is None:
         _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
     else:
@@ -80,15 +80,15 @@ def check_tables(given: GivenTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layo
         _check_table(SIN, sin, spec, xs)
         if cos.shape != sin.shape:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(
-                f"tables: expected cos and sin of the same shape, got {given.cos_sin.shape} and {sin.shape}"
+                f"tables: expected cos and sin of the same shape, got {tables.cos_sin.shape} and {sin.shape}"
             )
-    num_rows, num_tokens = given.cos_sin.shape[-2], xs[0].shape[2]
+    num_rows, num_tokens = tables.cos_sin.shape[-2], xs[0].shape[2]
     if prefix + num_rows > num_tokens:
         raise ValueError(
             f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
-            f"({tuple(given.cos_sin.shape)})" + TRANSPOSE * (xs[0].shape[1] == prefix + num_rows)
+            f"({tuple(tables.cos_sin.shape)})" + TRANSPOSE * (xs[0].shape[1] == prefix + num_rows)
         )
-    return given.lay_out(num_tokens)
+    return tables.lay_out(num_tokens)
 
 
 def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
@@ -102,12 +102,12 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
         raise ValueError(f"{name}: expected {FORM}, got {shape}")
     widths = [spec.num_channels] if spec.map == "cosine" else [spec.num_channels, 2 * spec.num_channels]
     if shape[-1] not in widths:
-        known = " (pairs) or ".join(map(str, widths)) + (" (rotated channels)" if len(widths) > 1 else " (channels)")
-        raise ValueError(f"{name}: expected a last dimension of {known}, got {shape}")
+        expected = " (pairs) or ".join(map(str, widths)) + (" (rotated channels)" if len(widths) > 1 else " (channels)")
+        raise ValueError(f"{name}: expected a last dimension of {expected}, got {shape}")
     if t.ndim > 2 and shape[0] not in (1, x.shape[0]):
         raise ValueError(f"{name}: expected {FORM} with B = {x.shape[0]}, got {shape}")
-    if t.ndim == 4 and any(shape[1] < 1 or each.shape[1] % shape[1] for each in xs):
-        heads = ", ".join(str(each.shape[1]) for each in xs)
+    if t.ndim == 4 and any(shape[1] < 1 or tensor.shape[1] % shape[1] for tensor in xs):
+        heads = ", ".join(str(tensor.shape[1]) for tensor in xs)
         raise ValueError(
             f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
         )

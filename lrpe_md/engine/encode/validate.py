@@ -18,7 +18,7 @@ from ..core.call import (
     NO_WEIGHTS,
     Act,
     Call,
-    GivenTables,
+    CallerTables,
     Impl,
     Layout,
     Options,
@@ -57,7 +57,7 @@ def validate(
     for name, t in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
         check_input(name, t, x)
     spec = _specify(options, x.shape[-1])
-    if type(positions) is GivenTables:
+    if type(positions) is CallerTables:
         layout = check_tables(positions, spec, xs)
         if options.norm is not None:
             check_weights(options, weights, xs, layout)
@@ -81,14 +81,14 @@ def validate(
             "both use the same frequencies. To use different ones, encode q and k in separate calls"
         )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
-    amplitude = _lay_amplitude(amplitude, channels, x.device)
+    amplitude = _lay_out_amplitude(amplitude, channels, x.device)
     for name, t in ((phase_name, phase), ("amplitude", amplitude)):
         if t is not None:
             _check_omega(name, t, xs, (channels,), "(H or 1, channels or pairs)")
     tensors = (("omega", omega), (phase_name, phase), ("amplitude", amplitude))
-    several = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
-    for name, t in several[1:]:
-        first_name, first = several[0]
+    head_tensors = [(name, t) for name, t in tensors if t is not None and t.shape[0] > 1]
+    for name, t in head_tensors[1:]:
+        first_name, first = head_tensors[0]
         if t.shape[0] != first.shape[0]:
             raise ValueError(
                 f"{name}: expected 1 head or {first_name}'s {first.shape[0]}, got {t.shape[0]} ({tuple(t.shape)})"
@@ -155,7 +155,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 
 
-def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
+def _lay_out_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         if value is not None:
             check_dense("amplitude", value, "(H or 1, channels or pairs)")
@@ -170,18 +170,18 @@ def _lay_amplitude(value: Any, channels: int, device: torch.device) -> Tensor | 
         raise ValueError(f"amplitude: expected a finite number, got {value!r}")
     if value == 1:
         return None
-    if torch.compiler.is_compiling() or fleeting() or _capturing(device):
+    if torch.compiler.is_compiling() or fleeting() or _is_capturing(device):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
-    return _filled(float(value), channels, device)
+    return _make_constant(float(value), channels, device)
 
 
-def _capturing(device: torch.device) -> bool:
+def _is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache  # without a limit, because a CUDA graph may hold the address
-def _filled(value: float, channels: int, device: torch.device) -> Tensor:
+def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
 

@@ -14,7 +14,7 @@ from ...positions.sequences import Packed
 from ..core.joined import Split, TracedSplit
 from ..core.memory import split_projection
 from ..core.operator import is_direct
-from ..inductor.private import exporting, transforming
+from ..inductor.private import is_exporting, is_transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 
@@ -34,11 +34,11 @@ def encode_qkv(
     if xs:
         raise TypeError(f"qkv: expected no other tensors next to qkv, got {len(xs)}")
     num_key_heads = _check_projection(qkv, num_key_heads)
-    batched = qkv.ndim == (5 if num_key_heads is None else 4)
-    into = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
-    q, k, v = split_qkv(qkv if batched else qkv[None], num_key_heads)
-    q, k = encode(q, k, **into)
-    return _tokens_first(q, batched), _tokens_first(k, batched), _tokens_first(v, batched)
+    is_batched = qkv.ndim == (5 if num_key_heads is None else 4)
+    out_argument = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
+    q, k, v = split_qkv(qkv if is_batched else qkv[None], num_key_heads)
+    q, k = encode(q, k, **out_argument)
+    return _put_tokens_first(q, is_batched), _put_tokens_first(k, is_batched), _put_tokens_first(v, is_batched)
 
 
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,10 +48,10 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
     and dk, so only dv is copied, and :func:`lrpe_md.linear_attention` writes all three. This works in eager mode, and
     in Inductor's code if sizes are static. The gradients of ordinary PyTorch views would all be copied.
     """
-    if torch.is_grad_enabled() and not transforming():
+    if torch.is_grad_enabled() and not is_transforming():
         if is_direct((qkv,)):
             return Split.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
-        if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not exporting():
+        if type(qkv) is Tensor and torch.compiler.is_dynamo_compiling() and not is_exporting():
             return TracedSplit.apply(qkv, num_key_heads)  # pyright: ignore[reportReturnType]
     q, k, v = split_projection(qkv, num_key_heads)
     return q, k, v
@@ -66,8 +66,8 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
         check_dense(name, x, "(N, H, D)")
         if x.ndim != 3:
             raise ValueError(f"{name}: expected (N, H, D), like {'q' if name == 'k' else 'k'}, got {tuple(x.shape)}")
-    ys = encode(*map(_heads_first, xs))
-    return tuple(_tokens_first(y, False) for y in ys) if len(xs) > 1 else _tokens_first(ys, False)
+    ys = encode(*map(_put_heads_first, xs))
+    return tuple(_put_tokens_first(y, False) for y in ys) if len(xs) > 1 else _put_tokens_first(ys, False)
 
 
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
@@ -115,17 +115,17 @@ def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
 
 
 def order_heads(out: Any) -> Any:
-    """Apply :func:`_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is refused later."""
-    fits = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
-    return _heads_first(out) if fits else out
+    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is refused later."""
+    is_valid = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
+    return _put_heads_first(out) if is_valid else out
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def _put_heads_first(x: Tensor) -> Tensor:
     """Return (B, N, H, D) or (N, H, D) as a view (B or 1, H, N, D)."""
     return (x if x.ndim == 4 else x[None]).transpose(1, 2)
 
 
-def _tokens_first(y: Tensor, batched: bool) -> Tensor:
-    """Undo :func:`_heads_first`."""
+def _put_tokens_first(y: Tensor, is_batched: bool) -> Tensor:
+    """Undo :func:`_put_heads_first`."""
     y = y.transpose(1, 2)
-    return y if batched else y[0]
+    return y if is_batched else y[0]

@@ -31,18 +31,18 @@ from torch import Tensor
 from ..._ops import ops
 from ..core.call import Variant
 from ..core.memory import split_projection
-from ..core.recording import COMPILER_OPTIONS, Start, UnrecordableError, record
-from .private import storage_of
+from ..core.recording import COMPILER_OPTIONS, KernelLaunch, UnrecordableError, record
+from .private import get_storage_id
 
 __all__ = ["SOURCE", "register", "register_join"]
 
 
 def _hash_source() -> str:
     """Hash the source code of the engine. Compilers cache code by an operator's arguments, which must include this."""
-    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 SOURCE = _hash_source()
@@ -111,51 +111,53 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
     inputs = _Inputs()
     with unset_fake_temporarily():
         values = inputs.read(args)
-        passing = None if join is None or join.passing is None else inputs.read(join.passing)
+        v_gradient = None if join is None or join.v_gradient is None else inputs.read(join.v_gradient)
         num_joined = 0 if join is None else join.num_joined
         with record() as recorded:
-            places = () if join is None else join.places(torch.empty(join.shape, dtype=join.dtype, device="meta"))
-            outs = run(*values, outs=places[:num_joined]) if places else run(*values)
-        for start in recorded.starts:
-            _check(start, inputs.device)
-        copy = _plan_copy(recorded.starts[0], passing, places) if recorded.starts else None
-        fixed = [fix(start.kernel, start.args, None if i else copy) for i, start in enumerate(recorded.starts)]
-        boxes = _Boxes(inputs, recorded.allocated, outs, num_joined)
-        found = [[boxes.find(t) for t in each.tensors] for each in fixed]
-    for start, each, tensors in zip(recorded.starts, fixed, found, strict=True):
-        values = (*(box for box, _ in tensors), each.numbers, each.types, start.variant)
-        arguments = dict(zip(each.kernel.arg_names, values, strict=True))
-        written = {id(whole): whole for _, whole in tensors if whole is not None}
-        _node_type()(each, start, arguments, list(written.values()))
+            views = () if join is None else join.split_views(torch.empty(join.shape, dtype=join.dtype, device="meta"))
+            outs = run(*values, outs=views[:num_joined]) if views else run(*values)
+        for launch in recorded.launches:
+            _check_compilable(launch, inputs.device)
+        copy = _plan_copy(recorded.launches[0], v_gradient, views) if recorded.launches else None
+        fixed_kernels = [
+            fix(launch.kernel, launch.args, None if i else copy) for i, launch in enumerate(recorded.launches)
+        ]
+        boxes = _Boxes(inputs, recorded.allocations, outs, num_joined)
+        kernel_boxes = [[boxes.find(t) for t in fixed_kernel.tensors] for fixed_kernel in fixed_kernels]
+    for launch, fixed_kernel, tensors in zip(recorded.launches, fixed_kernels, kernel_boxes, strict=True):
+        values = (*(box for box, _ in tensors), fixed_kernel.numbers, fixed_kernel.types, launch.variant)
+        arguments = dict(zip(fixed_kernel.kernel.arg_names, values, strict=True))
+        written_boxes = {id(box_to_write): box_to_write for _, box_to_write in tensors if box_to_write is not None}
+        _node_type()(fixed_kernel, launch, arguments, list(written_boxes.values()))
     if join is not None:
-        join.node.meta[_JOINED] = boxes.joined, num_joined + (copy is not None)
+        join.node.meta[_JOIN_STATE] = boxes.joined_buffer, num_joined + (copy is not None)
     return boxes.outs
 
 
-def _plan_copy(start: Start, passing: Tensor | None, places: Sequence[Tensor]) -> Any:
+def _plan_copy(launch: KernelLaunch, v_gradient: Tensor | None, views: Sequence[Tensor]) -> Any:
     """Plan the copy of v's gradient if its rows and their destinations are 16-byte aligned; else return None."""
     from ..core.launching import in_eights
     from ..kernels.fixed import Copy
 
-    if passing is None or passing.storage_offset() or places[-1].storage_offset() % 8:
+    if v_gradient is None or v_gradient.storage_offset() or views[-1].storage_offset() % 8:
         return None
-    if not in_eights(passing.shape[3], [passing.stride(), places[-1].stride()]):
+    if not in_eights(v_gradient.shape[3], [v_gradient.stride(), views[-1].stride()]):
         return None
-    return Copy(passing, places[-1], start.programs, start.options.get("num_warps", 4))
+    return Copy(v_gradient, views[-1], launch.programs, launch.options.get("num_warps", 4))
 
 
 _LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs that the tiles of linear attention are chosen for
 
 
-def _check(start: Start, device: torch.device | None) -> None:
+def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None:
     """Check that Inductor can compile the kernel and gets bitwise the same results. It can't try other tiles."""
     from torch._inductor.virtualized import V
 
-    if V.graph.cpp_wrapper and _needs_launcher(start):
+    if V.graph.cpp_wrapper and _needs_launcher(launch):
         raise FallBackToOperator
-    if _sums_rows(start.variant) and not start.variant.aligned:
+    if _sums_rows(launch.variant) and not launch.variant.aligned:
         raise FallBackToOperator  # constant strides would change how a row is distributed over threads, and so its sums
-    if start.variant.num_features:
+    if launch.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
             raise FallBackToOperator
@@ -167,14 +169,14 @@ def _sums_rows(variant: Variant) -> bool:
     return sums and variant.head_dim > 0
 
 
-def _needs_launcher(start: Start) -> bool:
+def _needs_launcher(launch: KernelLaunch) -> bool:
     """Return whether a kernel needs a register limit that Inductor can't set.
 
     Without the limit, fewer programs would run at once than planned.
     """
-    variant = start.variant
-    fits = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
-    return "maxnreg" in start.options and not fits and not _takes_options()
+    variant = launch.variant
+    needs_no_limit = (variant.map, variant.act, variant.norm) == ("rotate", "none", "none") and not variant.num_features
+    return "maxnreg" in launch.options and not needs_no_limit and not _takes_options()
 
 
 class _Inputs:
@@ -189,7 +191,7 @@ class _Inputs:
         from torch._inductor.ir import IRNode
 
         if isinstance(value, (list, tuple)):
-            return [self.read(each) for each in value]
+            return [self.read(item) for item in value]
         if not isinstance(value, IRNode):
             return _read_number(value)
         if id(value) not in self.tensors:
@@ -209,7 +211,7 @@ class _Inputs:
         if begin:
             num = t.untyped_storage().nbytes() // t.itemsize + begin
             t = torch.empty(num, dtype=t.dtype, device="meta").as_strided(size, stride, begin)
-        self.boxes[storage_of(t)] = box, begin
+        self.boxes[get_storage_id(t)] = box, begin
         return t
 
 
@@ -229,42 +231,42 @@ class _Boxes:
         self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int
     ) -> None:  # fmt: skip
         """Allocate the outputs. The first ``num_joined`` of them are views of one tensor."""
-        self.device, self.given, self.allocated = inputs.device, inputs.boxes, allocated
-        self.after = _find_predecessors(inputs)
-        self.written: dict[int, Any] = {}
+        self.device, self.input_boxes, self.allocations = inputs.device, inputs.boxes, allocated
+        self.predecessors = _find_predecessors(inputs)
+        self.buffers: dict[int, Any] = {}
         views, others = outs[:num_joined], outs[num_joined:]
-        geometry = {storage_of(out): out for out in others}
-        whole = all(out.storage_offset() == 0 and storage_of(out) in allocated for out in others)
-        if not whole or len(geometry) != len(others):
+        geometry = {get_storage_id(out): out for out in others}
+        are_own_storages = all(out.storage_offset() == 0 and get_storage_id(out) in allocated for out in others)
+        if not are_own_storages or len(geometry) != len(others):
             raise FallBackToOperator
-        self.joined = self._write(allocated[storage_of(views[0])]) if views else None
-        self.outs = [_view_as(self.joined, view) for view in views] + [self._write(out) for out in others]
+        self.joined_buffer = self._write(allocated[get_storage_id(views[0])]) if views else None
+        self.outs = [_view_as(self.joined_buffer, view) for view in views] + [self._write(out) for out in others]
 
     def _write(self, like: Tensor) -> Any:
-        key = storage_of(like)
-        if key not in self.written:
-            self.written[key] = _allocate(like, self.device, self.after)
-        return self.written[key]
+        key = get_storage_id(like)
+        if key not in self.buffers:
+            self.buffers[key] = _allocate(like, self.device, self.predecessors)
+        return self.buffers[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
         """Return a compiler's tensor that begins where t does and, if we allocated it, the whole tensor."""
-        key = storage_of(t)
-        if key in self.given:
-            box, begin = self.given[key]
+        key = get_storage_id(t)
+        if key in self.input_boxes:
+            box, begin = self.input_boxes[key]
             if t.storage_offset() != begin:
                 raise FallBackToOperator
             return box, None
-        if key not in self.allocated:
+        if key not in self.allocations:
             raise FallBackToOperator  # a tensor from an earlier call
-        whole = self._write(self.allocated[key])
+        whole_box = self._write(self.allocations[key])
         if not t.storage_offset():
-            return whole, whole
-        return _view_as(whole, t), whole
+            return whole_box, whole_box
+        return _view_as(whole_box, t), whole_box
 
 
 # --- gradients of a projection ---------------------------------------------------------------------------------------
 
-_JOINED = "lrpe_md joined"  # metadata of a join's node: the joined buffer, and how many gradients are already in it
+_JOIN_STATE = "lrpe_md joined"  # metadata of a join's node: the joined buffer, and how many gradients are already in it
 
 
 class _Join(NamedTuple):
@@ -274,11 +276,11 @@ class _Join(NamedTuple):
     num_joined: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    passing: Any  # v's gradient, if another node computes it and it is in memory
+    v_gradient: Any  # v's gradient, if another node computes it and it is in memory
 
-    def places(self, whole: Tensor) -> tuple[Tensor, ...]:
+    def split_views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return views for dq, dk and dv of the joined tensor."""
-        return split_projection(whole, self.node.args[1])
+        return split_projection(buffer, self.node.args[1])
 
 
 def _find_join(count: int) -> _Join | None:
@@ -291,35 +293,35 @@ def _find_join(count: int) -> _Join | None:
     users = list(outs[0].users) if 0 in outs else []
     if len(users) != 1 or users[0].target is not ops.join.default:
         return None
-    found: Any = users[0]
-    found.meta.pop(_JOINED, None)
-    grads, num_key_heads = found.args
-    alone = all(i in outs and grads[i] is outs[i] and list(outs[i].users) == [found] for i in range(count))
-    value = found.meta["val"]
-    static = all(isinstance(size, int) for size in value.shape) and isinstance(num_key_heads, int | None)
-    if count < 2 or not alone or not static or any(g.meta["val"].dtype != value.dtype for g in grads):
+    join: Any = users[0]
+    join.meta.pop(_JOIN_STATE, None)
+    grads, num_key_heads = join.args
+    is_only_use = all(i in outs and grads[i] is outs[i] and list(outs[i].users) == [join] for i in range(count))
+    value = join.meta["val"]
+    is_static = all(isinstance(size, int) for size in value.shape) and isinstance(num_key_heads, int | None)
+    if count < 2 or not is_only_use or not is_static or any(g.meta["val"].dtype != value.dtype for g in grads):
         return None
-    passing = V.graph.env.get(grads[2]) if count == 2 and grads[2].meta["val"].dtype == value.dtype else None
-    passing = passing if passing is not None and ir.is_storage_and_layout(passing) else None
-    return _Join(found, count, tuple(value.shape), value.dtype, passing)
+    v_gradient = V.graph.env.get(grads[2]) if count == 2 and grads[2].meta["val"].dtype == value.dtype else None
+    v_gradient = v_gradient if v_gradient is not None and ir.is_storage_and_layout(v_gradient) else None
+    return _Join(join, count, tuple(value.shape), value.dtype, v_gradient)
 
 
 def _lower_join(grads: Sequence[Any], num_key_heads: int | None) -> Any:
     """Lower the join, copying each gradient that is not in place yet."""
     from torch._inductor.virtualized import V
 
-    found = V.graph.current_node.meta.pop(_JOINED, None)
-    if found is None:
-        rows = [_lowering("permute")(g, [0, 2, 1, 3]) for g in grads]
+    join_state = V.graph.current_node.meta.pop(_JOIN_STATE, None)
+    if join_state is None:
+        rows = [_find_lowering("permute")(g, [0, 2, 1, 3]) for g in grads]
         if num_key_heads is None:
-            rows = [_lowering("unsqueeze")(row, 2) for row in rows]
-        return _lowering("cat")(rows, 2)
-    joined, count = found
-    sizes = [_read_number(n) for n in joined.get_size()]
-    places = split_projection(torch.empty(sizes, device="meta"), num_key_heads)
-    for place, grad in list(zip(places, grads, strict=True))[count:]:
-        _lowering("copy_")(_view_as(joined, place), grad)
-    return joined
+            rows = [_find_lowering("unsqueeze")(row, 2) for row in rows]
+        return _find_lowering("cat")(rows, 2)
+    buffer, count = join_state
+    sizes = [_read_number(n) for n in buffer.get_size()]
+    views = split_projection(torch.empty(sizes, device="meta"), num_key_heads)
+    for view, grad in list(zip(views, grads, strict=True))[count:]:
+        _find_lowering("copy_")(_view_as(buffer, view), grad)
+    return buffer
 
 
 # --- tensors of the compiler -----------------------------------------------------------------------------------------
@@ -356,15 +358,15 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     names = {box.get_name() for box, _ in inputs.boxes.values()}
     if not names <= V.graph.graph_inputs.keys():
         return names
-    derived = {V.graph.current_node}
-    waiting: list[Any] = list(V.graph.current_node.users)
-    while waiting:
-        user = waiting.pop()
-        others = [node for node in user.all_input_nodes if node not in derived]
-        if not others and user not in derived:  # depends only on our outputs, for example a view
-            derived.add(user)
-            waiting += user.users
-        for node in others:
+    derived_nodes = {V.graph.current_node}
+    queue: list[Any] = list(V.graph.current_node.users)
+    while queue:
+        user = queue.pop()
+        other_nodes = [node for node in user.all_input_nodes if node not in derived_nodes]
+        if not other_nodes and user not in derived_nodes:  # depends only on our outputs, for example a view
+            derived_nodes.add(user)
+            queue += user.users
+        for node in other_nodes:
             while node not in V.graph.env and len(node.all_input_nodes) == 1:  # e.g. a view, not lowered yet
                 (node,) = node.all_input_nodes
             box = V.graph.env.get(node)
@@ -373,8 +375,8 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     return names
 
 
-def _allocate(like: Tensor, device: torch.device | None, after: set[str]) -> Any:
-    """Allocate an output once the buffers ``after`` exist.
+def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str]) -> Any:
+    """Allocate an output once the buffers ``predecessors`` exist.
 
     Inductor searches for the order with the least memory, and may move an allocation that depends on nothing, or only
     on saved tensors, before all layers. That can cost all the memory that recomputing an encoding saves. The reason: if
@@ -382,16 +384,16 @@ def _allocate(like: Tensor, device: torch.device | None, after: set[str]) -> Any
     """
     from torch._inductor.virtualized import V
 
-    box = _lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
-    V.graph.additional_star_deps[box.data.data.get_operation_name()].update(sorted(after))
+    box = _find_lowering("empty_strided")(list(like.shape), list(like.stride()), dtype=like.dtype, device=device)
+    V.graph.additional_star_deps[box.data.data.get_operation_name()].update(sorted(predecessors))
     return box
 
 
 def _view_as(box: Any, t: Tensor) -> Any:
-    return _lowering("as_strided")(box, t.shape, t.stride(), t.storage_offset())
+    return _find_lowering("as_strided")(box, t.shape, t.stride(), t.storage_offset())
 
 
-def _lowering(name: str) -> Any:
+def _find_lowering(name: str) -> Any:
     from torch._inductor.lowering import lowerings
 
     return lowerings[getattr(torch.ops.aten, name).default]
@@ -413,37 +415,41 @@ def _node_type() -> Any:
         pointers to x and to the outputs in one tuple.
         """
 
-        def __init__(self, fixed: Any, start: Start, arguments: dict[str, Any], written: Sequence[Any]) -> None:
+        def __init__(
+            self, fixed_kernel: Any, launch: KernelLaunch, arguments: dict[str, Any], written_boxes: Sequence[Any]
+        ) -> None:
             values = {name: self._place(value) for name, value in arguments.items()}
             inputs = [value for value in values.values() if isinstance(value, ir.IRNode)]
             constants = tuple(value for value in values.values() if not isinstance(value, ir.IRNode))
             device = inputs[0].get_device()
             ir.ExternKernel.__init__(self, None, ir.NoneLayout(device=device), inputs, constants, values)
-            options = dict(start.options)
-            self.fixed, self.start = fixed, start
+            options = dict(launch.options)
+            self.fixed_kernel, self.launch = fixed_kernel, launch
             config = triton.Config({}, num_warps=options.pop("num_warps", 4))
-            chosen: Any = triton.autotune(configs=[config], key=[])(fixed.kernel)
-            self.kernel_idx = kernel_side_table.add_kernel(chosen)
-            self.grid = [(start.programs + fixed.programs, 1, 1)]
+            tuned_kernel: Any = triton.autotune(configs=[config], key=[])(fixed_kernel.kernel)
+            self.kernel_idx = kernel_side_table.add_kernel(tuned_kernel)
+            self.grid = [(launch.programs + fixed_kernel.programs, 1, 1)]
             self.device = device
             self.launch_kwargs = tuple(options)  # used from torch 2.15 on; earlier compilers take no other options
             self.kwargs |= options if _takes_options() else {}
             self.ordered_kwargs_for_cpp_kernel = list(arguments)
-            self.mutable_args = list(written)
-            self.mutation_outputs = [ir.MutationOutput(ir.NoneLayout(device=device), box, self) for box in written]
+            self.mutable_args = list(written_boxes)
+            self.mutation_outputs = [
+                ir.MutationOutput(ir.NoneLayout(device=device), box, self) for box in written_boxes
+            ]
             V.graph.register_operation(self)
 
         def codegen(self, wrapper: Any) -> None:
-            if not _needs_launcher(self.start):
+            if not _needs_launcher(self.launch):
                 with _define_fixed(wrapper, by_torch=not V.graph.cpp_wrapper):
                     return super().codegen(wrapper)
-            name, num_tensors = self.start.kernel.fn.__name__, len(self.inputs)
-            constants = self.fixed.numbers, self.fixed.types, self.start.variant
-            made_of = name, num_tensors, self.fixed.written, self.fixed.branch
-            values = *made_of, constants, self.start.programs + self.fixed.programs, self.start.options
+            name, num_tensors = self.launch.kernel.fn.__name__, len(self.inputs)
+            constants = self.fixed_kernel.numbers, self.fixed_kernel.types, self.launch.variant
+            kernel_source = name, num_tensors, self.fixed_kernel.arguments, self.fixed_kernel.branch
+            values = *kernel_source, constants, self.launch.programs + self.fixed_kernel.programs, self.launch.options
             launcher = f"fixed_{name}_launcher_{wrapper.next_kernel_suffix()}"
-            made = f"__import__({Launcher.__module__!r}, fromlist=['_']).Launcher{values!r}"
-            wrapper.define_kernel(launcher, made)
+            launcher_source = f"__import__({Launcher.__module__!r}, fromlist=['_']).Launcher{values!r}"
+            wrapper.define_kernel(launcher, launcher_source)
             wrapper.writeline(f"{launcher}({', '.join(box.codegen_reference() for box in self.inputs)})")
 
         def _place(self, value: Any) -> Any:
@@ -468,14 +474,14 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
     define = wrapper.define_kernel
 
     def define_fixed(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
-        source, end, rest = body.rpartition("''', device_str")
+        source, separator, tail = body.rpartition("''', device_str")
         if not _takes_options():
             source = source.replace("triton_meta={", f"triton_meta={{{str(COMPILER_OPTIONS)[1:-1]}, ", 1)
-        made = re.search(r"@triton_heuristics.*?^def (\w+)", source, re.DOTALL | re.MULTILINE)
-        kind = ""
-        if made is not None and by_torch:
-            kind = f"{made[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n"
-        return define(name, source + kind + end + rest, *args, **kwargs)
+        kernel_match = re.search(r"@triton_heuristics.*?^def (\w+)", source, re.DOTALL | re.MULTILINE)
+        heuristic = ""
+        if kernel_match is not None and by_torch:
+            heuristic = f"{kernel_match[1]}.heuristic_type = triton_heuristics.HeuristicType.FIXED\n"
+        return define(name, source + heuristic + separator + tail, *args, **kwargs)
 
     wrapper.define_kernel = define_fixed
     try:

@@ -18,8 +18,9 @@ from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[repor
 from torch.autograd import forward_ad
 
 __all__ = [
-    "READ_FROM", "are_transforms_active", "assert_async", "copy_each", "exporting", "find_backward", "has_static_value",
-    "is_legacy_batched", "is_tracing", "num_dispatch_modes", "record_again", "storage_of", "transforming",
+    "READ_FROM", "are_transforms_active", "assert_async", "copy_each", "enable_recording", "find_backward",
+    "get_storage_id", "has_static_value", "is_exporting", "is_legacy_batched", "is_tracing", "is_transforming",
+    "num_dispatch_modes",
 ]  # fmt: skip
 
 _V211, _V214 = "2.11", "2.14"
@@ -61,12 +62,12 @@ is_tracing = torch._C._is_tracing
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def transforming() -> bool:
+def is_transforming() -> bool:
     """Return whether a torch.func transform or a dual level is active."""
     return are_transforms_active() or forward_ad._current_level >= 0
 
 
-def exporting() -> bool:
+def is_exporting() -> bool:
     """Return whether torch.export is tracing. In torch 2.11, is_exporting() is also true in compiled functions."""
     return torch.compiler._is_exporting_flag
 
@@ -79,7 +80,7 @@ def has_static_value(size: Any) -> bool:
     return symbolic_shapes.has_static_value(size)
 
 
-def storage_of(t: Tensor) -> int:
+def get_storage_id(t: Tensor) -> int:
     """Return an id of a tensor's storage: the same for all its views, and unique while it lives."""
     return t.untyped_storage()._cdata
 
@@ -90,7 +91,7 @@ def find_backward(function: Any) -> Any:
 
 
 @contextmanager
-def record_again() -> Iterator[None]:
+def enable_recording() -> Iterator[None]:
     """Enable autograd inside an operator's kernel, where the dispatcher has disabled it."""
     exclude: Any = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):

@@ -85,12 +85,12 @@ def drop_turns(s, w, ANY_SIZE: tl.constexpr):
     subtraction, the product's rounding error would count twice.
     """
     if ANY_SIZE:
-        less = tl.ceil(-0.5 - s * w)
-        shifted = (less - 2.0 * tl.floor(less * 0.5)) + ROUND
+        negated_turns = tl.ceil(-0.5 - s * w)
+        shifted = (negated_turns - 2.0 * tl.floor(negated_turns * 0.5)) + ROUND
     else:
         shifted = tl.fma(s, w, ROUND)  # cheaper than ceil, which is a conversion
-        less = ROUND - shifted  # negating shifted - ROUND would cost another subtraction
-    return tl.fma(s, w, less), shifted.to(tl.int32, bitcast=True)
+        negated_turns = ROUND - shifted  # negating shifted - ROUND would cost another subtraction
+    return tl.fma(s, w, negated_turns), shifted.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def to_turns(w, UNIT: tl.constexpr):
 def to_fixed(hi, lo):
     """Convert hi + lo turns, modulo 1, to fixed point: an int32 in units of 2^-32 and a uint32 in units of 2^-64."""
     size = tl.abs(hi)
-    rest = size - tl.floor(size)  # exact, unlike subtracting the nearest integer when that is larger
-    m = tl.where(hi < 0.0, -rest, rest) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
+    fraction = size - tl.floor(size)  # exact, unlike subtracting the nearest integer when that is larger
+    m = tl.where(hi < 0.0, -fraction, fraction) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
     n = m.to(tl.int32)
     m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), (m - n.to(tl.float32)) * 2.0)
     whole = tl.floor(m)
@@ -128,11 +128,11 @@ def count_turns(w):
 
 
 @triton.jit
-def mark_not_finite(loaded):
+def mark_non_finite(values):
     """Return 1 for each channel with a non-finite frequency or phase, else 0. Integers can't represent those."""
-    zero = loaded[0].to(tl.float32) * 0.0
-    for i in tl.static_range(1, len(loaded)):
-        zero += loaded[i].to(tl.float32) * 0.0
+    zero = values[0].to(tl.float32) * 0.0
+    for i in tl.static_range(1, len(values)):
+        zero += values[i].to(tl.float32) * 0.0
     return (zero != zero).to(tl.uint32)
 
 
@@ -145,18 +145,18 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
     m_c: their mask, or None if all exist.
     """
     K: tl.constexpr = V.num_axes
-    loaded = ()
+    channels = ()
     for j in tl.static_range(K):
-        loaded += (load_channels(p_omega + o_c * K + j, m_c),)
+        channels += (load_channels(p_omega + o_c * K + j, m_c),)
     if V.has_phase:
-        loaded += (load_channels(p_phase + o_c, m_c),)
+        channels += (load_channels(p_phase + o_c, m_c),)
     omega = ()
-    for j in tl.static_range(len(loaded)):
-        w = loaded[j]
+    for j in tl.static_range(len(channels)):
+        w = channels[j]
         if V.fixed:
             hi, lo = count_turns(w)
             if j == 0:
-                lo = (lo & 0xFFFFFFFE) | mark_not_finite(loaded)
+                lo = (lo & 0xFFFFFFFE) | mark_non_finite(channels)
         elif V.wide or j == K:
             hi = w.to(tl.float64 if V.wide else tl.float32)
             lo = (w - hi.to(w.dtype)).to(hi.dtype)
@@ -164,7 +164,7 @@ def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
             hi, lo = to_turns(w, UNIT=1.0 if V.fast else 2.0)
             if V.fast:
                 lo *= TAU
-        omega += (_of_tokens(hi, lo),)
+        omega += (_as_rows(hi, lo),)
     return omega
 
 
@@ -177,7 +177,7 @@ def load_channels(p, m_c):
 
 
 @triton.jit
-def _of_tokens(hi, lo):
+def _as_rows(hi, lo):
     if len(hi.shape) == 1:
         return hi[None, :], lo[None, :]
     else:
@@ -238,8 +238,8 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     half = (turn + QUARTER) >> 31
     # OR with all ones gives a NaN. Loading the non-finite value itself would cost a register per channel, or a branch.
     _, bits = omega[0]
-    marked = (bits << 31).to(tl.int32, bitcast=True) >> 31
-    angles = (angles.to(tl.int32, bitcast=True) | marked).to(tl.float32, bitcast=True)
+    nan_mask = (bits << 31).to(tl.int32, bitcast=True) >> 31
+    angles = (angles.to(tl.int32, bitcast=True) | nan_mask).to(tl.float32, bitcast=True)
     return angles, half
 
 
@@ -280,24 +280,24 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
         w_hi, w_lo = omega[j]
         s = tl.broadcast_to(s_hi[:, None], [BLOCK_N, BLOCK_C])
         w = tl.broadcast_to(w_hi, [BLOCK_N, BLOCK_C])
-        a, odd = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
+        a, parity = drop_turns(s, w, ANY_SIZE=ANY_SIZE)
         if j == 0:
             part = a  # sum of s·hi without whole units, each rounded once
             low = s * w_lo  # sum of the low parts
         else:
             part += a
             low = tl.fma(s, w_lo, low)
-        half += odd
+        half += parity
         if ANY_SIZE:
             low += s_lo[:, None] * (w_hi * LOW)
     if V.has_phase:  # like another axis with frequency 1 and position φ on the grid, 0 off it
         f_hi, f_lo = omega[K]
         one = tl.full(f_hi.shape, C_HI * UNIT, tl.float32)
-        a, odd = drop_turns(f_hi, one, ANY_SIZE=True)
+        a, parity = drop_turns(f_hi, one, ANY_SIZE=True)
         on_grid = m_g[:, None]
         part += tl.where(on_grid, a, 0.0)
         low += tl.where(on_grid, tl.fma(f_hi, tl.full(f_hi.shape, C_LO * UNIT, tl.float32), f_lo * one) * LOW, 0.0)
-        half += tl.where(on_grid, odd, 0)
+        half += tl.where(on_grid, parity, 0)
     if V.fast:  # the hardware functions accept a few extra turns
         angles = tl.fma(part, tl.full(part.shape, TAU, tl.float32), low)
     else:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .features import (
     fill_rest,
+    form_block_cos_sin,
     load_gate,
     load_row,
     load_side,
@@ -19,7 +20,6 @@ from .features import (
     map_features,
     normalise_tokens,
     to_tiles,
-    turn_block,
 )
 from .linear import (
     activate_tokens,
@@ -36,7 +36,7 @@ from .linear import (
     sum_tokens,
 )
 from .rows import add_rows, scale_row
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
 
 
@@ -64,16 +64,16 @@ def fade(logs, V: tl.constexpr):
 def fade_pairs(L, V: tl.constexpr):
     """Return the decay of each key (column) for each query (row) of a block; 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
-    between = tl.minimum(L[:, None] - L[None, :], 0.0)
-    return tl.where(o_n[:, None] >= o_n[None, :], fade(between, V=V), 0.0)
+    log_decay = tl.minimum(L[:, None] - L[None, :], 0.0)
+    return tl.where(o_n[:, None] >= o_n[None, :], fade(log_decay, V=V), 0.0)
 
 
 @triton.jit
 def fade_pairs_transposed(L, V: tl.constexpr):
     """Return the transpose of :func:`fade_pairs`: keys are rows, queries columns."""
     o_n = tl.arange(0, V.block_n)
-    between = tl.minimum(L[None, :] - L[:, None], 0.0)
-    return tl.where(o_n[:, None] <= o_n[None, :], fade(between, V=V), 0.0)
+    log_decay = tl.minimum(L[None, :] - L[:, None], 0.0)
+    return tl.where(o_n[:, None] <= o_n[None, :], fade(log_decay, V=V), 0.0)
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def sum_crossing(products, V: tl.constexpr):
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)
-    earlier = tl.cumsum(products, axis=1) - products
-    return tl.sum(tl.where(o_n[:, None] >= o_n[None, :], earlier, 0.0), axis=0)
+    sums_before = tl.cumsum(products, axis=1) - products
+    return tl.sum(tl.where(o_n[:, None] >= o_n[None, :], sums_before, 0.0), axis=0)
 
 
 @triton.jit
@@ -101,13 +101,13 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, h, n0, o_n, m_n)
-        _raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, place, V=V)
-        _L, behind, total = load_decay(decay, place, V=V)
-        weight = fade(behind, V=V)
+        _k, k_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, place, V=V)
+        _L, logs_to_end, total = load_decay(decay, place, V=V)
+        weight = fade(logs_to_end, V=V)
         if V.gated:
             weight *= beta
         k_bar = scale_row(k_bar, weight[:, None])
-        k_hat = map_features(k_bar, turned, V=V)
+        k_hat = map_features(k_bar, cos_sin, V=V)
         factor = fade(total, V=V)
         S = add_outer_products(scale_row(S, factor), v_block, k_hat, V=V)
         if V.normalizer != "none":
@@ -118,7 +118,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
     """Compute the state at the end of each piece of the tokens: states (P, B G, D_v Ê + sums). gates: β and log g."""
-    G, P, B = unpack(sizes)
+    G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
     p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
@@ -130,35 +130,35 @@ def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
     """Compute dS and dZ before each piece, by piece and query head, from its queries. scales: see point_to_scales."""
-    G, R, P, B = unpack(sizes)
+    G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     side = (side, load_side(side, b, g, h, V=V))
-    _table, cut = pieces
-    _length, N = unpack(cut)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
     p_scale, to_dz = point_to_scales(p_scales, b, h, (B, G * R), N)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
     do_head = locate_tensor(do, b, h, V=V)
     dS = empty_state(V=V)
     dZ = empty_sums(V=V)
-    before = tl.sum(tl.zeros([2], dtype=tl.float64 if V.operand == "same" else tl.float32))
+    logs_before = tl.sum(tl.zeros([2], dtype=tl.float64 if V.operand == "same" else tl.float32))
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        turned = turn_block(side, n0, o_n, V=V)
-        L, _behind, total = load_decay(decay, (b, g, n0, o_n, m_n), V=V)
-        weight = fade(before + L, V=V)
-        before += total
+        cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
+        L, _logs_to_end, total = load_decay(decay, (b, g, n0, o_n, m_n), V=V)
+        weight = fade(logs_before + L, V=V)
+        logs_before += total
         if V.normalizer != "none":
-            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+            counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
             scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
             dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
             dZ = add_scaled(dZ, counts, dz * weight)
             weight *= scale
-        dS = add_outer_products(dS, do_block, map_features(scale_row(x_bar, weight[:, None]), turned, V=V), V=V)
+        dS = add_outer_products(dS, do_block, map_features(scale_row(x_bar, weight[:, None]), cos_sin, V=V), V=V)
     p_dstate = find_state(p_dstates, piece, b * G * R + h, B * G * R, V=V)
     store_state(p_dstate, p_dstate + V.v_dim * V.num_features, dS, sum_tokens(dZ), V=V)

@@ -34,16 +34,16 @@ from .norm import (
     zero_weight_gradients,
 )
 from .reduce import launch_second_pass
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .softmax import softmax_features, softmax_features_backward, softmax_sequence
-from .tables import load_cos_sin, point_to_tables, split_turn, zero_turn
+from .tables import load_cos_sin, point_to_tables, split_pair_entries, zero_cos_sin
 from .tiles import (
-    find_channels,
     first_channel,
     load,
     load_flags,
     load_pairs,
     load_tile,
+    locate_channels,
     point_to_row,
     split_pairs,
     store,
@@ -66,8 +66,8 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
         return x_bar[0] * cos, x_bar[0] * sin
     elif V.map == "rotate":
         a, b = x_bar[0], x_bar[1]
-        cos_a, cos_b = split_turn(cos, V=V)
-        sin_a, sin_b = split_turn(sin, V=V)
+        cos_a, cos_b = split_pair_entries(cos, V=V)
+        sin_a, sin_b = split_pair_entries(sin, V=V)
         return a * cos_a - b * sin_a, a * sin_b + b * cos_b
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map")
@@ -81,8 +81,8 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
         return (dy_cos * cos + dy_sin * sin,)
     elif V.map == "rotate":
         da, db = dy
-        cos_a, cos_b = split_turn(cos, V=V)
-        sin_a, sin_b = split_turn(sin, V=V)
+        cos_a, cos_b = split_pair_entries(cos, V=V)
+        sin_a, sin_b = split_pair_entries(sin, V=V)
         return da * cos_a + db * sin_b, db * cos_b - da * sin_a
     else:
         tl.static_assert(False, "this map has no branch in kernels/encode.py: apply_map_backward")
@@ -135,33 +135,33 @@ def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
 
 
 @triton.jit
-def load_passing(row, o_n, m_n, V: tl.constexpr):
+def load_unmapped(row, o_n, m_n, V: tl.constexpr):
     """Load the tiles of a row that the map leaves unchanged."""
-    passing = ()
-    TURNED: tl.constexpr = V.num_turned
-    for i in tl.static_range(TURNED, len(V.begins)):
-        passing += (upcast(load_tile(row, o_n, m_n, i, V), V),)
-    return passing
+    tiles = ()
+    MAPPED: tl.constexpr = V.num_mapped
+    for i in tl.static_range(MAPPED, len(V.begins)):
+        tiles += (upcast(load_tile(row, o_n, m_n, i, V), V),)
+    return tiles
 
 
 @triton.jit
-def store_outputs(row, turned, o_n, m_n, c0, V: tl.constexpr):
+def store_outputs(row, outputs, o_n, m_n, c0, V: tl.constexpr):
     """Store the map's output in the layout of :func:`load_gradients`."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
-        store(row, turned[0], o_n, m_n, c0, cos_begin, V)
-        store(row, turned[1], o_n, m_n, c0, sin_begin, V)
+        store(row, outputs[0], o_n, m_n, c0, cos_begin, V)
+        store(row, outputs[1], o_n, m_n, c0, sin_begin, V)
     else:
-        store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
+        store_pairs(row, outputs[0], outputs[1], o_n, m_n, c0, V)
 
 
 @triton.jit
-def store_input_gradients(row, turned, o_n, m_n, c0, V: tl.constexpr):
+def store_input_gradients(row, gradients, o_n, m_n, c0, V: tl.constexpr):
     """Store the gradient of what :func:`load_inputs` loads."""
     if V.map == "cosine":
-        store(row, turned[0], o_n, m_n, c0, V.rotary_start, V)
+        store(row, gradients[0], o_n, m_n, c0, V.rotary_start, V)
     else:
-        store_pairs(row, turned[0], turned[1], o_n, m_n, c0, V)
+        store_pairs(row, gradients[0], gradients[1], o_n, m_n, c0, V)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def activate_row(x, stat, V: tl.constexpr):
         x_bar = ()
         for i in tl.static_range(len(x)):
             if V.dim == -2:
-                o_d, m_d = find_channels(i, V)
+                o_d, m_d = locate_channels(i, V)
                 x_bar += (softmax_sequence(x[i], stat, o_d, m_d, V),)
             else:
                 x_bar += (activate(x[i], V),)
@@ -195,19 +195,19 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 
 
 @triton.jit
-def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
+def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Returns dΘ if it is needed, and the row's share of dγ and dβ. own: γ and β, and the previous row's share, to which
-    this row's is added, or ().
+    Returns dΘ if it is needed, and the row's share of dγ and dβ. row_weights: γ and β, and the previous row's share, to
+    which this row's is added, or ().
     """
-    weights, before = own
-    xa, xb, ga, gb, place, written = fetched
+    weights, dweights_before = row_weights
+    xa, xb, ga, gb, place, token_range = loaded_row
     x_row, dy_row, o_row, num, stat = place
     m_n = o_n < num
     m_o = m_n
     if V.has_start:
-        low, high = written
+        low, high = token_range
         m_o = m_n & (o_n >= low) & (o_n < high)
     dangles = cos
     dweights = ()
@@ -218,7 +218,7 @@ def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
             x = (upcast(xa, V),)
         else:
             x = split_pairs(upcast(xa, V), upcast(xb, V), V)
-            x += load_passing(x_row, o_n, m_n, V)
+            x += load_unmapped(x_row, o_n, m_n, V)
         if V.norm != "none":
             x_hat, scale = normalise_row(x, V=V)
             x = apply_weights(x_hat, weights, V=V)
@@ -230,17 +230,17 @@ def map_row(fetched, cos, sin, o_n, c0, own, V: tl.constexpr):
         dx_bar = apply_map_backward(dy, cos, sin, V)
         if V.need_dangles:
             dangles = form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V)
-        dx_bar = dx_bar + load_passing(dy_row, o_n, m_n, V)
+        dx_bar = dx_bar + load_unmapped(dy_row, o_n, m_n, V)
         out = activate_row_backward(x, x_bar, dx_bar, V)
         if V.norm != "none":
-            dweights = form_weight_gradients(out, x_hat, before, V=V)
+            dweights = form_weight_gradients(out, x_hat, dweights_before, V=V)
             out = normalise_row_backward(out, x_hat, scale, weights, V=V)
         store_input_gradients(o_row, out, o_n, m_o, c0, V)
     else:
         out = x_bar
         store_outputs(o_row, apply_map(x_bar, cos, sin, V), o_n, m_o, c0, V)
-    TURNED: tl.constexpr = V.num_turned
-    for i in tl.static_range(TURNED, len(V.begins)):
+    MAPPED: tl.constexpr = V.num_mapped
+    for i in tl.static_range(MAPPED, len(V.begins)):
         store_tile(o_row, out[i], o_n, m_o, i, V)
     return dangles, dweights
 
@@ -271,12 +271,12 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
     0 for one that always begins at token 0, and the stride from sample to sample.
     """
     p_start, numbers = start
-    length0, length1, step = unpack(numbers)
+    length0, length1, step = unpack_numbers(numbers)
     length = tl.where(is_k, length1, length0) if V.has_k else length0
-    placed = length > 0
-    first = tl.where(placed, tl.load(p_start + b * step), 0).to(tl.int64)
+    has_start = length > 0
+    first = tl.where(has_start, tl.load(p_start + b * step), 0).to(tl.int64)
     low = tl.minimum(tl.maximum(-first - n0, 0), num_n)
-    high = tl.where(placed, tl.maximum(tl.minimum(length - first - n0, num_n), 0), num_n)
+    high = tl.where(has_start, tl.maximum(tl.minimum(length - first - n0, num_n), 0), num_n)
     p, stride_n, stride_d = o_row
     p += first * stride_n.to(tl.int64) * (8 if V.aligned else 1)
     if V.aligned:
@@ -289,22 +289,22 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two; also return where each row is.
 
     If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
-    over the sequence, and more, as in :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
+    over the sequence, and the extras of :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
     A row's location: pointers to x, dy and the output; the number of tokens; a pointer to the maximum over the sequence
     and the offset from there to the sum. With V.has_start, the range of tokens to write is also returned.
     """
-    x, dy, o, stat, more = tensors
+    x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
-    fetched = ()
+    loaded_rows = ()
     ROWS: tl.constexpr = V.block_r
     for i in tl.static_range(ROWS):
-        b, h, is_k, mine = locate_row(r0 + i, r_hi, sample, g, heads, V)
-        num = tl.where(mine, num_n, 0)
+        b, h, is_k, is_valid = locate_row(r0 + i, r_hi, sample, g, heads, V)
+        num = tl.where(is_valid, num_n, 0)
         o_row = point_to_row(o, is_k, b, h, n0, V)
-        written = (0, 0)
+        token_range = (0, 0)
         if V.has_start:
-            _, start = more
-            o_row, written = move_output(o_row, start, is_k, tl.where(mine, b, 0), n0, num_n, V)
+            _, start = extras
+            o_row, token_range = move_output(o_row, start, is_k, tl.where(is_valid, b, 0), n0, num_n, V)
         if V.load_x:
             x_row = point_to_row(x, is_k, b, h, n0, V)
             xa, xb = load_inputs(x_row, o_n, o_n < num, c0, V)
@@ -320,30 +320,30 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
             _, _, _, group0, group1 = heads
             num_heads = (tl.where(is_k, group1, group0) * G).to(tl.int64)
             p_stat = tl.where(is_k, p_stat1, p_stat0) if V.has_k else p_stat0
-            p_stat += tl.where(mine, (b * num_heads + h) * V.head_dim, 0)
+            p_stat += tl.where(is_valid, (b * num_heads + h) * V.head_dim, 0)
             row_stat = (p_stat, num_heads * B * V.head_dim)
         else:
             row_stat = (0, 0)
-        fetched += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat), written),)
-    return fetched
+        loaded_rows += ((xa, xb, ga, gb, (x_row, dy_row, o_row, num, row_stat), token_range),)
+    return loaded_rows
 
 
 @triton.jit
-def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WIDE: tl.constexpr = False):
+def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WIDE: tl.constexpr = False):
     """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices (0 off the grid), and whether they are on it.
 
     positions: see :func:`find_coordinate`. tables: pointers to the mask of rotated tokens and to the amplitudes, cos
     and sin from :func:`point_to_tables`, the grid index (or table row) of token 0, and the number of grid tokens.
     WIDE: see :func:`load_flags`.
     """
-    p_rotated, p_amplitude, given, first_index, num_grid = tables
+    p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
     m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative numbers become large
     if p_rotated is not None:
         m_g = m_g & load_flags(p_rotated + o_g, m_g, WIDE=WIDE)
     o_g = tl.where(m_g, o_g, 0)
     if V.tables != "none":
-        cos, sin = load_cos_sin(given, o_g, m_g, V=V)
+        cos, sin = load_cos_sin(cos_sin_tables, o_g, m_g, V=V)
     else:
         angles, half = form_angles(omega, positions, o_g, m_g, V)
         cos, sin = take_cos_sin(angles, half, V)
@@ -356,28 +356,28 @@ def turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WI
 
 
 @triton.jit
-def map_rows(fetched, turned, o_n, c0, norm, sums, V: tl.constexpr):
+def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
     """Map the rows from :func:`fetch_rows`, and add their dΘ and gradients of the weights to ``sums``.
 
-    turned: cos Θ and sin Θ. norm: the weights, which all these rows share, and the tokens' groups.
+    cos_sin: cos Θ and sin Θ. norm: the weights, which all these rows share, and the tokens' groups.
     """
     ROWS: tl.constexpr = V.block_r
-    cos, sin = turned
+    cos, sin = cos_sin
     dangles, dweights = sums
     weights, token_group = norm
     for i in tl.static_range(ROWS):
-        before = () if i % 2 == 0 else both
-        row_dangles, both = map_row(fetched[i], cos, sin, o_n, c0, (weights, before), V)
+        dweights_before = () if i % 2 == 0 else pair_dweights
+        row_dangles, pair_dweights = map_row(loaded_rows[i], cos, sin, o_n, c0, (weights, dweights_before), V)
         if V.need_dweight and (i % 2 == 1 or i == V.block_r - 1):
-            dweights = add_weight_gradients(dweights, both, token_group, V=V)
+            dweights = add_weight_gradients(dweights, pair_dweights, token_group, V=V)
         if V.need_dangles:  # masked rows and tokens contribute 0, because their dy is 0
             if V.dim == -2:  # except here, where their x̄ can be inf
-                _, _, _, _, place, _ = fetched[i]
+                _, _, _, _, place, _ = loaded_rows[i]
                 _, _, _, num, _ = place
                 row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
-            pair = row_dangles if i % 2 == 0 else pair + row_dangles
+            pair_dangles = row_dangles if i % 2 == 0 else pair_dangles + row_dangles
             if i % 2 == 1 or i == V.block_r - 1:  # a conversion costs as much as eight additions
-                dangles += pair.to(tl.float64)
+                dangles += pair_dangles.to(tl.float64)
     return dangles, dweights
 
 
@@ -408,13 +408,18 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
     blocks = (num_blocks - first + EVERY - 1) // EVERY
     rounds = blocks // walkers
     row_blocks = tl.maximum(r_hi - r_lo + V.block_r - 1, 0) // V.block_r
-    left = (blocks - rounds * walkers) * row_blocks
-    share = (left + walkers - 1) // walkers
-    begin = tl.minimum(t // EVERY * share, left)
-    skipped = begin // tl.maximum(row_blocks, 1)
-    alone = rounds * row_blocks
-    steps = alone + tl.minimum(share, left - begin)
-    return alone, steps, first + rounds * T + skipped * EVERY, r_lo + (begin - skipped * row_blocks) * V.block_r
+    num_shared = (blocks - rounds * walkers) * row_blocks
+    share = (num_shared + walkers - 1) // walkers
+    begin = tl.minimum(t // EVERY * share, num_shared)
+    num_skipped = begin // tl.maximum(row_blocks, 1)
+    num_solo = rounds * row_blocks
+    steps = num_solo + tl.minimum(share, num_shared - begin)
+    return (
+        num_solo,
+        steps,
+        first + rounds * T + num_skipped * EVERY,
+        r_lo + (begin - num_skipped * row_blocks) * V.block_r,
+    )
 
 
 @triton.jit
@@ -426,8 +431,8 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
     for j in tl.static_range(len(total)):
         if V.flat:
             for first_c in range(0, C, V.block_c):
-                mine = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
-                channel_sums = tl.sum(tl.where(mine, total[j], 0.0), axis=0)
+                has_channels = tl.broadcast_to(c0 == first_c, [BLOCK_N, BLOCK_C])
+                channel_sums = tl.sum(tl.where(has_channels, total[j], 0.0), axis=0)
                 tl.store(p_partial + j * C + first_c + tl.arange(0, V.block_c), channel_sums)
         elif m_c is None:
             tl.store(p_partial + j * C + o_c, tl.sum(total[j], axis=0))
@@ -441,7 +446,7 @@ def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
 @kernel
 def lrpe_kernel(
     p_x0, p_dy0, p_o0, p_stat0, p_x1, p_dy1, p_o1, p_stat1,
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, tables, p_partial, more,
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, tables, p_partial, extras,
     # Arguments are in the order of use. A program starts sooner if it reads fewer lines of the constant cache.
     x0_b: "i64", x0_h: "i64", x0_n: "i64", x0_d: "i64", o0_b: "i64", o0_h: "i64", o0_n: "i64",
     N: "i32", first_index: "i32", num_grid: "i32", n1: "i32", magic1: "u32", shift1: "i32", omega_h: "i32",
@@ -465,9 +470,9 @@ def lrpe_kernel(
     over the sequence. omega (G or 1, C, K). phase (G or 1, C). coords (.., num_grid, K). origin (.., 1, K) of a grid.
     affine (K, 2). rotated (.., num_grid) bytes. amplitude (G or 1, C). tables: None, or see :func:`point_to_tables`.
     partial (parts, T, G, J, C): float64 sums of s_j dΘ for dω and dφ. first_index: grid index of token 0, negative if
-    there are prefix tokens. more: None, or for a norm: pointers to weight and bias of q and of k, and to partial sums
+    there are prefix tokens. extras: None, or for a norm: pointers to weight and bias of q and of k, and to partial sums
     of their gradients; then the parts of q in a sample and the runs of parts. The rows of a part then share weights.
-    With V.has_start, more is a pair of this and ``start`` of :func:`move_output`.
+    With V.has_start, extras is a pair of this and ``start`` of :func:`move_output`.
 
     V: what is compiled in, :class:`lrpe_md.engine.core.call.Variant`.
     """
@@ -483,8 +488,8 @@ def lrpe_kernel(
     part = divide(inner, magic_g, shift_g)
     g = inner - part * G
     slot = outer * M + part
-    own_part = part
-    run = outer
+    norm_part = part
+    run_index = outer
     sample = 0
     if V.by_sample:
         sample = divide(outer, magic_p, shift_p)
@@ -504,7 +509,7 @@ def lrpe_kernel(
     x = (p_x0, (x0_b, x0_h, x0_n, x0_d), p_x1, (x1_b, x1_h, x1_n, x1_d))
     dy = (p_dy0, (dy0_b, dy0_h, dy0_n, dy0_d), p_dy1, (dy1_b, dy1_h, dy1_n, dy1_d))
     o = (p_o0, (o0_b, o0_h, o0_n, one), p_o1, (o1_b, o1_h, o1_n, one))
-    tensors = (x, dy, o, (p_stat0, p_stat1, B), more)
+    tensors = (x, dy, o, (p_stat0, p_stat1, B), extras)
     rows = (r_hi, sample, g, G, heads)
     if V.num_axes > 0:
         p_omega += g * omega_h
@@ -524,37 +529,37 @@ def lrpe_kernel(
         c0 = (o_b % V.flat * V.block_c)[:, None]  # the same in every V.flat-th block from here on
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    given = 0
+    cos_sin_tables = 0
     if V.tables != "none":
-        given = point_to_tables(tables, sample, g, c0, V=V)
-    tables = (p_rotated, p_amplitude, given, first_index, num_grid)
+        cos_sin_tables = point_to_tables(tables, sample, g, c0, V=V)
+    tables = (p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid)
     weights = ()
     if V.has_weight or V.has_bias:
-        norm = more
+        norm = extras
         if V.has_start:
-            norm, _ = more
+            norm, _ = extras
         p_weight, p_bias, p_weight_k, p_bias_k, p_dweight, norm_numbers = norm
         p_weights = (p_weight, p_bias, p_weight_k, p_bias_k)
-        q_parts, num_runs = unpack(norm_numbers)
-        own_k = own_part >= q_parts
-        own_part = tl.where(own_k, own_part - q_parts, own_part)
-        own_unit = g * tl.where(own_k, M - q_parts, q_parts) + own_part  # a head, or heads that share weights
+        q_parts, num_runs = unpack_numbers(norm_numbers)
+        is_k_part = norm_part >= q_parts
+        norm_part = tl.where(is_k_part, norm_part - q_parts, norm_part)
+        weight_unit = g * tl.where(is_k_part, M - q_parts, q_parts) + norm_part  # a head, or heads that share weights
         if V.need_dweight:
-            own_row = (tl.where(own_k, G * q_parts, 0) + own_unit).to(tl.int64) * num_runs + run
-            p_dweight += (own_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
+            partial_row = (tl.where(is_k_part, G * q_parts, 0) + weight_unit).to(tl.int64) * num_runs + run_index
+            p_dweight += (partial_row * T + t) * (V.head_dim * V.token_groups * (V.has_weight + V.has_bias))
         if V.token_groups == 1:
-            weights = load_weights(p_weights, own_k, own_unit, 0, None, V=V)
+            weights = load_weights(p_weights, is_k_part, weight_unit, 0, None, V=V)
     if not (V.need_dangles or V.need_dweight):
-        fetched = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
+        loaded_rows = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
             tl.debug_barrier()  # keeps the compiler from moving loads across
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
-        cos, sin, _, _ = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
-        own = (weights, 0)
+        cos, sin, _, _ = form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V)
+        row_weights = (weights, 0)
         if V.token_groups > 1:
             groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
-            own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
-        map_rows(fetched, (cos, sin), o_n, c0, own, (cos, ()), V=V)
+            row_weights = (load_weights(p_weights, is_k_part, weight_unit, groups, None, V=V), groups)
+        map_rows(loaded_rows, (cos, sin), o_n, c0, row_weights, (cos, ()), V=V)
     else:
         if V.early:
             launch_second_pass()
@@ -569,42 +574,42 @@ def lrpe_kernel(
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
         # Initial values. The first step of each block sets these.
-        cos = zero_turn(V=V)
+        cos = zero_cos_sin(V=V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
         o_g = tl.zeros([BLOCK_N], dtype=tl.int32)
         m_g = o_g > 0
-        alone, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
-        block = tl.where(alone > 0, t, shared_block)
-        r0 = tl.where(alone > 0, r_lo, shared_r0)
+        num_solo, steps, shared_block, shared_r0 = plan_walk(t, T, num_blocks, r_lo, r_hi, V)
+        block = tl.where(num_solo > 0, t, shared_block)
+        r0 = tl.where(num_solo > 0, r_lo, shared_r0)
         for i in tl.range(0, steps, num_stages=V.stages):
             if V.flat:
                 o_n = (block * V.block_n + tl.arange(0, V.block_n)) // V.flat
             else:
                 n0 = block * V.block_n
-            fetched = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
-            if (r0 == r_lo) | (i == alone):
-                cos, sin, o_g, m_g = turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V)
+            loaded_rows = fetch_rows(tensors, r0, rows, n0, o_n, N - n0, c0, V)
+            if (r0 == r_lo) | (i == num_solo):
+                cos, sin, o_g, m_g = form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V)
                 dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)
-            own = (weights, 0)
+            row_weights = (weights, 0)
             if V.token_groups > 1:
                 groups = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
-                own = (load_weights(p_weights, own_k, own_unit, groups, None, V=V), groups)
-            dangles, dweights = map_rows(fetched, (cos, sin), o_n, c0, own, (dangles, dweights), V=V)
+                row_weights = (load_weights(p_weights, is_k_part, weight_unit, groups, None, V=V), groups)
+            dangles, dweights = map_rows(loaded_rows, (cos, sin), o_n, c0, row_weights, (dangles, dweights), V=V)
             r0 += V.block_r
-            done = r0 >= r_hi
+            is_done = r0 >= r_hi
             if V.need_dangles:
-                if done | (i == steps - 1):
+                if is_done | (i == steps - 1):
                     if V.dim == -2:  # tokens off the grid have factor 0, but their x̄ can be inf
                         dangles = tl.where(m_g[:, None], dangles, 0.0)
                     shares = weigh_tokens(o_g, m_g, positions, V)
-                    added = ()
+                    new_total = ()
                     for j in tl.static_range(J):
-                        added += (total[j] + shares[j][:, None] * dangles,)
-                    total = added
-            next_block = tl.where(i + 1 == alone, shared_block, block + tl.where(i < alone, T, EVERY))
-            block = tl.where(done, next_block, block)
-            r0 = tl.where(done, tl.where(i + 1 == alone, shared_r0, r_lo), r0)
+                        new_total += (total[j] + shares[j][:, None] * dangles,)
+                    total = new_total
+            next_block = tl.where(i + 1 == num_solo, shared_block, block + tl.where(i < num_solo, T, EVERY))
+            block = tl.where(is_done, next_block, block)
+            r0 = tl.where(is_done, tl.where(i + 1 == num_solo, shared_r0, r_lo), r0)
         if V.need_dangles:
             p_partial += ((tl.cast(slot, tl.int64) * T + t) * G + g) * (J * V.num_channels)
             store_partial(p_partial, total, c0, o_c, m_c, V)

@@ -18,10 +18,10 @@ from .encode import (
     apply_map,
     apply_map_backward,
     form_angle_gradient,
+    form_cos_sin,
     load_inputs,
-    load_passing,
+    load_unmapped,
     store_input_gradients,
-    turn_tokens,
 )
 from .norm import (
     apply_weights,
@@ -32,7 +32,7 @@ from .norm import (
     normalise_row_backward,
     store_weight_gradients,
 )
-from .signature import unpack
+from .signature import unpack_numbers
 from .tiles import first_channel, load_at, load_flags, load_tile, move_row, split_pairs, store_at, store_tile, upcast
 
 
@@ -65,7 +65,7 @@ def to_operand(x, V: tl.constexpr):
 def locate_tensor(tensor, b, h, V: tl.constexpr):
     """Return a row at token 0 of a head of a sample: pointer, token stride and channel stride."""
     p, strides = tensor
-    stride_b, stride_h, stride_n, stride_d = unpack(strides)
+    stride_b, stride_h, stride_n, stride_d = unpack_numbers(strides)
     row = (p, stride_n, stride_d)
     return move_row(move_row(row, b, stride_b, V=V), h, stride_h, V=V)
 
@@ -80,10 +80,10 @@ def load_side(side, b, g, h, V: tl.constexpr):
 
 
 @triton.jit
-def load_query_side(side, k_loaded, b, g, h, V: tl.constexpr):
-    """Do the same for a head of q; with V.one_side, reuse k_loaded, the tables of its key head."""
+def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
+    """Do the same for a head of q; with V.one_side, reuse k_head_tables, the tables of its key head."""
     if V.one_side:
-        tables, _ = k_loaded
+        tables, _ = k_head_tables
         return tables, h
     else:
         return load_side(side, b, g, h, V=V)
@@ -98,7 +98,7 @@ def load_tables(side, b, h, V: tl.constexpr):
         tables, _ = side
         p_omega, p_phase, _, _, _, _, _, numbers = tables
         _, steps, _ = numbers
-        omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack(steps)
+        omega_h, phase_h, amplitude_h, positions_b, rotated_b = unpack_numbers(steps)
         omega = ()
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
@@ -123,18 +123,18 @@ def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
     """Load a block of tokens: for each tile of the map two tiles (or the same one twice), then the other channels."""
-    loaded = ()
+    tiles = ()
     if V.raw:
         for i in tl.static_range(len(V.begins)):
-            loaded += (load_tile(row, o_n, m_n, i=i, V=V),)
-        return loaded
-    elif V.num_turned == 0:
-        return load_passing(row, o_n, m_n, V=V)
+            tiles += (load_tile(row, o_n, m_n, i=i, V=V),)
+        return tiles
+    elif V.num_mapped == 0:
+        return load_unmapped(row, o_n, m_n, V=V)
     else:
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            loaded += load_map_tile(row, o_n, m_n, i=i, V=V)
-        return loaded + load_passing(row, o_n, m_n, V=V)
+            tiles += load_map_tile(row, o_n, m_n, i=i, V=V)
+        return tiles + load_unmapped(row, o_n, m_n, V=V)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def load_values(row, o_n, m_n, V: tl.constexpr):
 def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
     """Load β of a block of tokens."""
     p, strides = gate
-    stride_b, stride_h, stride_n = unpack(strides)
+    stride_b, stride_h, stride_n = unpack_numbers(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     p += o_n.to(tl.int64) * stride_n
     if p.dtype.element_ty.primitive_bitwidth <= 8:
@@ -181,25 +181,25 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
 @triton.jit
 def zero_gated_tokens(x, beta):
     """Set x to 0 where β is 0, even if x is NaN, tile by tile."""
-    zeroed = ()
+    tiles = ()
     for i in tl.static_range(len(x)):
-        zeroed += (tl.where((beta == 0.0)[:, None], 0.0, x[i]),)
-    return zeroed
+        tiles += (tl.where((beta == 0.0)[:, None], 0.0, x[i]),)
+    return tiles
 
 
 @triton.jit
-def to_tiles(loaded, V: tl.constexpr):
+def to_tiles(tiles, V: tl.constexpr):
     """Return the tiles of x from the result of :func:`load_row`: one or two per tile of the map, then the others."""
-    if V.num_turned == 0:
-        return loaded
+    if V.num_mapped == 0:
+        return tiles
     else:
         TILES: tl.constexpr = V.num_map_tiles
-        LOADED: tl.constexpr = 2 * V.num_map_tiles
+        MAP_TILES: tl.constexpr = 2 * V.num_map_tiles
         x = ()
         for i in tl.static_range(TILES):
-            x += to_map_tile(loaded[2 * i], loaded[2 * i + 1], i=i, V=V)
-        for i in tl.static_range(LOADED, len(loaded)):
-            x += (loaded[i],)
+            x += to_map_tile(tiles[2 * i], tiles[2 * i + 1], i=i, V=V)
+        for i in tl.static_range(MAP_TILES, len(tiles)):
+            x += (tiles[i],)
         return x
 
 
@@ -227,13 +227,13 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
     """Load γ and β of tokens n0 + o_n, and the tokens' groups. Reloading them for each block avoids register spills."""
-    pointers, own = side
-    _, h = own
+    pointers, head_tables = side
+    _, h = head_tables
     _, norm = pointers
     p_weight, p_bias, _, numbers = norm
     group = 0
     if V.token_groups > 1:
-        first_index, num_grid = unpack(numbers)
+        first_index, num_grid = unpack_numbers(numbers)
         group = find_token_group(n0 + o_n + first_index, num_grid, V=V)[:, None]
     return load_weights((p_weight, p_bias, p_weight, p_bias), False, h, group, None, V=V), group
 
@@ -244,31 +244,31 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
     if V.keeps_zero:
         return x_bar
     else:
-        filled = ()
+        tiles = ()
         for i in tl.static_range(len(x_bar)):
             x = x_bar[i]
             if TOKENS:
                 x = tl.where(m_n[:, None], x, 0.0)
             if V.widths[i] < V.blocks[i]:
                 x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, 0.0)
-            filled += (x,)
-        return filled
+            tiles += (x,)
+        return tiles
 
 
 @triton.jit
-def turn_block(side, n0, o_n, V: tl.constexpr):
+def form_block_cos_sin(side, n0, o_n, V: tl.constexpr):
     """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices, and which are on the grid, tile by tile."""
     if V.map == "none":
         return ()
     else:
-        pointers, own = side
+        pointers, head_tables = side
         tables, _ = pointers
         _, _, p_coords, p_origin, p_affine, p_rotated, p_amplitude, numbers = tables
         counts, _, axes = numbers
-        _, first_index, num_grid = unpack(counts)
-        grid = unpack(axes)
-        loaded, _ = own
-        omega, amplitude, coords, rotated = loaded
+        _, first_index, num_grid = unpack_numbers(counts)
+        grid = unpack_numbers(axes)
+        offsets, _ = head_tables
+        omega, amplitude, coords, rotated = offsets
         if p_amplitude is not None:
             p_amplitude += amplitude
         if V.by_sample:
@@ -280,24 +280,24 @@ def turn_block(side, n0, o_n, V: tl.constexpr):
                 p_rotated += rotated
         positions = (p_coords, p_origin, p_affine, grid)
         tables = (p_rotated, p_amplitude, 0, first_index, num_grid)
-        turned = ()
+        cos_sin = ()
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            turned += (turn_tile(omega[i], positions, tables, n0, o_n, i=i, V=V),)
-        return turned
+            cos_sin += (form_tile_cos_sin(omega[i], positions, tables, n0, o_n, i=i, V=V),)
+        return cos_sin
 
 
 @triton.jit
-def turn_tile(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
-    """Apply :func:`turn_tokens` to tile i of the map."""
+def form_tile_cos_sin(omega, positions, tables, n0, o_n, i: tl.constexpr, V: tl.constexpr):
+    """Apply :func:`form_cos_sin` to tile i of the map."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     o_c = T.first + tl.arange(0, T.block_c)
     m_c = None if T.num_channels >= T.first + T.block_c else o_c < T.num_channels
-    return turn_tokens(omega, positions, tables, n0, o_n, o_c, m_c, V=T, WIDE=True)
+    return form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V=T, WIDE=True)
 
 
 @triton.jit
-def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
+def select_map_tile(x, i: tl.constexpr, V: tl.constexpr):
     """Return the tiles of a row that belong to tile i of the map."""
     if V.halves == 1:
         return (x[i],)
@@ -306,14 +306,14 @@ def take_map_tile(x, i: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def map_tile(x_bar, turned, i: tl.constexpr, V: tl.constexpr):
+def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
     """Return tile i of x̂: both halves of the map's output."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    x = take_map_tile(x_bar, i=i, V=V)
+    x = select_map_tile(x_bar, i=i, V=V)
     if V.map == "none":
         return join_halves(x[0], x[1], V=T)
     else:
-        cos, sin, _, _ = turned[i]
+        cos, sin, _, _ = cos_sin[i]
         first, second = apply_map(x, cos, sin, V=T)
         return join_halves(first, second, V=T)
 
@@ -328,10 +328,10 @@ def join_halves(first, second, V: tl.constexpr):
     else:  # after a join, Triton 3.6 assumes packed elements, and reads operands in pieces of 8 bytes
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
-        of_second = tl.arange(0, 2)[None, None, :, None] == 1
+        is_second = tl.arange(0, 2)[None, None, :, None] == 1
         first = tl.broadcast_to(tl.reshape(first, [BLOCK_N, RUNS, 1, RUN]), [BLOCK_N, RUNS, 2, RUN])
         second = tl.broadcast_to(tl.reshape(second, [BLOCK_N, RUNS, 1, RUN]), [BLOCK_N, RUNS, 2, RUN])
-        return tl.reshape(tl.where(of_second, second, first), [BLOCK_N, WIDTH])
+        return tl.reshape(tl.where(is_second, second, first), [BLOCK_N, WIDTH])
 
 
 @triton.jit
@@ -349,32 +349,32 @@ def split_halves(x, V: tl.constexpr):
 
 
 @triton.jit
-def map_features(x_bar, turned, V: tl.constexpr):
+def map_features(x_bar, cos_sin, V: tl.constexpr):
     """Compute x̂ from x̄."""
-    if V.num_turned == 0:
+    if V.num_mapped == 0:
         return x_bar
     else:
         x_hat = ()
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
-            x_hat += (map_tile(x_bar, turned, i=i, V=V),)
-        TURNED: tl.constexpr = V.num_turned
-        for i in tl.static_range(TURNED, len(V.begins)):
+            x_hat += (map_tile(x_bar, cos_sin, i=i, V=V),)
+        MAPPED: tl.constexpr = V.num_mapped
+        for i in tl.static_range(MAPPED, len(V.begins)):
             x_hat += (x_bar[i],)
         return x_hat
 
 
 @triton.jit
-def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
+def map_features_backward(x_bar, dx_hat, cos_sin, V: tl.constexpr):
     """Compute dx̄ and dΘ from dx̂, tile by tile."""
-    if V.num_turned == 0:
+    if V.num_mapped == 0:
         return dx_hat, ()
     else:
         TILES: tl.constexpr = V.num_map_tiles
         dx_bar = ()
         dangles = ()
         for i in tl.static_range(TILES):
-            dx_tile, dangles_tile = map_tile_backward(x_bar, dx_hat[i], turned, i=i, V=V)
+            dx_tile, dangles_tile = map_tile_backward(x_bar, dx_hat[i], cos_sin, i=i, V=V)
             dx_bar += dx_tile
             dangles += dangles_tile
         for i in tl.static_range(TILES, len(dx_hat)):
@@ -383,17 +383,17 @@ def map_features_backward(x_bar, dx_hat, turned, V: tl.constexpr):
 
 
 @triton.jit
-def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
+def map_tile_backward(x_bar, dx_hat, cos_sin, i: tl.constexpr, V: tl.constexpr):
     """Compute the tiles of dx̄ from tile i of dx̂, and dΘ if it is needed."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     dy = split_halves(dx_hat, V=T)
     if V.map == "none":
         return dy, ()
     else:
-        cos, sin, _, _ = turned[i]
+        cos, sin, _, _ = cos_sin[i]
         dx_bar = apply_map_backward(dy, cos, sin, V=T)
         if V.need_dangles:
-            return dx_bar, (form_angle_gradient(take_map_tile(x_bar, i=i, V=V), dy, dx_bar, cos, sin, V=T),)
+            return dx_bar, (form_angle_gradient(select_map_tile(x_bar, i=i, V=V), dy, dx_bar, cos, sin, V=T),)
         else:
             return dx_bar, ()
 
@@ -401,18 +401,18 @@ def map_tile_backward(x_bar, dx_hat, turned, i: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
     """Store dx of a block of tokens, and return the updated sums for dγ and dβ. x: from :func:`normalise_tokens`."""
-    normed, saved = x
-    dx = activate_row_backward(normed, x_bar, dx_bar, V=V)
+    x_norm, norm_saved = x
+    dx = activate_row_backward(x_norm, x_bar, dx_bar, V=V)
     if V.norm != "none":
-        x_hat, scale, weights, group = saved
+        x_hat, scale, weights, group = norm_saved
         dweights = add_weight_products(dweights, form_weight_gradients(dx, x_hat, (), V=V), group, V=V)
         dx = normalise_row_backward(dx, x_hat, scale, weights, V=V)
-    if V.num_turned > 0:
+    if V.num_mapped > 0:
         TILES: tl.constexpr = V.num_map_tiles
         for i in tl.static_range(TILES):
             store_map_tile(row, dx, o_n, m_n, i=i, V=V)
-    TURNED: tl.constexpr = V.num_turned
-    for i in tl.static_range(TURNED, len(V.begins)):
+    MAPPED: tl.constexpr = V.num_mapped
+    for i in tl.static_range(MAPPED, len(V.begins)):
         store_tile(row, dx[i], o_n, m_n, i=i, V=V)
     return dweights
 
@@ -421,7 +421,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
 def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
     """Store what :func:`load_map_tile` loads."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    store_input_gradients(row, take_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
+    store_input_gradients(row, select_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
 
 
 @triton.jit
@@ -451,16 +451,16 @@ def empty_weight_sums(V: tl.constexpr):
 @triton.jit
 def add_weight_products(sums, products, group, V: tl.constexpr):
     """Add the products of a block of tokens to the sums of their groups."""
-    added = ()
+    new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
         if V.token_groups > 1:
             product = tl.where(group == j // len(products), product, 0.0)
         if V.operand != "same":
-            added += (sums[j] + product,)
+            new_sums += (sums[j] + product,)
         else:
-            added += (sums[j] + tl.sum(product.to(tl.float64), axis=0, keep_dims=True),)
-    return added
+            new_sums += (sums[j] + tl.sum(product.to(tl.float64), axis=0, keep_dims=True),)
+    return new_sums
 
 
 @triton.jit

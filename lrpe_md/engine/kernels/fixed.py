@@ -15,19 +15,19 @@ __all__ = ["Copy", "Fixed", "Launcher", "fix"]
 @triton.jit
 def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
     """Convert the numbers to the types that they have in an ordinary launch."""
-    found = ()
+    numbers = ()
     for i in tl.static_range(len(NUMBERS)):
         if TYPES[i] == "i64":
-            found += (tl.full([], NUMBERS[i], tl.int64),)
+            numbers += (tl.full([], NUMBERS[i], tl.int64),)
         elif TYPES[i] == "u32":
-            found += (tl.full([], NUMBERS[i], tl.uint32),)
+            numbers += (tl.full([], NUMBERS[i], tl.uint32),)
         elif TYPES[i] == "i32":
-            found += (tl.full([], NUMBERS[i], tl.int32),)
+            numbers += (tl.full([], NUMBERS[i], tl.int32),)
         elif TYPES[i] == "fp32":
-            found += (tl.full([], NUMBERS[i], tl.float32),)
+            numbers += (tl.full([], NUMBERS[i], tl.float32),)
         else:
             tl.static_assert(False, "this type has no branch in kernels/fixed.py: _take_numbers")
-    return found
+    return numbers
 
 
 @triton.jit
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
     """A copy of rows (B, H, N, D), done by extra programs of a launch that writes into the same joined tensor."""
 
     source: Any
-    place: Any  # the destination, with the same dtype
+    destination: Any  # the destination, with the same dtype
     first: int  # number of the first extra program
     num_warps: int
 
@@ -72,20 +72,20 @@ class Copy(NamedTuple):
         batch, heads, num_tokens, _ = self.source.shape
         return batch * heads * triton.cdiv(num_tokens, self.block)
 
-    def write(self, source: str, place: str) -> str:
+    def write(self, source: str, destination: str) -> str:
         """Write the source code of a call of :func:`copy_rows`."""
         _, heads, num_tokens, head_dim = self.source.shape
         sizes = heads, num_tokens, head_dim, self.width
-        x, o = self.source.stride()[:3], self.place.stride()[:3]
-        given = f"SIZES={sizes}, FROM={x}, TO={o}, BLOCK={self.block}"
-        return f"copy_rows({source}, {place}, program - {self.first}, {given})"
+        x, o = self.source.stride()[:3], self.destination.stride()[:3]
+        constants = f"SIZES={sizes}, FROM={x}, TO={o}, BLOCK={self.block}"
+        return f"copy_rows({source}, {destination}, program - {self.first}, {constants})"
 
 
 class Fixed(NamedTuple):
     """A kernel that takes only tensors, ``NUMBERS``, their ``TYPES`` and ``V``, and its arguments for one launch."""
 
     kernel: Any
-    written: tuple[str, ...]  # source code of the original kernel's arguments
+    arguments: tuple[str, ...]  # source code of the original kernel's arguments
     tensors: list[Any]
     numbers: tuple[int | float, ...]
     types: tuple[str, ...]
@@ -103,26 +103,26 @@ def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
     numbers: list[int | float] = []
     types: list[str] = []
 
-    def write(value: Any, declared: str) -> str:
+    def write(value: Any, type_name: str) -> str:
         if value is None:
             return "None"
         if isinstance(value, tuple):
-            return "(" + "".join(f"{write(each, '')}, " for each in value) + ")"
+            return "(" + "".join(f"{write(item, '')}, " for item in value) + ")"
         if isinstance(value, (int, float)):
             numbers.append(value)
-            types.append(declared or ("i32" if -(2**31) <= value < 2**31 else "i64"))
+            types.append(type_name or ("i32" if -(2**31) <= value < 2**31 else "i64"))
             return f"numbers[{len(numbers) - 1}]"
-        at = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
-        tensors[at:] = tensors[at:] or [value]
-        return f"p{at}"
+        index = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
+        tensors[index:] = tensors[index:] or [value]
+        return f"p{index}"
 
     declared = [kernel.fn.__annotations__.get(name, "") for name in kernel.arg_names]
-    at_run_time = [each for each in declared if each is not tl.constexpr]
-    written = [write(value, each) for each, value in zip(at_run_time, args, strict=True)]
-    branch = None if copy is None else (copy.first, copy.write(write(copy.source, ""), write(copy.place, "")))
-    made = _write_kernel(kernel, len(tensors), tuple(written), branch)
-    more = 0 if copy is None else copy.programs
-    return Fixed(made, tuple(written), tensors, tuple(numbers), tuple(types), branch, more)
+    runtime_types = [type_name for type_name in declared if type_name is not tl.constexpr]
+    arguments = [write(value, type_name) for type_name, value in zip(runtime_types, args, strict=True)]
+    branch = None if copy is None else (copy.first, copy.write(write(copy.source, ""), write(copy.destination, "")))
+    fixed_kernel = _write_kernel(kernel, len(tensors), tuple(arguments), branch)
+    num_copy_programs = 0 if copy is None else copy.programs
+    return Fixed(fixed_kernel, tuple(arguments), tensors, tuple(numbers), tuple(types), branch, num_copy_programs)
 
 
 @cache
@@ -132,10 +132,10 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
     call = f"{name}({', '.join(args)}, V=V)"
     body = f"    {call}\n"
     if branch is not None:
-        first, other = branch
+        first, copy_call = branch
         body = (
             "    program = tl.program_id(0)\n"
-            f"    if program < {first}:\n        {call}\n    else:\n        {other}\n"
+            f"    if program < {first}:\n        {call}\n    else:\n        {copy_call}\n"
         )  # fmt: skip
     source = (
         f"def fixed_{name}({pointers}, NUMBERS: tl.constexpr, TYPES: tl.constexpr, V: tl.constexpr):\n"
@@ -143,11 +143,11 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
     )
     file = f"<{__name__}.{name} {hash(source):x}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads the source here
-    found: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
+    namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
     if branch is not None:
-        found["copy_rows"] = copy_rows
-    exec(compile(source, file, "exec"), found)
-    return triton.jit(found[f"fixed_{name}"])
+        namespace["copy_rows"] = copy_rows
+    exec(compile(source, file, "exec"), namespace)
+    return triton.jit(namespace[f"fixed_{name}"])
 
 
 class Launcher:
@@ -158,14 +158,14 @@ class Launcher:
     """
 
     def __init__(
-        self, name: str, num_tensors: int, written: tuple[str, ...], branch: tuple[int, str] | None,
+        self, name: str, num_tensors: int, arguments: tuple[str, ...], branch: tuple[int, str] | None,
         constants: tuple[Any, ...], programs: int, options: dict[str, int],
     ) -> None:  # fmt: skip
         from .. import kernels
 
-        fixed = _write_kernel(getattr(kernels, name), num_tensors, written, branch)
-        pointers = fixed.arg_names[:num_tensors]
-        self.kernel: Any = triton.jit(do_not_specialize_on_alignment=pointers)(fixed.fn)
+        fixed_kernel = _write_kernel(getattr(kernels, name), num_tensors, arguments, branch)
+        pointers = fixed_kernel.arg_names[:num_tensors]
+        self.kernel: Any = triton.jit(do_not_specialize_on_alignment=pointers)(fixed_kernel.fn)
         self.constants, self.grid, self.options = constants, (programs, 1, 1), options
         self.compiled: Any = None
 

@@ -15,12 +15,12 @@ from .encode import (
     apply_map,
     apply_map_backward,
     form_angle_gradient,
+    form_cos_sin,
     load_gradients,
-    load_passing,
+    load_unmapped,
     store_input_gradients,
     store_outputs,
     store_partial,
-    turn_tokens,
     weigh_tokens,
 )
 from .features import load_row, to_tiles
@@ -37,9 +37,9 @@ from .norm import (
 )
 from .reduce import launch_second_pass
 from .rows import add_row_products, add_rows, scale_row, sum_row
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tables import point_to_tables
-from .tiles import find_channels, first_channel, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
+from .tiles import first_channel, locate_channels, point_at, point_to_row, split_pairs, store_tile, upcast, zeros
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
     p_q, q_strides, p_k, k_strides = tensor
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
-    return point_to_row((p_q, unpack(q_strides), p_k, unpack(k_strides)), is_k, b, n, first, V=V)
+    return point_to_row((p_q, unpack_numbers(q_strides), p_k, unpack_numbers(k_strides)), is_k, b, n, first, V=V)
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
         LINE: tl.constexpr = 1024 // row[0].dtype.element_ty.primitive_bitwidth
         o_h = tl.arange(0, triton.next_power_of_2(V.block_r * V.block_n))
         o_d = (LINE * tl.arange(0, triton.next_power_of_2((width + LINE - 1) // LINE)))[None, :]
-        wanted = (o_h < H)[:, None] & (o_d < width) & is_there
+        mask = (o_h < H)[:, None] & (o_d < width) & is_there
         asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
-        places = point_at(row, o_h, o_d, V=V).to(tl.int64)
-        tl.inline_asm_elementwise(asm, "=r,l,r", [places, wanted.to(tl.int32)], tl.int32, False, 1)
+        pointers = point_at(row, o_h, o_d, V=V).to(tl.int64)
+        tl.inline_asm_elementwise(asm, "=r,l,r", [pointers, mask.to(tl.int32)], tl.int32, False, 1)
 
 
 @triton.jit
@@ -81,28 +81,28 @@ def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
 def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
     """Load a row of dy, like :func:`load_row`."""
     if V.map == "none":
-        return load_passing(row, o_h, m_h, V=V)
+        return load_unmapped(row, o_h, m_h, V=V)
     else:
-        return load_gradients(row, o_h, m_h, first_channel(V=V), V=V) + load_passing(row, o_h, m_h, V=V)
+        return load_gradients(row, o_h, m_h, first_channel(V=V), V=V) + load_unmapped(row, o_h, m_h, V=V)
 
 
 @triton.jit
-def to_gradient_tiles(loaded, V: tl.constexpr):
+def to_gradient_tiles(rows, V: tl.constexpr):
     """Return dy from :func:`load_gradient_row`: the two tiles of the map's output, then the other channels."""
     if V.map == "none":
-        return loaded
+        return rows
     else:
-        first, second = upcast(loaded[0], V=V), upcast(loaded[1], V=V)
+        first, second = upcast(rows[0], V=V), upcast(rows[1], V=V)
         if V.map == "rotate":
             first, second = split_pairs(first, second, V=V)
         tiles = (first, second)
-        for i in tl.static_range(2, len(loaded)):
-            tiles += (loaded[i],)
+        for i in tl.static_range(2, len(rows)):
+            tiles += (rows[i],)
         return tiles
 
 
 @triton.jit
-def turn_back(dy, cos, sin, V: tl.constexpr):
+def map_back(dy, cos, sin, V: tl.constexpr):
     """Compute dx̄ from dy, tile by tile."""
     if V.map == "none":
         return dy
@@ -114,52 +114,52 @@ def turn_back(dy, cos, sin, V: tl.constexpr):
 
 
 @triton.jit
-def centre(loaded, mean, m_h, V: tl.constexpr):
+def centre(row, mean, m_h, V: tl.constexpr):
     """Return x of a tile's heads. For "layer", subtract the mean, and set missing heads and channels to 0."""
-    x = to_tiles(loaded, V=V)
+    x = to_tiles(row, V=V)
     if V.norm == "layer":
-        centred = ()
+        tiles = ()
         x = subtract_mean(x, mean, V=V)
         for i in tl.static_range(len(x)):
-            centred += (tl.where(m_h[:, None], x[i], 0.0),)
-        return centred
+            tiles += (tl.where(m_h[:, None], x[i], 0.0),)
+        return tiles
     else:
         return x
 
 
 @triton.jit
-def measure(fetched, H, share, V: tl.constexpr):
+def compute_norm_stats(rows, H, share, V: tl.constexpr):
     """Compute the mean (0 unless "layer") and r over all channels of a token. share: 1 / number of channels."""
     o_h = tl.arange(0, V.block_n)
     mean = share * 0.0
     if V.norm == "layer":
-        total = to_tiles(fetched[0], V=V)
-        for i in tl.static_range(1, len(fetched)):
-            total = add_rows(total, to_tiles(fetched[i], V=V))
+        total = to_tiles(rows[0], V=V)
+        for i in tl.static_range(1, len(rows)):
+            total = add_rows(total, to_tiles(rows[i], V=V))
         mean = sum_row(total, V=V, AXIS=None) * share
         # Correct the mean's rounding error. Otherwise, equal channels would not become exactly 0.
-        rest = centre(fetched[0], mean, o_h < H, V=V)
-        for i in tl.static_range(1, len(fetched)):
-            rest = add_rows(rest, centre(fetched[i], mean, i * V.block_n + o_h < H, V=V))
-        mean += sum_row(rest, V=V, AXIS=None) * share
+        residual = centre(rows[0], mean, o_h < H, V=V)
+        for i in tl.static_range(1, len(rows)):
+            residual = add_rows(residual, centre(rows[i], mean, i * V.block_n + o_h < H, V=V))
+        mean += sum_row(residual, V=V, AXIS=None) * share
     squares = ()
-    for i in tl.static_range(len(fetched)):
-        x = centre(fetched[i], mean, i * V.block_n + o_h < H, V=V)
+    for i in tl.static_range(len(rows)):
+        x = centre(rows[i], mean, i * V.block_n + o_h < H, V=V)
         squares = add_row_products(squares, x, x)
     return mean, take_root(sum_row(squares, V=V, AXIS=None) * share, V=V)
 
 
 @triton.jit
-def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
+def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
     """Return the gradient of norm(x), x̂ and dΘ of a tile's heads."""
-    xs, gs = loaded
-    cos, sin = turned
+    xs, gs = rows
+    cos, sin = cos_sin
     mean, scale = stats
     x_hat = scale_row(centre(xs, mean, m_h, V=V), scale)
     x = apply_weights(x_hat, weights, V=V)
     x_bar = activate_row(x, 0, V=V)
     dy = to_gradient_tiles(gs, V=V)
-    dx_bar = turn_back(dy, cos, sin, V=V)
+    dx_bar = map_back(dy, cos, sin, V=V)
     dangles = x_hat[0]
     if V.need_dangles:
         dangles = form_angle_gradient(x_bar, (dy[0], dy[1]), dx_bar, cos, sin, V=V)
@@ -169,23 +169,23 @@ def normalise_backward(loaded, turned, stats, weights, m_h, V: tl.constexpr):
 @triton.jit
 def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
     """Return the sums of tile i plus a token's products."""
-    added = ()
+    new_sums = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
     for j in tl.static_range(COUNT):
         product = products[j % len(products)]
         if V.token_groups > 1:
             product = tl.where(token_group == j // len(products), product, 0.0)
-        added += (sums[i * COUNT + j] + product,)
-    return added
+        new_sums += (sums[i * COUNT + j] + product,)
+    return new_sums
 
 
 @triton.jit
-def widen_rows(sums, few):
+def widen_rows(sums, recent_sums):
     """Return the float64 sums plus the sums over a few tokens."""
-    added = ()
+    new_sums = ()
     for j in tl.static_range(len(sums)):
-        added += (sums[j] + few[j].to(tl.float64),)
-    return added
+        new_sums += (sums[j] + recent_sums[j].to(tl.float64),)
+    return new_sums
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
     o_h = tl.arange(0, V.block_n)[:, None]
     for j in tl.static_range(len(sums)):
         h = j // COUNT * V.block_n + o_h
-        o_d, m_d = find_channels(i=j % TILES, V=V)
+        o_d, m_d = locate_channels(i=j % TILES, V=V)
         o_row = h * V.token_groups + j % COUNT // (TILES * KINDS)
         if j % COUNT // TILES % KINDS == 1:
             o_row += H * V.token_groups
@@ -205,24 +205,24 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 
 @triton.jit
-def store_heads(row, out, turned, o_h, m_h, V: tl.constexpr):
+def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
     """Store y, computed from ``out`` = x̄, or in the backward pass ``out`` = dx."""
     c0 = first_channel(V=V)
     if V.map != "none":
-        cos, sin = turned
+        cos, sin = cos_sin
         if V.backward:
             store_input_gradients(row, out, o_h, m_h, c0, V=V)
         else:
             store_outputs(row, apply_map(out, cos, sin, V=V), o_h, m_h, c0, V=V)
-    TURNED: tl.constexpr = V.num_turned
-    for i in tl.static_range(TURNED, len(V.begins)):
+    MAPPED: tl.constexpr = V.num_mapped
+    for i in tl.static_range(MAPPED, len(V.begins)):
         store_tile(row, out[i], o_h, m_h, i=i, V=V)
 
 
 @triton.jit
-def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
+def form_token_cos_sin(omega, tables, token, counts, grid, V: tl.constexpr):
     """Compute cos Θ and sin Θ of a token, one row per head of a tile, and its factors of dΘ for dω and dφ."""
-    p_coords, p_origin, p_affine, p_rotated, p_amplitude, given = tables
+    p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables = tables
     _, b, n = token
     first_index, num_grid, positions_b, rotated_b = counts
     if V.by_sample:
@@ -236,11 +236,11 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
     o_n = tl.arange(0, V.block_n) * 0
     if V.tables != "none":
         o_n = tl.zeros([1], dtype=tl.int32)  # one row in registers, shared by all heads
-        given = point_to_tables(given, b, 0, first_channel(V=V), V=V)
-    places = (p_rotated, p_amplitude, given, first_index, num_grid)
+        cos_sin_tables = point_to_tables(cos_sin_tables, b, 0, first_channel(V=V), V=V)
+    tables_at_token = (p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid)
     o_c = tl.arange(0, V.block_c)
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
-    cos, sin, o_g, m_g = turn_tokens(omega, positions, places, n, o_n, o_c, m_c, V=V)
+    cos, sin, o_g, m_g = form_cos_sin(omega, positions, tables_at_token, n, o_n, o_c, m_c, V=V)
     shares = (0,)
     if V.need_dangles:
         shares = weigh_tokens(o_g, m_g, positions, V=V)
@@ -248,33 +248,33 @@ def turn_token(omega, tables, token, counts, grid, V: tl.constexpr):
 
 
 @triton.jit
-def load_own(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constexpr):
+def load_tile_weights(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constexpr):
     """Load γ and β of the heads of tile i."""
     h = (i * V.block_n + tl.arange(0, V.block_n))[:, None]
     return load_weights(norm, is_k, h, token_group, h < H, V=V)
 
 
 @triton.jit
-def store_mapped(fetched, token, H, stats, turned, own, o, V: tl.constexpr):
-    """Compute and store y of a token. own: γ and β by tile."""
+def store_mapped(rows, token, H, stats, cos_sin, tile_weights, o, V: tl.constexpr):
+    """Compute and store y of a token. tile_weights: γ and β by tile."""
     mean, scale = stats
     o_h = tl.arange(0, V.block_n)
-    for i in tl.static_range(len(fetched)):
+    for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + o_h < H
-        x_hat = scale_row(centre(fetched[i], mean, m_h, V=V), scale)
-        x_bar = activate_row(apply_weights(x_hat, own[i], V=V), 0, V=V)
-        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, turned, o_h, m_h, V=V)
+        x_hat = scale_row(centre(rows[i], mean, m_h, V=V), scale)
+        x_bar = activate_row(apply_weights(x_hat, tile_weights[i], V=V), 0, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), x_bar, cos_sin, o_h, m_h, V=V)
 
 
 @triton.jit
-def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
+def compute_gradient_means(row_pairs, H, stats, share, cos_sin, tile_weights, V: tl.constexpr):
     """Compute mean(g x̂) and, for "layer", mean(g) over all channels of a token, where g = γ dy."""
-    fetched, gradients = loaded
-    for i in tl.static_range(len(fetched)):
+    rows, gradients = row_pairs
+    for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + tl.arange(0, V.block_n) < H
-        tile = (fetched[i], gradients[i])
-        dy, x_hat, _ = normalise_backward(tile, turned, stats, own[i], m_h, V=V)
-        g = apply_weight(dy, own[i], V=V)
+        tile = (rows[i], gradients[i])
+        dy, x_hat, _ = normalise_backward(tile, cos_sin, stats, tile_weights[i], m_h, V=V)
+        g = apply_weight(dy, tile_weights[i], V=V)
         dots = add_row_products(() if i == 0 else dots, g, x_hat)
         total = g if i == 0 else add_rows(total, g)
     dot = sum_row(dots, V=V, AXIS=None) * share
@@ -285,27 +285,27 @@ def measure_gradient(loaded, H, stats, share, turned, own, V: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(loaded, token, H, stats, means, turned, own, out, V: tl.constexpr):
+def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, out, V: tl.constexpr):
     """Compute and store dx of a token. Return dΘ, summed over the tiles, and the updated sums for the weights.
 
     out: where dx goes, the sums for the weights, and the group of the token.
     """
-    fetched, gradients = loaded
+    rows, gradients = row_pairs
     o, dweights, group = out
     _, scale = stats
     dot, mean = means
     o_h = tl.arange(0, V.block_n)
-    added = ()
-    for i in tl.static_range(len(fetched)):
+    new_sums = ()
+    for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + o_h < H
-        dy, x_hat, tile_dangles = normalise_backward((fetched[i], gradients[i]), turned, stats, own[i], m_h, V=V)
+        dy, x_hat, tile_dangles = normalise_backward((rows[i], gradients[i]), cos_sin, stats, tile_weights[i], m_h, V=V)
         dangles = tile_dangles if i == 0 else dangles + tile_dangles
         if V.need_dweight:
             products = form_weight_gradients(dy, x_hat, (), V=V)
-            added += add_weight_sums(dweights, products, group, i=i, V=V)
-        dx = combine_gradient(apply_weight(dy, own[i], V=V), x_hat, scale, dot, mean, V=V)
-        store_heads(point_to_heads(o, token, i=i, V=V), dx, turned, o_h, m_h, V=V)
-    return dangles, added
+            new_sums += add_weight_sums(dweights, products, group, i=i, V=V)
+        dx = combine_gradient(apply_weight(dy, tile_weights[i], V=V), x_hat, scale, dot, mean, V=V)
+        store_heads(point_to_heads(o, token, i=i, V=V), dx, cos_sin, o_h, m_h, V=V)
+    return dangles, new_sums
 
 
 # Gradients of the weights are summed in float32 over this many tokens. In float64 they take twice the registers.
@@ -324,9 +324,9 @@ def heads_kernel(
     of q and of k. sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for dγ and dβ.
     """
     counts, axes = numbers
-    N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack(counts)
-    grid = unpack(axes)
-    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, given = tables
+    N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack_numbers(counts)
+    grid = unpack_numbers(axes)
+    p_omega, p_phase, p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables = tables
     p_partial, p_dweight = sums
     pid = tl.program_id(0)
     is_k = pid >= num_q
@@ -351,51 +351,51 @@ def heads_kernel(
     dweights = ()
     for _ in tl.static_range(TILES):
         dweights += zero_weight_gradients(dtype=tl.float64, V=V)
-    kept = ()
+    shared_weights = ()
     if V.token_groups == 1:
         for i in tl.static_range(TILES):
-            kept += (load_own(norm, is_k, H, 0, i=i, V=V),)
+            shared_weights += (load_tile_weights(norm, is_k, H, 0, i=i, V=V),)
     for first in tl.range(tl.where(is_k, pid - num_q, pid), num_items, step * TOKENS):
-        few = ()
+        recent_sums = ()
         for _ in tl.static_range(TILES):
-            few += zero_weight_gradients(dtype=tl.float64 if V.wide else tl.float32, V=V)
+            recent_sums += zero_weight_gradients(dtype=tl.float64 if V.wide else tl.float32, V=V)
         for item in tl.range(first, tl.minimum(first + step * TOKENS, num_items), step):
             b = item // N
             n = item - b * N
             token = (is_k, b, n)
-            fetched = ()
+            rows = ()
             gradients = ()
             for i in tl.static_range(TILES):
                 m_h = i * V.block_n + o_h < H
-                fetched += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
+                rows += (load_row(point_to_heads(x, token, i=i, V=V), o_h, m_h, V=V),)
                 if V.backward:
                     gradients += (load_gradient_row(point_to_heads(dy, token, i=i, V=V), o_h, m_h, V=V),)
             fetch_next(x, dy, is_k, item + step, counts=(N, num_items), H=H, V=V)
             cos, sin, shares = 0, 0, 0
             if V.map != "none":
-                places = (p_coords, p_origin, p_affine, p_rotated, p_amplitude, given)
-                spots = (first_index, num_grid, positions_b, rotated_b)
-                cos, sin, shares = turn_token(omega, places, token, spots, grid, V=V)
-            turned = (cos, sin)
+                pointers = (p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables)
+                token_counts = (first_index, num_grid, positions_b, rotated_b)
+                cos, sin, shares = form_token_cos_sin(omega, pointers, token, token_counts, grid, V=V)
+            cos_sin = (cos, sin)
             group = find_token_group(n + first_index, num_grid, V=V)
-            own = kept
+            weights = shared_weights
             if V.token_groups > 1:
                 for i in tl.static_range(TILES):
-                    own += (load_own(norm, is_k, H, group, i=i, V=V),)
-            stats = measure(fetched, H, share, V=V)
+                    weights += (load_tile_weights(norm, is_k, H, group, i=i, V=V),)
+            stats = compute_norm_stats(rows, H, share, V=V)
             if V.backward:
-                loaded = (fetched, gradients)
-                means = measure_gradient(loaded, H, stats, share, turned, own, V=V)
-                out = (o, few, group)
-                dangles, few = store_gradients(loaded, token, H, stats, means, turned, own, out, V=V)
+                row_pairs = (rows, gradients)
+                means = compute_gradient_means(row_pairs, H, stats, share, cos_sin, weights, V=V)
+                out = (o, recent_sums, group)
+                dangles, recent_sums = store_gradients(row_pairs, token, H, stats, means, cos_sin, weights, out, V=V)
                 if V.need_dangles:
-                    weighed = ()
+                    new_total = ()
                     for j in tl.static_range(J):
-                        weighed += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
-                    total = weighed
+                        new_total += (total[j] + shares[j][:, None] * dangles.to(tl.float64),)
+                    total = new_total
             else:
-                store_mapped(fetched, token, H, stats, turned, own, o, V=V)
-        dweights = widen_rows(dweights, few)
+                store_mapped(rows, token, H, stats, cos_sin, weights, o, V=V)
+        dweights = widen_rows(dweights, recent_sums)
     if V.need_dangles:
         store_partial(p_partial + pid.to(tl.int64) * (J * V.num_channels), total, 0, o_c, m_c, V=V)
     if V.need_dweight:

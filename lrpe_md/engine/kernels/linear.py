@@ -14,10 +14,11 @@ Names: S, dS are transposed states. Z, dZ are the sums Σ β k̄ (Σ β k̂ for 
 import triton
 import triton.language as tl
 
-from .encode import activate_row, find_channels, weigh_tokens
+from .encode import activate_row, locate_channels, weigh_tokens
 from .features import (
     empty_weight_sums,
     fill_rest,
+    form_block_cos_sin,
     load_gate,
     load_query_side,
     load_row,
@@ -33,11 +34,10 @@ from .features import (
     store_weight_sums,
     to_operand,
     to_tiles,
-    turn_block,
     zero_gated_tokens,
 )
 from .rows import add_rows, scale_row
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
 
 # --- tiles of a state ------------------------------------------------------------------------------------------
@@ -187,14 +187,14 @@ def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
     v = load_values(v_row, o_n, m_n, V=V)
-    turned = turn_block(side, n0, o_n, V=V)
+    cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
     beta = 0.0
     if V.gated:
         beta = load_gate(gate, b, h, n0 + o_n, m_n, V=V)
         v = zero_gated_tokens(v, beta)
         k = zero_gated_tokens(k, beta)
     k = normalise_tokens(k, side, n0, o_n, V=V)
-    return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, turned
+    return k, fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V), v, beta, cos_sin
 
 
 @triton.jit
@@ -220,10 +220,10 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        _raw, k_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        _k, k_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         if V.gated:
             k_bar = scale_row(k_bar, beta[:, None])
-        k_hat = map_features(k_bar, turned, V=V)
+        k_hat = map_features(k_bar, cos_sin, V=V)
         S = add_outer_products(S, v_block, k_hat, V=V)
         if V.normalizer != "none":
             Z = add_rows(Z, normalizer_features(k_bar, k_hat, V=V))
@@ -235,8 +235,8 @@ def invert_denominator(z, eps, V: tl.constexpr):
     """Return 1/z of each token, and whether z is above the clamp."""
     eps = tl.full(z.shape, eps, z.dtype)  # tl.maximum would treat a number as float32
     if V.normalizer == "encoded":
-        free = tl.abs(z) >= eps
-        return tl.where(free, invert(tl.where(free, z, 1.0), V=V), 0.0), free
+        is_free = tl.abs(z) >= eps
+        return tl.where(is_free, invert(tl.where(is_free, z, 1.0), V=V), 0.0), is_free
     else:
         return invert(tl.maximum(z, eps), V=V), z > eps
 
@@ -262,15 +262,15 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        turned = turn_block(side, n0, o_n, V=V)
+        cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         # If tokens are columns of the product, 1/z has q's layout, not o's. Scale q̂ then, or q̄: the map is linear.
         if V.normalizer == "unrotated":
-            scale, _free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
+            scale, _is_free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
                 x_bar = scale_row(x_bar, scale[:, None])
-        x_hat = map_features(x_bar, turned, V=V)
+        x_hat = map_features(x_bar, cos_sin, V=V)
         if V.normalizer == "encoded":
-            scale, _free = invert_denominator(row_dot(x_hat, to_rows(Z)), eps, V=V)
+            scale, _is_free = invert_denominator(row_dot(x_hat, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
                 x_hat = scale_row(x_hat, scale[:, None])
         out = apply_state(x_hat, S, V=V)
@@ -283,13 +283,13 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
 
 
 @triton.jit
-def find_counted(i: tl.constexpr, V: tl.constexpr):
+def find_normalizer_channels(i: tl.constexpr, V: tl.constexpr):
     """Return the channels (1, channels) of tile i of the normaliser's features, and their mask."""
     if V.normalizer == "encoded":
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
     else:
-        return find_channels(i=i, V=V)
+        return locate_channels(i=i, V=V)
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def store_state(p_state, p_sums, S, Z, V: tl.constexpr):
         p, mask = point_to_state(p_state, i=i, V=V)
         tl.store(p, S[i], mask=mask)
     for i in tl.static_range(len(Z)):
-        o_e, m_e = find_counted(i=i, V=V)
+        o_e, m_e = find_normalizer_channels(i=i, V=V)
         tl.store(p_sums + o_e, Z[i][None, :], mask=m_e)
 
 
@@ -328,7 +328,7 @@ def load_sums(p_sums, V: tl.constexpr):
     """Load Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
-        o_e, m_e = find_counted(i=i, V=V)
+        o_e, m_e = find_normalizer_channels(i=i, V=V)
         Z += (tl.sum(tl.load(p_sums + o_e, mask=m_e, other=0.0), axis=0),)
     return Z
 
@@ -363,7 +363,7 @@ def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def sum_shared(x, V: tl.constexpr):
+def sum_row_groups(x, V: tl.constexpr):
     """Sum each V.share tokens, which are in one thread: (tokens, channels) to (tokens / V.share, channels)."""
     if V.share == 1:
         return x
@@ -375,28 +375,28 @@ def sum_shared(x, V: tl.constexpr):
 
 
 @triton.jit
-def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
+def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
     """Add Σ s_j dΘ and, if there is a phase, Σ dΘ of a block of tokens to ``total``."""
     if V.need_dangles:
-        pointers, own = side
+        pointers, head_tables = side
         tables, _ = pointers
-        loaded, _ = own
+        offsets, _ = head_tables
         _, _, p_coords, p_origin, p_affine, _, _, numbers = tables
         _, _, axes = numbers
-        grid = unpack(axes)
-        _, _, coords, _ = loaded
+        grid = unpack_numbers(axes)
+        _, _, coords, _ = offsets
         if V.by_sample:
             if V.explicit:
                 p_coords += coords
             else:
                 p_origin += coords
         positions = (p_coords, p_origin, p_affine, grid)
-        _, _, o_g, m_g = turned[0]
+        _, _, o_g, m_g = cos_sin[0]
         weights = weigh_tokens(o_g, m_g, positions, V=V)
-        added = ()
+        new_total = ()
         for i in tl.static_range(len(dangles)):
-            added += add_tile_gradients(total, dangles[i], weights, i=i, V=V)
-        return added
+            new_total += add_tile_gradients(total, dangles[i], weights, i=i, V=V)
+        return new_total
     else:
         return total
 
@@ -405,15 +405,15 @@ def add_angle_gradients(total, dangles, side, turned, V: tl.constexpr):
 def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
     """Do the work of :func:`add_angle_gradients` for tile i."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
-    added = ()
+    new_total = ()
     for j in tl.static_range(len(weights)):
-        before = total[i * len(weights) + j]
+        sums = total[i * len(weights) + j]
         if V.operand != "same":
             products = weights[j].to(tl.float32)[:, None] * dangles
-            added += (before + sum_shared(products, V=T),)
+            new_total += (sums + sum_row_groups(products, V=T),)
         else:
-            added += (before + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
-    return added
+            new_total += (sums + tl.sum(weights[j][:, None] * dangles.to(tl.float64), axis=0),)
+    return new_total
 
 
 @triton.jit
@@ -453,24 +453,24 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
         x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
-        turned = turn_block(side, n0, o_n, V=V)
+        cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         dx_hat = multiply_tiles(do_block, S, V=V)  # not yet divided by z
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
-            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
-            scale, free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
-            dz = tl.where(free, -scale * scale * row_dot(x_bar, dx_bar), 0.0)
+            counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
+            scale, is_free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
+            dz = tl.where(is_free, -scale * scale * row_dot(x_bar, dx_bar), 0.0)
             dZ = add_scaled(dZ, counts, dz)
             if V.normalizer == "encoded":
                 dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), to_rows(Z), dz)
-                dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+                dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
             else:
                 dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), to_rows(Z), dz)
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, turned, V=V)
+        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
     return dZ, total, dweights
 
 
@@ -492,18 +492,18 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
         x = normalise_tokens(x, side, n0, o_n, V=V)
         do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        turned = turn_block(side, n0, o_n, V=V)
+        cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         if V.normalizer != "none":
-            counts = map_features(x_bar, turned, V=V) if V.normalizer == "encoded" else x_bar
+            counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
             if V.causal:
                 p_scale, to_dz = scales
                 scale = tl.load(p_scale + n0 + o_n, mask=m_n, other=0.0)
                 dz = tl.load(p_scale + to_dz + n0 + o_n, mask=m_n, other=0.0)
                 dZ = add_scaled(dZ, counts, dz)
             else:
-                scale, _free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
+                scale, _is_free = invert_denominator(row_dot(counts, to_rows(Z)), eps, V=V)
             x_bar = scale_row(x_bar, scale[:, None])
-        dS = add_outer_products(dS, do_block, map_features(x_bar, turned, V=V), V=V)
+        dS = add_outer_products(dS, do_block, map_features(x_bar, cos_sin, V=V), V=V)
     return dS, dZ
 
 
@@ -511,11 +511,11 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
 def add_outer_products(S, values, features, V: tl.constexpr):
     """Return S + valuesᵀ features, tile by tile."""
     values = to_operands(values, V=V)
-    added = ()
+    new_S = ()
     for i in tl.static_range(len(features)):
         for j in tl.static_range(len(values)):
-            added += (_add_outer_product(S[i * len(values) + j], values[j], features[i], i=i, j=j, V=V),)
-    return added
+            new_S += (_add_outer_product(S[i * len(values) + j], values[j], features[i], i=i, j=j, V=V),)
+    return new_S
 
 
 @triton.jit
@@ -552,18 +552,18 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         weight = m_n.to(ACC)  # 0 for tokens beyond the end
         if V.gated:
             weight *= beta
         dx_hat = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
-        gated = scale_row(x_bar, weight[:, None]) if V.gated else x_bar
+        weighted_x = scale_row(x_bar, weight[:, None]) if V.gated else x_bar
         store_values(
-            move_tokens(dv_head, n0, V=V), apply_state(map_features(gated, turned, V=V), dS, V=V), o_n, m_n, V=V
+            move_tokens(dv_head, n0, V=V), apply_state(map_features(weighted_x, cos_sin, V=V), dS, V=V), o_n, m_n, V=V
         )
         if V.normalizer == "encoded":
             dx_hat = add_scaled(dx_hat, to_rows(dZ), m_n.to(ACC))
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC))
         if V.gated:
@@ -573,7 +573,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
             if V.need_dangles:
                 dangles = scale_row(dangles, weight[:, None])
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, turned, V=V)
+        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
     return total, dweights
 
 
@@ -581,7 +581,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
 def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
     """Store dβ (B, H, N) of a block of tokens. It is 0 where β is 0."""
     p, strides = dgate
-    stride_b, stride_h, stride_n = unpack(strides)
+    stride_b, stride_h, stride_n = unpack_numbers(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     dbeta = tl.where(beta == 0.0, 0.0, dbeta)
     tl.store(p + o_n.to(tl.int64) * stride_n, dbeta.to(p.dtype.element_ty), mask=m_n)
@@ -596,15 +596,15 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
 
     A tensor is (pointer, strides (b, h, n, d)); the gate (B, G, M) has three strides. sizes: G, H / G, N, M.
     """
-    G, R, N, M = unpack(sizes)
+    G, R, N, M = unpack_numbers(sizes)
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    k_own = load_side(k_side, b, g, g, V=V)
-    S, Z = sum_keys(k, v, gate, (k_side, k_own), (b, g, 0, M), V=V)
+    k_head_tables = load_side(k_side, b, g, g, V=V)
+    S, Z = sum_keys(k, v, gate, (k_side, k_head_tables), (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     Q: tl.constexpr = V if V.queries is None else V.queries
-    tables, _ = load_query_side(q_side, k_own, b, g, g, V=Q)
+    tables, _ = load_query_side(q_side, k_head_tables, b, g, g, V=Q)
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
@@ -618,26 +618,26 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     tensors: q, k, v, do, dq, dk, dv. Sums for the norm's weights have a row for each head (of q or of k) of a sample.
     """
     q, k, v, do, dq, dk, dv = tensors
-    G, R, N, M = unpack(sizes)
+    G, R, N, M = unpack_numbers(sizes)
     q_side, k_side = sides
     gate, _dgate = gates
     pid = tl.program_id(0)
     b = pid // G
     g = pid - b * G
-    k_own = load_side(k_side, b, g, g, V=V)
-    k_side = (k_side, k_own)
+    k_head_tables = load_side(k_side, b, g, g, V=V)
+    k_side = (k_side, k_head_tables)
     S, Z = sum_keys(k, v, gate, k_side, (b, g, 0, M), V=V)
     S = to_operands(S, V=V)
     Q: tl.constexpr = V if V.queries is None else V.queries
     grads = (empty_sums(V=Q), empty_total(V=Q))
-    tables, _ = load_query_side(q_side, k_own, b, g, g, V=Q)
+    tables, _ = load_query_side(q_side, k_head_tables, b, g, g, V=Q)
     batch = tl.num_programs(0) // G
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
         dZ, total = grads
-        own = (dZ, total, empty_weight_sums(V=Q))
-        dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), own, (b, h, 0, N), eps, V=Q)
+        head_grads = (dZ, total, empty_weight_sums(V=Q))
+        dZ, total, dweights = write_query_gradients((q, do, dq), side, (S, Z), head_grads, (b, h, 0, N), eps, V=Q)
         store_weight_sums(side, h * batch + b, dweights, V=Q)
         grads = (dZ, total)
     dZ, total = grads
@@ -648,7 +648,7 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
     for r in range(R):
         h = g * R + r
         side = (q_side, (tables, h))
-        dS, _none = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=Q)
+        dS, _dZ = sum_queries((q, do, None), side, Z, (dS, ()), (b, h, 0, N), eps, V=Q)
     state = (to_operands(dS, V=V), sum_tokens(dZ))
     total, dweights = write_key_gradients((k, v, dk, dv), gates, k_side, state, (b, g, 0, M), V=V)
     store_weight_sums(k_side, g * batch + b, dweights, V=V)
@@ -668,7 +668,7 @@ def locate_piece(pieces, p, heads):
     piece, and of all. heads: heads of a sample, and P.
     """
     p_table, sizes = pieces
-    length, N = unpack(sizes)
+    length, N = unpack_numbers(sizes)
     H, P = heads
     # The pieces of a head are neighbouring programs.
     row = p // P
@@ -695,7 +695,7 @@ def find_state(p_state, index, row, rows, V: tl.constexpr):
 @kernel
 def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
     """Compute the state of each piece of the tokens: states (P, B G, D_v Ê + sums) in float32."""
-    G, P, B = unpack(sizes)
+    G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
     p_state = find_state(p_states, piece, b * G + g, B * G, V=V)
@@ -706,7 +706,7 @@ def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "siz
 def linear_output_kernel(q, o, side, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr):
     """Compute o from the summed states of :func:`linear_scan_kernel`."""
     p_slots, p_slot_sums = slots
-    G, R, P, B = unpack(sizes)
+    G, R, P, B = unpack_numbers(sizes)
     _, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     S, Z = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
@@ -724,7 +724,7 @@ def linear_query_gradient_kernel(
 ):  # fmt: skip
     """Compute dq, sums for dω, and dZ by piece and query head. dstates (P, B H, D_v Ê + sums) holds dS, then dZ."""
     p_slots, p_slot_sums = slots
-    G, R, P, B = unpack(sizes)
+    G, R, P, B = unpack_numbers(sizes)
     pid = tl.program_id(0)
     piece, b, h, begin, end, slot = locate_piece(pieces, pid, (G * R, P))
     g = h // R
@@ -754,12 +754,12 @@ def linear_query_state_kernel(
 ):  # fmt: skip
     """Compute dS by piece and query head. With a causal mask, also compute dZ, from ``scales`` of point_to_scales."""
     _p_slots, p_slot_sums = slots
-    G, R, P, B = unpack(sizes)
+    G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
     side = (side, load_side(side, b, g, h, V=V))
-    _table, cut = pieces
-    _length, N = unpack(cut)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
     if V.causal:
         scales = point_to_scales(p_scales, b, h, (B, G * R), N)
         Z = ()
@@ -779,7 +779,7 @@ def linear_key_gradient_kernel(
 ):  # fmt: skip
     """Compute dk, dv, dβ and sums for dω from the summed gradients of the state."""
     p_slots, p_slot_sums = slots
-    G, P, B = unpack(sizes)
+    G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     state = load_slot(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     side = (side, load_side(side, b, g, g, V=V))
@@ -802,16 +802,16 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
     BLOCK: tl.constexpr = V.block_c
     AHEAD: tl.constexpr = V.stages
     total = tl.zeros([BLOCK], dtype=tl.float64)
-    whole = P // AHEAD * AHEAD
+    num_whole = P // AHEAD * AHEAD
     for r in range(R):
-        for first in range(0, whole, AHEAD):
-            loaded = ()
+        for first in range(0, num_whole, AHEAD):
+            tiles = ()
             for i in tl.static_range(AHEAD):
                 index = (tl.cast(first + i, tl.int64) * rows + row) * R + r
-                loaded += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
+                tiles += (tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0),)
             for i in tl.static_range(AHEAD):
-                total += loaded[i]
-        for i in range(whole, P):
+                total += tiles[i]
+        for i in range(num_whole, P):
             index = (tl.cast(i, tl.int64) * rows + row) * R + r
             total += tl.load(p_states + index * SIZE + o, mask=o < SIZE, other=0.0)
     return total
@@ -830,38 +830,38 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
     g = row - b * G
     rows = tl.cast(B * G, tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.float64)
-    before = -2
-    before_slot = -2
-    skipped = tl.where(backward != 0, P - num_states, 0)
+    previous_sequence = -2
+    previous_slot = -2
+    num_missing = tl.where(backward != 0, P - num_states, 0)
     for i in range(P):
         p = tl.where(backward != 0, P - 1 - i, i)
-        after = tl.where(backward != 0, p - 1, p + 1)
-        follows = (after >= 0) & (after < P)
+        next_piece = tl.where(backward != 0, p - 1, p + 1)
+        has_next = (next_piece >= 0) & (next_piece < P)
         slot = tl.load(p_table + p * 4 + 2)
         sequence = tl.load(p_table + p * 4 + 3)
-        next_slot = tl.load(p_table + after * 4 + 2, mask=follows, other=-2)
-        next_sequence = tl.load(p_table + after * 4 + 3, mask=follows, other=-2)
-        at = tl.cast(b + sequence, tl.int64) * G + g  # a sample may hold several sequences
-        if before != sequence:
+        next_slot = tl.load(p_table + next_piece * 4 + 2, mask=has_next, other=-2)
+        next_sequence = tl.load(p_table + next_piece * 4 + 3, mask=has_next, other=-2)
+        state_row = tl.cast(b + sequence, tl.int64) * G + g  # a sample may hold several sequences
+        if previous_sequence != sequence:
             total = tl.zeros([BLOCK], dtype=tl.float64)
             if p_first is not None:
-                total += tl.load(p_first + at * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
-        before = sequence
+                total += tl.load(p_first + state_row * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
+        previous_sequence = sequence
         if V.causal:
-            if (before_slot != slot) & (sequence >= 0):  # negative in unused entries of the table
+            if (previous_slot != slot) & (sequence >= 0):  # negative in unused entries of the table
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
-        before_slot = tl.where(sequence >= 0, slot, -2)
-        state = p - skipped
-        there = o < tl.where((state >= 0) & (state < num_states), SIZE, 0)
+        previous_slot = tl.where(sequence >= 0, slot, -2)
+        state = p - num_missing
+        mask = o < tl.where((state >= 0) & (state < num_states), SIZE, 0)
         for r in range(R):
             index = (tl.cast(state, tl.int64) * rows + row) * R + r
-            total += tl.load(p_states + index * SIZE + o, mask=there, other=0.0)
+            total += tl.load(p_states + index * SIZE + o, mask=mask, other=0.0)
         if not V.causal:
             if next_slot != slot:
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         if p_last is not None:
             if next_sequence != sequence:
-                tl.store(p_last + at * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))
+                tl.store(p_last + state_row * SIZE + o, total, mask=o < tl.where(sequence >= 0, SIZE, 0))
 
 
 @kernel
@@ -876,20 +876,20 @@ def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.con
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
-    G, R, P, num_states, B, backward = unpack(sizes)
+    G, R, P, num_states, B, backward = unpack_numbers(sizes)
     SIZE: tl.constexpr = V.state_size
     BLOCK: tl.constexpr = V.block_c
     NUM: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // NUM
     o = tl.program_id(0) % NUM * BLOCK + tl.arange(0, BLOCK)
     if p_table is None:
-        at = tl.cast(row, tl.int64)
+        state_row = tl.cast(row, tl.int64)
         total = sum_pieces(p_states, row, tl.cast(B * G, tl.int64), (R, P), o, V=V)
         if p_first is not None:
-            total += tl.load(p_first + at * SIZE + o, mask=o < SIZE, other=0.0)
-        store_slot(p_slots, p_slot_sums, total, at, o, V=V)
+            total += tl.load(p_first + state_row * SIZE + o, mask=o < SIZE, other=0.0)
+        store_slot(p_slots, p_slot_sums, total, state_row, o, V=V)
         if p_last is not None:
-            tl.store(p_last + at * SIZE + o, total, mask=o < SIZE)
+            tl.store(p_last + state_row * SIZE + o, total, mask=o < SIZE)
     else:
         scan_slots(p_states, slots, ends, p_table, (G, R, P, num_states, B, backward), (row, o), V=V)
 

@@ -13,6 +13,7 @@ from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, sum_cros
 from .features import (
     empty_weight_sums,
     fill_rest,
+    form_block_cos_sin,
     load_query_side,
     load_row,
     load_side,
@@ -27,7 +28,6 @@ from .features import (
     store_weight_sums,
     to_operand,
     to_tiles,
-    turn_block,
 )
 from .linear import (
     activate_tokens,
@@ -55,7 +55,7 @@ from .linear import (
     transpose_tiles,
 )
 from .rows import add_rows, scale_row
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
 
 
@@ -72,14 +72,14 @@ def multiply_tokens(x, y, V: tl.constexpr):
 def mix_tokens(P, y, total, V: tl.constexpr):
     """Return total + P y (tokens, channels), tile by tile."""
     P = to_operand(P, V=V)
-    mixed = ()
+    sums = ()
     for i in tl.static_range(len(y)):
         y_i = to_operand(y[i], V=V)
         if len(y) > 1:  # see multiply_tiles
-            mixed += (tl.trans(multiply(tl.trans(y_i), tl.trans(P), tl.trans(total[i]), V=V)),)
+            sums += (tl.trans(multiply(tl.trans(y_i), tl.trans(P), tl.trans(total[i]), V=V)),)
         else:
-            mixed += (multiply(P, y_i, total[i], V=V),)
-    return mixed
+            sums += (multiply(P, y_i, total[i], V=V),)
+    return sums
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def causal_mask_transposed(V: tl.constexpr):
 
 
 @triton.jit
-def form_fading(decay, place, V: tl.constexpr):
+def form_block_decay(decay, place, V: tl.constexpr):
     """Return the result of :func:`load_decay` for a block of tokens, or () without a decay."""
     if V.memory == "add":
         return load_decay(decay, place, V=V)
@@ -106,118 +106,120 @@ def form_fading(decay, place, V: tl.constexpr):
 
 
 @triton.jit
-def mask_pairs(products, fading, V: tl.constexpr):
+def mask_pairs(products, block_decay, V: tl.constexpr):
     """Apply the causal mask, or the decay, to products of queries (rows) and keys (columns) of a block."""
     if V.memory == "add":
-        L, _behind, _total = fading
+        L, _logs_to_end, _total = block_decay
         return products * fade_pairs(L, V=V)
     else:
         return tl.where(causal_mask(V=V), products, 0.0)
 
 
 @triton.jit
-def mask_pairs_transposed(products, fading, V: tl.constexpr):
+def mask_pairs_transposed(products, block_decay, V: tl.constexpr):
     """Do the same for products of keys (rows) and queries (columns)."""
     if V.memory == "add":
-        L, _behind, _total = fading
+        L, _logs_to_end, _total = block_decay
         return products * fade_pairs_transposed(L, V=V)
     else:
         return tl.where(causal_mask_transposed(V=V), products, 0.0)
 
 
 @triton.jit
-def fade_from_start(x, fading, V: tl.constexpr):
+def fade_from_start(x, block_decay, V: tl.constexpr):
     """Multiply x (tokens, channels) by the decay from the start of the block to each token, tile by tile."""
     if V.memory == "add":
-        L, _behind, _total = fading
+        L, _logs_to_end, _total = block_decay
         return scale_row(x, fade(L, V=V)[:, None])
     else:
         return x
 
 
 @triton.jit
-def fade_to_end(x, fading, V: tl.constexpr):
+def fade_to_end(x, block_decay, V: tl.constexpr):
     """Multiply x by the decay from each token to the end of the block, tile by tile."""
     if V.memory == "add":
-        _L, behind, _total = fading
-        return scale_row(x, fade(behind, V=V)[:, None])
+        _L, logs_to_end, _total = block_decay
+        return scale_row(x, fade(logs_to_end, V=V)[:, None])
     else:
         return x
 
 
 @triton.jit
-def fade_state(S, fading, V: tl.constexpr):
+def fade_state(S, block_decay, V: tl.constexpr):
     """Multiply S by the decay of the whole block."""
     if V.memory == "add":
-        _L, _behind, total = fading
+        _L, _logs_to_end, total = block_decay
         return scale_row(S, fade(total, V=V))
     else:
         return S
 
 
 @triton.jit
-def sum_counts_seen(counts, Z, fading, V: tl.constexpr):
-    """Return Z at each token: see :func:`sum_seen`."""
+def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
+    """Return Z at each token: see :func:`sum_causal`."""
     if V.memory == "add":
-        L, _behind, _total = fading
+        L, _logs_to_end, _total = block_decay
         pairs = fade_pairs(L, V=V)
-        return add_rows(mix_exactly(pairs, counts, V=V), fade_from_start(spread_sums(counts, Z, V=V), fading, V=V))
+        return add_rows(
+            mix_exactly(pairs, counts, V=V), fade_from_start(broadcast_sums(counts, Z, V=V), block_decay, V=V)
+        )
     else:
-        return sum_seen(counts, Z, causal_mask(V=V), V=V)
+        return sum_causal(counts, Z, causal_mask(V=V), V=V)
 
 
 @triton.jit
 def mix_exactly(pairs, counts, V: tl.constexpr):
     """Return pairs (tokens, tokens) times counts, and correct for the rounding of both to operands."""
-    mixed = ()
+    sums = ()
     for i in tl.static_range(len(counts)):
-        mixed += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
+        sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
     if V.operand != "same":
-        rest = ()
+        remainders = ()
         for i in tl.static_range(len(counts)):
-            rest += (counts[i] - to_operand(counts[i], V=V).to(tl.float32),)
-        mixed = mix_tokens(pairs, rest, mixed, V=V)
-        mixed = mix_tokens(pairs - to_operand(pairs, V=V).to(tl.float32), counts, mixed, V=V)
-    return mix_tokens(pairs, counts, mixed, V=V)
+            remainders += (counts[i] - to_operand(counts[i], V=V).to(tl.float32),)
+        sums = mix_tokens(pairs, remainders, sums, V=V)
+        sums = mix_tokens(pairs - to_operand(pairs, V=V).to(tl.float32), counts, sums, V=V)
+    return mix_tokens(pairs, counts, sums, V=V)
 
 
 @triton.jit
-def sum_seen(counts, Z, tri, V: tl.constexpr):
+def sum_causal(counts, Z, tri, V: tl.constexpr):
     """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
 
     Encoded features cancel in z, which would magnify the rounding of operands. So their rounding errors are added, too.
     """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     tri = tri.to(ACC)
-    seen = ()
+    sums = ()
     for i in tl.static_range(len(counts)):
-        seen += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
+        sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
     if V.normalizer == "encoded" and V.operand != "same":
         remainders = ()
         for i in tl.static_range(len(counts)):
             remainders += (counts[i] - to_operand(counts[i], V=V).to(ACC),)
-        seen = mix_tokens(tri, remainders, seen, V=V)
-    seen = mix_tokens(tri, counts, seen, V=V)
+        sums = mix_tokens(tri, remainders, sums, V=V)
+    sums = mix_tokens(tri, counts, sums, V=V)
     result = ()
-    for i in tl.static_range(len(seen)):
-        result += (seen[i] + Z[i][None, :],)
+    for i in tl.static_range(len(sums)):
+        result += (sums[i] + Z[i][None, :],)
     return result
 
 
 @triton.jit
-def form_queries(q_head, side, k_turned, n0, o_n, m_n, V: tl.constexpr):
+def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
     """Compute norm(q), q̄, q̂, cos and sin of tokens n0 + o_n. With V.one_side, use k's cos and sin for q, too."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
     x = normalise_tokens(x, side, n0, o_n, V=V)
     x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
-    turned = k_turned
+    cos_sin = k_cos_sin
     if not V.one_side:
-        turned = turn_block(side, n0, o_n, V=V)
-    return x, x_bar, map_features(x_bar, turned, V=V), turned
+        cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
+    return x, x_bar, map_features(x_bar, cos_sin, V=V), cos_sin
 
 
 @triton.jit
-def load_before(p_slots, p_slot_sums, row, V: tl.constexpr):
+def load_state_before(p_slots, p_slot_sums, row, V: tl.constexpr):
     """Load S and Z of the tokens before a piece; zeros if there are none."""
     if V.has_state:
         S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
@@ -236,24 +238,24 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 
 @triton.jit
-def attend(q_hat, k_hat, v_block, S, fading, V: tl.constexpr):
+def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
     """Return o z of a block, tile by tile of v. Tokens see S, and themselves and earlier tokens of the block."""
     S = to_operands(S, V=V)
-    reading = fade_from_start(q_hat, fading, V=V)
+    q_from_start = fade_from_start(q_hat, block_decay, V=V)
     if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout
-        products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), fading, V=V)
+        products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
         values = tl.trans(v_block[0])
-        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(reading, S, V=V)[0], V=V)),)
+        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_from_start, S, V=V)[0], V=V)),)
     else:
-        products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), fading, V=V)
+        products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         if V.raw:  # q̂ is in shared memory
-            seen = apply_state(reading, S, V=V)
+            values_before = apply_state(q_from_start, S, V=V)
         else:
-            seen = transpose_tiles(sum_columns(reading, S, V=V))
+            values_before = transpose_tiles(sum_columns(q_from_start, S, V=V))
         products = to_operand(products, V=V)
         out = ()
         for i in tl.static_range(len(v_block)):
-            out += (multiply(products, v_block[i], seen[i], V=V),)
+            out += (multiply(products, v_block[i], values_before[i], V=V),)
         return out
 
 
@@ -265,10 +267,10 @@ def linear_causal_forward_kernel(
     gate, decay = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B = unpack(sizes)
+    G, R, P, B = unpack_numbers(sizes)
     _piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     o_n = tl.arange(0, V.block_n)
@@ -281,20 +283,22 @@ def linear_causal_forward_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        fading = form_fading(decay, place, V=V)
-        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        block_decay = form_block_decay(decay, place, V=V)
+        _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
-        k_hat = map_features(k_bar, k_turned, V=V)
-        _x, q_bar, q_hat, _q_turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
+        k_hat = map_features(k_bar, k_cos_sin, V=V)
+        _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
         v_block = to_operands(v_block, V=V)
-        out = attend(q_hat, k_hat, v_block, S, fading, V=V)
+        out = attend_block(q_hat, k_hat, v_block, S, block_decay, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
-            scale, _free = invert_denominator(row_dot(q_counts, sum_counts_seen(k_counts, Z, fading, V=V)), eps, V=V)
+            scale, _is_free = invert_denominator(
+                row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V)), eps, V=V
+            )
             out = scale_row(out, scale[:, None])
-            Z = add_rows(fade_state(Z, fading, V=V), sum_tokens(fade_to_end(k_counts, fading, V=V)))
-        S = add_outer_products(fade_state(S, fading, V=V), v_block, fade_to_end(k_hat, fading, V=V), V=V)
+            Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
+        S = add_outer_products(fade_state(S, block_decay, V=V), v_block, fade_to_end(k_hat, block_decay, V=V), V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 
 
@@ -311,12 +315,12 @@ def linear_causal_query_kernel(
     q, k, v, do, dq = tensors
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B = unpack(sizes)
-    _table, cut = pieces
-    _length, N = unpack(cut)
+    G, R, P, B = unpack_numbers(sizes)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R
-    S, Z = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
@@ -332,47 +336,47 @@ def linear_causal_query_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        fading = form_fading(decay, place, V=V)
-        _raw, k_bar, v_block, beta, k_turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        block_decay = form_block_decay(decay, place, V=V)
+        _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
-        k_hat = map_features(k_bar, k_turned, V=V)
+        k_hat = map_features(k_bar, k_cos_sin, V=V)
         v_block = to_operands(v_block, V=V)
-        x, q_bar, q_hat, turned = form_queries(q_head, q_side, k_turned, n0, o_n, m_n, V=V)
+        x, q_bar, q_hat, cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
-        products = mask_pairs(multiply_tokens(do_block, v_block, V=V), fading, V=V)
-        dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), fading, V=V)  # without 1/z
+        products = mask_pairs(multiply_tokens(do_block, v_block, V=V), block_decay, V=V)
+        dx_hat = fade_from_start(multiply_tiles(do_block, to_operands(S, V=V), V=V), block_decay, V=V)  # without 1/z
         if V.need_ddecay:
             from_state = row_dot(q_hat, dx_hat)
             crossing = products * multiply_tokens(q_hat, k_hat, V=V)
         dx_hat = mix_tokens(products, k_hat, dx_hat, V=V)
-        dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
+        dx_bar, dangles = map_features_backward(q_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
-            seen = sum_counts_seen(k_counts, Z, fading, V=V)
-            scale, free = invert_denominator(row_dot(q_counts, seen), eps, V=V)
-            dz = tl.where(free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
+            Z_of_tokens = sum_normalizer(k_counts, Z, block_decay, V=V)
+            scale, is_free = invert_denominator(row_dot(q_counts, Z_of_tokens), eps, V=V)
+            dz = tl.where(is_free, -scale * scale * row_dot(q_bar, dx_bar), 0.0)
             tl.store(p_scale + n0 + o_n, scale, mask=m_n)
             tl.store(p_scale + to_dz + n0 + o_n, dz, mask=m_n)
             if V.normalizer == "encoded":
-                dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), seen, dz)
-                dx_bar, dangles = map_features_backward(q_bar, dx_hat, turned, V=V)
+                dx_hat = add_scaled(scale_row(dx_hat, scale[:, None]), Z_of_tokens, dz)
+                dx_bar, dangles = map_features_backward(q_bar, dx_hat, cos_sin, V=V)
             else:
-                dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), seen, dz)
+                dx_bar = add_scaled(scale_row(dx_bar, scale[:, None]), Z_of_tokens, dz)
                 if V.need_dangles:
                     dangles = scale_row(dangles, scale[:, None])
             if V.need_ddecay:
-                Z_seen = fade_from_start(spread_sums(q_counts, Z, V=V), fading, V=V)
-                from_state = from_state * scale + dz * row_dot(q_counts, Z_seen)
-                counted = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), fading, V=V)
-                crossing = crossing * scale[:, None] + counted * dz[:, None]
-            Z = add_rows(fade_state(Z, fading, V=V), sum_tokens(fade_to_end(k_counts, fading, V=V)))
+                Z_before = fade_from_start(broadcast_sums(q_counts, Z, V=V), block_decay, V=V)
+                from_state = from_state * scale + dz * row_dot(q_counts, Z_before)
+                count_products = mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V)
+                crossing = crossing * scale[:, None] + count_products * dz[:, None]
+            Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         if V.need_ddecay:
             tl.store(p_scale + 2 * to_dz + n0 + o_n, from_state, mask=m_n)
             tl.store(p_scale + 3 * to_dz + n0 + o_n, sum_crossing(crossing, V=V), mask=m_n)
         dweights = store_row_gradient(move_tokens(dq_head, n0, V=V), x, q_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, q_side, turned, V=V)
-        S = add_outer_products(fade_state(S, fading, V=V), v_block, fade_to_end(k_hat, fading, V=V), V=V)
+        total = add_angle_gradients(total, dangles, q_side, cos_sin, V=V)
+        S = add_outer_products(fade_state(S, block_decay, V=V), v_block, fade_to_end(k_hat, block_decay, V=V), V=V)
     store_weight_sums(q_side, (h * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -381,7 +385,7 @@ def linear_causal_query_kernel(
 
 
 @triton.jit
-def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
+def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
     """Load queries n0 + o_n of a head: q̂ / z, the normaliser's features times dz, and do.
 
     scales: see :func:`point_to_scales`.
@@ -391,7 +395,7 @@ def load_queries(tensors, side, k_turned, scales, place, V: tl.constexpr):
     b, h, n0, o_n, m_n = place
     q_head = locate_tensor(q, b, h, V=V)
     do_head = locate_tensor(do, b, h, V=V)
-    _raw, q_bar, q_hat, _q_turned = form_queries(q_head, side, k_turned, n0, o_n, m_n, V=V)
+    _k, q_bar, q_hat, _q_cos_sin = form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V=V)
     do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
     q_counts = ()
     if V.normalizer != "none":
@@ -427,19 +431,19 @@ def begin_values(k_hat, dS, V: tl.constexpr):
 
 
 @triton.jit
-def add_to_values(dv_block, k_hat, queries, fading, V: tl.constexpr):
+def add_to_values(dv_block, k_hat, queries, block_decay, V: tl.constexpr):
     """Add the share of queries of the same block to dv."""
     q_hat, _, do_block = queries
     if V.single_layout:
-        weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), fading, V=V)
+        weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         return (multiply(tl.trans(do_block[0]), to_operand(weights, V=V), dv_block[0], V=V),)
     else:
-        weights = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), fading, V=V)
+        weights = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
         weights = to_operand(weights, V=V)
-        added = ()
+        new_dv = ()
         for i in tl.static_range(len(do_block)):
-            added += (multiply(weights, do_block[i], dv_block[i], V=V),)
-        return added
+            new_dv += (multiply(weights, do_block[i], dv_block[i], V=V),)
+        return new_dv
 
 
 @triton.jit
@@ -452,14 +456,14 @@ def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
 
 
 @triton.jit
-def add_to_keys(grads, v_block, queries, fading, V: tl.constexpr):
+def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
     """Add the share of queries of the same block to dk̂ and to the gradient through the normaliser."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
-    products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), fading, V=V)
+    products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), block_decay, V=V)
     if V.normalizer != "none":
         if V.memory == "add":
-            L, _behind, _total = fading
+            L, _logs_to_end, _total = block_decay
             dcounts = add_rows(dcounts, mix_exactly(fade_pairs_transposed(L, V=V), q_counts, V=V))
         else:
             dcounts = mix_tokens(causal_mask_transposed(V=V).to(products.dtype), q_counts, dcounts, V=V)
@@ -467,13 +471,13 @@ def add_to_keys(grads, v_block, queries, fading, V: tl.constexpr):
 
 
 @triton.jit
-def add_to_state(grads, queries, fading, V: tl.constexpr):
+def add_to_state(grads, queries, block_decay, V: tl.constexpr):
     """Add the share of a block of queries to dS and dZ, for the keys of earlier blocks."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
-        dZ = add_rows(dZ, sum_tokens(fade_from_start(q_counts, fading, V=V)))
-    return add_outer_products(dS, do_block, fade_from_start(q_hat, fading, V=V), V=V), dZ
+        dZ = add_rows(dZ, sum_tokens(fade_from_start(q_counts, block_decay, V=V)))
+    return add_outer_products(dS, do_block, fade_from_start(q_hat, block_decay, V=V), V=V), dZ
 
 
 @kernel
@@ -488,14 +492,14 @@ def linear_causal_key_kernel(
     gate, dgate, decay, products_of_keys = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
-    G, R, P, B = unpack(sizes)
-    _table, cut = pieces
-    _length, N = unpack(cut)
+    G, R, P, B = unpack_numbers(sizes)
+    _table, numbers = pieces
+    _length, N = unpack_numbers(numbers)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
-    dS, dZ = load_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
+    dS, dZ = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
-    q_own = load_query_side(q_side, k_side[1], b, g, g, V=V)
-    q_tables, _ = q_own
+    q_head_tables = load_query_side(q_side, k_side[1], b, g, g, V=V)
+    q_tables, _ = q_head_tables
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, g, V=V)
@@ -509,41 +513,41 @@ def linear_causal_key_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        fading = form_fading(decay, place, V=V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, k_side, place, V=V)
+        block_decay = form_block_decay(decay, place, V=V)
+        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(x_bar, beta, V=V)
-        k_hat = map_features(k_bar, turned, V=V)
+        k_hat = map_features(k_bar, cos_sin, V=V)
         keys = (k_hat, k_bar)
-        keeping = fade_to_end(k_hat, fading, V=V)
+        k_to_end = fade_to_end(k_hat, block_decay, V=V)
         v_block = to_operands(v_block, V=V)
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
-        dcounts = fade_to_end(spread_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), fading, V=V)
-        dS, dZ = fade_state(dS, fading, V=V), fade_state(dZ, fading, V=V)
+        dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
+        dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
         if V.has_no_gqa:  # finish dv before dk begins
-            queries = load_queries((q, do), (q_side, q_own), turned, scales, place, V=V)
-            dv_block = add_to_values(begin_values(keeping, operands, V=V), k_hat, queries, fading, V=V)
+            queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
+            dv_block = add_to_values(begin_values(k_to_end, operands, V=V), k_hat, queries, block_decay, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
-            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
-            dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
-            dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
+            dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, block_decay, V=V)
+            dS, dZ = add_to_state((dS, dZ), queries, block_decay, V=V)
         else:
-            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), fading, V=V)
+            dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
-            dv_block = begin_values(keeping, operands, V=V)
+            dv_block = begin_values(k_to_end, operands, V=V)
             for r in range(R):
                 h = g * R + r
                 place = (b, h, n0, o_n, m_n)
-                queries = load_queries((q, do), (q_side, (q_tables, h)), turned, scales, place, V=V)
-                dv_block = add_to_values(dv_block, k_hat, queries, fading, V=V)
-                dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, fading, V=V)
-                dS, dZ = add_to_state((dS, dZ), queries, fading, V=V)
+                queries = load_queries((q, do), (q_side, (q_tables, h)), cos_sin, scales, place, V=V)
+                dv_block = add_to_values(dv_block, k_hat, queries, block_decay, V=V)
+                dx_hat, dcounts = add_to_keys((dx_hat, dcounts), v_block, queries, block_decay, V=V)
+                dS, dZ = add_to_state((dS, dZ), queries, block_decay, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
         if V.normalizer == "encoded":
             dx_hat = add_rows(dx_hat, dcounts)
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_rows(dx_bar, dcounts)
         if V.need_dweight and V.has_bias:  # dcounts is not 0 for tokens beyond the end
@@ -555,7 +559,7 @@ def linear_causal_key_kernel(
             if V.need_dangles:
                 dangles = scale_row(dangles, beta[:, None])
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, k_side, turned, V=V)
+        total = add_angle_gradients(total, dangles, k_side, cos_sin, V=V)
     store_weight_sums(k_side, (g * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
@@ -564,7 +568,7 @@ def linear_causal_key_kernel(
 
 
 @triton.jit
-def spread_sums(like, Z, V: tl.constexpr):
+def broadcast_sums(like, Z, V: tl.constexpr):
     """Broadcast Z to all tokens, tile by tile."""
     result = ()
     for i in tl.static_range(len(Z)):

@@ -15,6 +15,7 @@ import triton.language as tl
 from .features import (
     empty_weight_sums,
     fill_rest,
+    form_block_cos_sin,
     load_gate,
     load_row,
     load_side,
@@ -28,7 +29,6 @@ from .features import (
     store_weight_sums,
     to_operand,
     to_tiles,
-    turn_block,
     zero_gated_tokens,
 )
 from .linear import (
@@ -38,7 +38,7 @@ from .linear import (
     apply_state,
     empty,
     empty_total,
-    find_counted,
+    find_normalizer_channels,
     form_keys,
     load_slot,
     load_sums,
@@ -51,14 +51,14 @@ from .linear import (
     to_rows,
 )
 from .rows import add_rows, scale_row
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tiles import move_tokens
 
 # --- A ---------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.constexpr):
+def form_weighted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.constexpr):
     """Compute k̂ (or k̄ with COUNTS) of tokens n0 + o_n, and β times it."""
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(move_tokens(k_head, n0, V=V), o_n, m_n, V=V), V=V)
@@ -68,7 +68,7 @@ def form_counted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.con
     k = normalise_tokens(k, side, n0, o_n, V=V)
     x = fill_rest(activate_tokens(k, V=V), m_n, TOKENS=True, V=V)
     if not COUNTS:
-        x = map_features(x, turn_block(side, n0, o_n, V=V), V=V)
+        x = map_features(x, form_block_cos_sin(side, n0, o_n, V=V), V=V)
     if V.gated:
         return x, scale_row(x, beta[:, None])
     else:
@@ -97,12 +97,12 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
     A = empty_columns(r=r, COUNTS=COUNTS, V=V)
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         place = (b, h, n0, o_n, n0 + o_n < end)
-        x, weighted = form_counted_keys(k_head, gate, side, place, COUNTS=COUNTS, V=V)
+        x, weighted = form_weighted_keys(k_head, gate, side, place, COUNTS=COUNTS, V=V)
         column = to_operand(x[r], V=V)
-        added = ()
+        new_A = ()
         for i in tl.static_range(len(A)):
-            added += (multiply(tl.trans(to_operand(weighted[i], V=V)), column, A[i], V=V),)
-        A = added
+            new_A += (multiply(tl.trans(to_operand(weighted[i], V=V)), column, A[i], V=V),)
+        A = new_A
     return A
 
 
@@ -110,7 +110,7 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
     """Return the channels (1, channels) of tile i of k̂ (with COUNTS, of the normaliser's features), and their mask."""
     if COUNTS:
-        return find_counted(i=i, V=V)
+        return find_normalizer_channels(i=i, V=V)
     else:
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
@@ -127,7 +127,7 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 @kernel
 def linear_transition_kernel(k, gate, side, p_transitions, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
     """Compute A for each piece of the tokens (P, B G, Ê²), followed for "unrotated" by the normaliser's A (D²)."""
-    G, P, B = unpack(sizes)
+    G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     side = (side, load_side(side, b, g, g, V=V))
     walk = (b, g, begin, end)
@@ -189,8 +189,8 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
         total += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
     for p in range(first, last):
         for r in range(R):
-            own = p_parts + ((tl.cast(p, tl.int64) * rows + row) * R + r) * size
-            total = add_rows(total, load_rows(own, o_r, num_rows, V=V))
+            p_rows = p_parts + ((tl.cast(p, tl.int64) * rows + row) * R + r) * size
+            total = add_rows(total, load_rows(p_rows, o_r, num_rows, V=V))
     return total
 
 
@@ -204,25 +204,25 @@ def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constex
     mask = (o_r < V.width) & (o_c < V.width)
     A = empty(ROWS=V.block_c, COLUMNS=V.block_c, V=V)
     for p in range(first, last):
-        own = p_transitions + (tl.cast(p, tl.int64) * rows + row) * size + base
-        A += tl.load(own + o_r * V.width + o_c, mask=mask, other=0.0)
+        p_matrix = p_transitions + (tl.cast(p, tl.int64) * rows + row) * size + base
+        A += tl.load(p_matrix + o_r * V.width + o_c, mask=mask, other=0.0)
     return A
 
 
 @triton.jit
-def take_out(S, p_transitions, pieces, steps, V: tl.constexpr):
+def apply_transition(S, p_transitions, pieces, steps, V: tl.constexpr):
     """Return Sᵀ (I − A), which removes what the keys of a block read. With V.memory "add", return Sᵀ itself."""
     if V.memory == "add":
         return S
     else:
-        kept = ()
+        new_S = ()
         for j in tl.static_range(len(S)):
-            read = empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V)
+            product = empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V)
             for i in tl.static_range(len(S)):
                 A = load_transition(p_transitions, pieces, steps, i=i, j=j, V=V)
-                read = multiply_exactly(S[i], A, read, V=V)
-            kept += (S[j] - read,)
-        return kept
+                product = multiply_exactly(S[i], A, product, V=V)
+            new_S += (S[j] - product,)
+        return new_S
 
 
 @triton.jit
@@ -250,13 +250,13 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     p_parts, p_transitions, p_first = parts
     p_series, p_partner, p_ddecay = series
     counts, places = numbers
-    rows, R, F, num_rows, backward = unpack(counts)
-    size, base, matrix, matrix_base = unpack(places)
+    rows, R, F, num_rows, backward = unpack_numbers(counts)
+    size, base, matrix, matrix_base = unpack_numbers(places)
     blocks = (num_rows + V.block_r - 1) // V.block_r
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) - row * blocks
     o_r = block * V.block_r + tl.arange(0, V.block_r)
-    ahead = tl.where(backward != 0, 1, 0)
+    offset = tl.where(backward != 0, 1, 0)
     S = ()
     for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
         S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
@@ -265,18 +265,18 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     for i in range(F):
         f = tl.where(backward != 0, F - 1 - i, i)
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
-        new = sum_rows(p_parts + base, pieces, (row, rows, R, size), o_r, num_rows, V=V)
+        part = sum_rows(p_parts + base, pieces, (row, rows, R, size), o_r, num_rows, V=V)
         if V.adds_first:
-            S = add_rows(S, new)
-        store_rows(p_series + (tl.cast(f + ahead, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
-        S = take_out(S, p_transitions, pieces, (row, rows, matrix, matrix_base), V=V)
+            S = add_rows(S, part)
+        store_rows(p_series + (tl.cast(f + offset, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
+        S = apply_transition(S, p_transitions, pieces, (row, rows, matrix, matrix_base), V=V)
         if V.need_ddecay:
-            other = p_partner + (tl.cast(f + 1 - ahead, tl.int64) * rows + row) * size + base
-            ddecay = sum_products(S, load_rows(other, o_r, num_rows, V=V))
+            p_other = p_partner + (tl.cast(f + 1 - offset, tl.int64) * rows + row) * size + base
+            ddecay = sum_products(S, load_rows(p_other, o_r, num_rows, V=V))
             tl.store(p_ddecay + (tl.cast(block, tl.int64) * F + f) * rows + row, ddecay)
         S = scale_row(S, tl.load(p_decay + tl.cast(f, tl.int64) * rows + row))
         if not V.adds_first:
-            S = add_rows(S, new)
+            S = add_rows(S, part)
     last = tl.where(backward != 0, 0, F)
     store_rows(p_series + (tl.cast(last, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
 
@@ -315,22 +315,24 @@ def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: 
     the backward scan are None if there is no such scan.
     """
     p_state, p_gradient = forward
-    p_later, p_later_gradient = backward
-    num_rows, size = unpack(sizes)
+    p_backward_state, p_backward_gradient = backward
+    num_rows, size = unpack_numbers(sizes)
     TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
     pid = tl.program_id(0)
-    place = tl.cast(pid // (TILES * TILES), tl.int64)  # index of a block and a head
+    index = tl.cast(pid // (TILES * TILES), tl.int64)  # index of a block and a head
     tile = pid % (TILES * TILES)
     i = tile // TILES
     j = tile - i * TILES
     total = empty(ROWS=V.block_c, COLUMNS=V.block_c, V=V)
-    total = add_gradient(total, p_state + place * size, p_gradient + place * size, num_rows, (i, j), V=V)
-    if p_later is not None:
-        total = add_gradient(total, p_later + place * size, p_later_gradient + place * size, num_rows, (i, j), V=V)
-    total = total * -tl.load(p_decay + place)
+    total = add_gradient(total, p_state + index * size, p_gradient + index * size, num_rows, (i, j), V=V)
+    if p_backward_state is not None:
+        total = add_gradient(
+            total, p_backward_state + index * size, p_backward_gradient + index * size, num_rows, (i, j), V=V
+        )
+    total = total * -tl.load(p_decay + index)
     o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]
     o_c = j * V.block_c + tl.arange(0, V.block_c)[None, :]
-    p = p_out + place * (V.width * V.width) + o_r * V.width + o_c
+    p = p_out + index * (V.width * V.width) + o_r * V.width + o_c
     tl.store(p, total.to(p_out.dtype.element_ty), mask=(o_r < V.width) & (o_c < V.width))
 
 
@@ -369,14 +371,14 @@ def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
     for pair in tl.static_range(SCANS):
         u = to_rows(load_sums(p_vectors + 2 * pair * V.num_sums, V=V))
         w = to_rows(load_sums(p_vectors + (2 * pair + 1) * V.num_sums, V=V))
-        from_u = row_dot(spread_rows(u, x_bar), x_bar)
-        from_w = row_dot(spread_rows(w, x_bar), x_bar)
+        from_u = row_dot(broadcast_rows(u, x_bar), x_bar)
+        from_w = row_dot(broadcast_rows(w, x_bar), x_bar)
         result = add_scaled(add_scaled(result, u, from_w), w, from_u)
     return result
 
 
 @triton.jit
-def spread_rows(rows, like):
+def broadcast_rows(rows, like):
     """Broadcast rows (1, channels) to all tokens, tile by tile."""
     result = ()
     for i in tl.static_range(len(rows)):
@@ -406,9 +408,9 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
         m_n = n0 + o_n < end
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
-        x, x_bar, v_block, beta, turned = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
+        x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, (b, h, n0, o_n, m_n), V=V)
         weight = m_n.to(ACC)  # 0 for tokens beyond the end
-        x_hat = map_features(x_bar, turned, V=V)
+        x_hat = map_features(x_bar, cos_sin, V=V)
         from_state = multiply_tiles(to_operands(v_block, V=V), dS, V=V)
         if V.normalizer == "encoded":
             from_state = add_scaled(from_state, to_rows(dZ), weight)
@@ -420,13 +422,13 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
             if V.need_dgate:  # A is a product of two keys, and β multiplies only one of them
                 dbeta = row_dot(x_hat, from_state) + 0.5 * row_dot(x_hat, from_transition)
                 if V.normalizer == "unrotated":
-                    dbeta += row_dot(spread_rows(to_rows(dZ), x_bar), x_bar) + 0.5 * row_dot(x_bar, vectors)
+                    dbeta += row_dot(broadcast_rows(to_rows(dZ), x_bar), x_bar) + 0.5 * row_dot(x_bar, vectors)
                 store_gate(dgate, dbeta, beta, b, h, n0 + o_n, m_n)
             weight *= beta
-        gated = scale_row(x_hat, weight[:, None]) if V.gated else x_hat
-        store_values(move_tokens(dv_head, n0, V=V), apply_state(gated, dS, V=V), o_n, m_n, V=V)
+        weighted_x = scale_row(x_hat, weight[:, None]) if V.gated else x_hat
+        store_values(move_tokens(dv_head, n0, V=V), apply_state(weighted_x, dS, V=V), o_n, m_n, V=V)
         dx_hat = add_rows(from_state, from_transition)
-        dx_bar, dangles = map_features_backward(x_bar, dx_hat, turned, V=V)
+        dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer == "unrotated":
             dx_bar = add_rows(add_scaled(dx_bar, to_rows(dZ), m_n.to(ACC)), vectors)
         if V.gated:
@@ -434,7 +436,7 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
             if V.need_dangles:
                 dangles = scale_row(dangles, weight[:, None])
         dweights = store_row_gradient(move_tokens(dk_head, n0, V=V), x, x_bar, dx_bar, dweights, o_n, m_n, V=V)
-        total = add_angle_gradients(total, dangles, side, turned, V=V)
+        total = add_angle_gradients(total, dangles, side, cos_sin, V=V)
     return total, dweights
 
 
@@ -445,7 +447,7 @@ def linear_memory_key_kernel(
     """Compute dk, dv, dβ and sums for dω. tensors: k, v, dk, dv. slots: dS, dZ of each block. matrices: M, vectors."""
     p_slots, p_slot_sums = slots
     p_matrices, p_vectors = matrices
-    G, P, B = unpack(sizes)
+    G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
     row = tl.cast(slot, tl.int64) * B * G + b * G + g
     dS, dZ = load_slot(p_slots, p_slot_sums, row, V=V)
@@ -458,5 +460,5 @@ def linear_memory_key_kernel(
     store_weight_sums(side, (g * B + b) * P + piece, dweights, V=V)
     if V.need_dangles:
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        own = tl.cast(piece, tl.int64) * B * G + b * G + g
-        store_total(p_partial + own * (J * V.num_channels), total, V=V)
+        partial_row = tl.cast(piece, tl.int64) * B * G + b * G + g
+        store_total(p_partial + partial_row * (J * V.num_channels), total, V=V)

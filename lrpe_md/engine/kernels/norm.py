@@ -14,16 +14,16 @@ from .rows import (
     sum_row,
     sum_row_products,
 )
-from .tiles import find_channels
+from .tiles import locate_channels
 
 
 @triton.jit
 def subtract_mean(x, mean, V: tl.constexpr):
     """Return x - mean, with channels beyond the row's width set to 0."""
-    centred = ()
+    tiles = ()
     for i in tl.static_range(len(x)):
-        centred += (mask_rest(x[i] - mean, i=i, value=0.0, V=V),)
-    return centred
+        tiles += (mask_rest(x[i] - mean, i=i, value=0.0, V=V),)
+    return tiles
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def normalise_row(x, V: tl.constexpr):
         mean = sum_row(x, V=V) * SHARE
         # Correct the mean's rounding error. Otherwise, equal channels would not become exactly 0.
         mean += sum_row(subtract_mean(x, mean[:, None], V=V), V=V) * SHARE
-        centred = subtract_mean(x, mean[:, None], V=V)
+        x_centred = subtract_mean(x, mean[:, None], V=V)
     else:
-        centred = x
-    scale = take_root(sum_row_products(centred, centred, V=V) * SHARE, V=V)[:, None]
-    return scale_row(centred, scale), scale
+        x_centred = x
+    scale = take_root(sum_row_products(x_centred, x_centred, V=V) * SHARE, V=V)[:, None]
+    return scale_row(x_centred, scale), scale
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def find_token_group(o_g, num_grid, V: tl.constexpr):
 def load_tiles(p, o_row, m_row, V: tl.constexpr):
     tiles = ()
     for i in tl.static_range(len(V.begins)):
-        o_d, m_d = find_channels(i=i, V=V)
+        o_d, m_d = locate_channels(i=i, V=V)
         if m_row is None:
             value = tl.load(p + o_row + o_d, mask=m_d, other=0.0)
         else:
@@ -118,12 +118,12 @@ def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
     if V.has_weight:
         if V.has_k:
             p_weight = tl.where(is_k, p_weight_k, p_weight)
-        loaded = load_tiles(p_weight, o_row, m_row, V=V)
-        for i in tl.static_range(len(loaded)):
+        tiles = load_tiles(p_weight, o_row, m_row, V=V)
+        for i in tl.static_range(len(tiles)):
             if V.norm_offset != 0.0:
-                weights += (loaded[i] + V.norm_offset,)
+                weights += (tiles[i] + V.norm_offset,)
             else:
-                weights += (loaded[i],)
+                weights += (tiles[i],)
     if V.has_bias:
         if V.has_k:
             p_bias = tl.where(is_k, p_bias_k, p_bias)
@@ -134,13 +134,13 @@ def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
 @triton.jit
 def apply_weight(x, weights, V: tl.constexpr):
     """Return γ x."""
-    weighed = ()
+    tiles = ()
     for i in tl.static_range(len(x)):
         if V.has_weight:
-            weighed += (x[i] * weights[i],)
+            tiles += (x[i] * weights[i],)
         else:
-            weighed += (x[i],)
-    return weighed
+            tiles += (x[i],)
+    return tiles
 
 
 @triton.jit
@@ -148,26 +148,28 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
     """Return γ x̂ + β."""
     if V.has_bias:
         COUNT: tl.constexpr = len(V.begins)
-        shifted = ()
+        tiles = ()
         for i in tl.static_range(COUNT):
             bias = weights[len(weights) - COUNT + i]
-            shifted += (tl.fma(x_hat[i], weights[i], bias) if V.has_weight else x_hat[i] + bias,)
-        return shifted
+            tiles += (tl.fma(x_hat[i], weights[i], bias) if V.has_weight else x_hat[i] + bias,)
+        return tiles
     else:
         return apply_weight(x_hat, weights, V=V)
 
 
 @triton.jit
-def form_weight_gradients(dy, x_hat, before, V: tl.constexpr):
-    """Add a row's share of dγ (dy x̂) and of dβ (dy) to ``before``. Return tiles in the order of the weights."""
+def form_weight_gradients(dy, x_hat, dweights_before, V: tl.constexpr):
+    """Add a row's share of dγ (dy x̂) and dβ (dy) to ``dweights_before``. Return tiles in the order of the weights."""
     products = ()
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)
         if V.has_weight:
-            products += add_row_products(before, dy, x_hat)
+            products += add_row_products(dweights_before, dy, x_hat)
         if V.has_bias:
             for i in tl.static_range(COUNT):
-                products += (dy[i] if len(before) == 0 else before[len(before) - COUNT + i] + dy[i],)
+                products += (
+                    dy[i] if len(dweights_before) == 0 else dweights_before[len(dweights_before) - COUNT + i] + dy[i],
+                )
     return products
 
 
@@ -192,13 +194,13 @@ def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
     """Add the products of a row to the sums of its tokens' groups."""
-    added = ()
+    new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
         if V.token_groups > 1:
             product = tl.where(token_group == j // len(products), product, 0.0)
-        added += (sums[j] + product.to(tl.float64),)
-    return added
+        new_sums += (sums[j] + product.to(tl.float64),)
+    return new_sums
 
 
 @triton.jit
@@ -207,6 +209,6 @@ def store_weight_gradients(p, sums, V: tl.constexpr):
     COUNT: tl.constexpr = len(V.begins)
     KINDS: tl.constexpr = len(sums) // (COUNT * V.token_groups)
     for j in tl.static_range(len(sums)):
-        o_d, m_d = find_channels(i=j % COUNT, V=V)
+        o_d, m_d = locate_channels(i=j % COUNT, V=V)
         row = (j // COUNT) % KINDS * V.token_groups + j // (COUNT * KINDS)
         tl.store(p + row * V.head_dim + o_d, tl.sum(sums[j], axis=0, keep_dims=True), mask=m_d)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 
 # CUDA's programmatic dependent launch. Triton has both functions, but in a module that other backends may lack.
 
@@ -21,12 +21,12 @@ def wait_for_first_pass():
 
 
 @triton.jit
-def choose_job(is_later, later, before):
-    """Return the numbers of the later job if ``is_later``, else those of the job before it."""
-    chosen = ()
-    for i in tl.static_range(len(before)):
-        chosen += (tl.where(is_later, later[i], before[i]),)
-    return chosen
+def choose_job(is_later, next_job, job):
+    """Return the numbers of ``next_job`` if ``is_later``, else those of ``job``."""
+    numbers = ()
+    for i in tl.static_range(len(job)):
+        numbers += (tl.where(is_later, next_job[i], job[i]),)
+    return numbers
 
 
 @kernel
@@ -39,14 +39,14 @@ def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
     """
     pid = tl.program_id(0)
     p_source, _, packed = jobs[0]
-    numbers = unpack(packed)
+    numbers = unpack_numbers(packed)
     job = 0
     for i in tl.static_range(1, len(jobs)):
         p_later, _, packed_later = jobs[i]
-        later = unpack(packed_later)
-        is_later = pid >= later[0]
+        next_job = unpack_numbers(packed_later)
+        is_later = pid >= next_job[0]
         p_source = tl.where(is_later, p_later, p_source)
-        numbers = choose_job(is_later, later, numbers)
+        numbers = choose_job(is_later, next_job, numbers)
         job = tl.where(is_later, i, job)
     begin, slots, width, first, step, head_step, rows, out_column, out_slot = numbers
     blocks = tl.cdiv(width, V.block_c)
@@ -68,8 +68,8 @@ def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
     o_out = head * slots * width + slot * out_slot + o_c * out_column
     for i in tl.static_range(len(jobs)):
         _, p_out, _ = jobs[i]
-        found = sums
+        out = sums
         if p_out.dtype.element_ty != tl.float64:
-            found = sums.to(tl.float32)  # the interpreter can't convert float64 to 16 bits
-        own_width = tl.where(job == i, width, 0) if len(jobs) > 1 else width
-        tl.store(p_out + o_out, found.to(p_out.dtype.element_ty), mask=o_c < own_width)
+            out = sums.to(tl.float32)  # the interpreter can't convert float64 to 16 bits
+        job_width = tl.where(job == i, width, 0) if len(jobs) > 1 else width
+        tl.store(p_out + o_out, out.to(p_out.dtype.element_ty), mask=o_c < job_width)

@@ -42,11 +42,11 @@ def sum_row_products(x, y, V: tl.constexpr):
 
 
 @triton.jit
-def scale_row(x, by):
-    scaled = ()
+def scale_row(x, factor):
+    tiles = ()
     for i in tl.static_range(len(x)):
-        scaled += (x[i] * by,)
-    return scaled
+        tiles += (x[i] * factor,)
+    return tiles
 
 
 @triton.jit

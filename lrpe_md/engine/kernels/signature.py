@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 
-def pack(*numbers: int) -> tuple[int, ...]:
-    """Encode numbers as a tuple argument, which a kernel decodes with :func:`unpack`.
+def pack_numbers(*numbers: int) -> tuple[int, ...]:
+    """Encode numbers as a tuple argument, which a kernel decodes with :func:`unpack_numbers`.
 
     Triton specialises on each 1 and each multiple of 16 inside a tuple, despite do_not_specialize. No encoded number is
     either of these.
@@ -20,8 +20,8 @@ def pack(*numbers: int) -> tuple[int, ...]:
 
 
 @triton.jit
-def unpack(packed):
-    """Decode numbers from :func:`pack`."""
+def unpack_numbers(packed):
+    """Decode numbers from :func:`pack_numbers`."""
     numbers = ()
     for i in tl.static_range(len(packed)):
         numbers += (packed[i] >> 2,)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .activations import exp, reciprocal
 from .rows import mask_rest, scale_row, sum_row, sum_row_products
-from .signature import kernel, unpack
+from .signature import kernel, unpack_numbers
 from .tiles import first_channel, load, point_to_row, store
 
 
@@ -41,16 +41,16 @@ def softmax_sequence(x, stat, o_d, m_d, V: tl.constexpr):
 
 
 @triton.jit
-def _at(p, strides, place, V: tl.constexpr):
+def _point_to_block(p, strides, place, V: tl.constexpr):
     b, h, n0 = place
-    steps = unpack(strides)
+    steps = unpack_numbers(strides)
     return point_to_row((p, steps, p, steps), False, b, h, n0, V)
 
 
 @triton.jit
-def _read(p, strides, place, o_n, N, lo, V: tl.constexpr):
+def _load_block(p, strides, place, o_n, N, lo, V: tl.constexpr):
     _, _, n0 = place
-    x = load(_at(p, strides, place, V), o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
+    x = load(_point_to_block(p, strides, place, V), o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
     return x.to(tl.float64 if V.wide else tl.float32)
 
 
@@ -81,26 +81,26 @@ def softmax_sequence_kernel(
     if V.backward:
         dot = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
-            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # with 0, exp(0 - top) can be inf, and inf · 0 NaN
             x_bar = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V)
             dot += tl.sum(x_bar * g, axis=0)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
-            g = _read(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
-            out = _at(p_dx, dx_strides, (b, h, n0), V=V)
+            out = _point_to_block(p_dx, dx_strides, (b, h, n0), V=V)
             store(out, dx, o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _read(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
-            higher = tl.maximum(top, tl.max(x, axis=0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # while all x are -inf
+            new_top = tl.maximum(top, tl.max(x, axis=0))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # while all x are -inf
             total = total * exp(top - base, V) + tl.sum(exp(x - base[None, :], V), axis=0)
-            top = higher
+            top = new_top
         tl.store(p_stat + o_d, top, mask=m_d)
         tl.store(p_stat + num_stats + o_d, total, mask=m_d)

@@ -8,7 +8,7 @@ next to each other, like the two parts of a complex number.
 import triton
 import triton.language as tl
 
-from .signature import unpack
+from .signature import unpack_numbers
 from .tiles import find_pairs, mask_channels, upcast
 
 
@@ -41,7 +41,7 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
     pointer to sin is unused with V.joined. c0: the first channel or pair of the tile.
     """
     p_cos, p_sin, numbers = tables
-    cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack(numbers)
+    cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack_numbers(numbers)
     cos = _point_to_table(p_cos, (cos_b, cos_h, cos_n, cos_d), sample, g, V=V)
     if V.joined:
         p, stride_n, stride_d = cos
@@ -52,15 +52,15 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
 
 
 @triton.jit
-def _load_at(table, o_r, o_e, mask, missing, V: tl.constexpr):
-    """Load entries o_e (1 or rows, entries) of rows o_r, in the compute dtype; ``missing`` where masked."""
+def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
+    """Load entries o_e (1 or rows, entries) of rows o_r, in the compute dtype; ``default`` where masked."""
     p, stride_n, stride_d = table
-    places = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
+    pointers = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
     if V.table_unit > 1:
-        places += o_e
+        pointers += o_e
     else:
-        places += _multiply(o_e, stride_d)
-    return upcast(tl.load(places, mask=mask, other=missing), V=V)
+        pointers += _multiply(o_e, stride_d)
+    return upcast(tl.load(pointers, mask=mask, other=default), V=V)
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES
     if V.joined and V.table_unit > 1:
         table, _, _ = tables
         o_d = 2 * (first + c0) + tl.arange(0, 2 * COUNT)[None, :]
-        both = _load_at(table, o_r, o_d, mask_channels(m_r, 2 * c0, width=2 * WIDTH, BLOCK=2 * COUNT), 0.0, V=V)
-        cos, sin = split_last(both)
+        entries = _load_at(table, o_r, o_d, mask_channels(m_r, 2 * c0, width=2 * WIDTH, BLOCK=2 * COUNT), 0.0, V=V)
+        cos, sin = split_last(entries)
         return tl.where(m_r[:, None], cos, 1.0), sin
     else:
         o_e = first + c0 + tl.arange(0, COUNT)[None, :]
@@ -101,7 +101,7 @@ def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
     _, _, c0 = tables
     if V.tables == "pairs":
         cos, sin = _load_span(tables, o_r, m_r, c0, first=0, V=V)
-        return cos, _give_sign(sin, V=V)
+        return cos, _apply_sign(sin, V=V)
     else:
         if V.pairs == "interleaved":
             cos, sin = _load_span(tables, o_r, m_r, 2 * c0, first=0, V=V, TIMES=2)
@@ -115,11 +115,11 @@ def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
         else:
             cos_a, sin_a = _load_span(tables, o_r, m_r, c0, first=0, V=V)
             cos_b, sin_b = _load_span(tables, o_r, m_r, c0, first=V.num_channels, V=V)
-        return (cos_a, cos_b), (_give_sign(sin_a, V=V), _give_sign(sin_b, V=V))
+        return (cos_a, cos_b), (_apply_sign(sin_a, V=V), _apply_sign(sin_b, V=V))
 
 
 @triton.jit
-def _give_sign(sin, V: tl.constexpr):
+def _apply_sign(sin, V: tl.constexpr):
     """Negate sin if V.inverse. A minus sign would compile to a subtraction from 0."""
     if V.inverse:
         return sin * -1.0
@@ -128,7 +128,7 @@ def _give_sign(sin, V: tl.constexpr):
 
 
 @triton.jit
-def split_turn(t, V: tl.constexpr):
+def split_pair_entries(t, V: tl.constexpr):
     """Return the cos (or sin) of both channels of a pair."""
     if V.tables == "full":
         return t[0], t[1]
@@ -137,7 +137,7 @@ def split_turn(t, V: tl.constexpr):
 
 
 @triton.jit
-def zero_turn(V: tl.constexpr):
+def zero_cos_sin(V: tl.constexpr):
     """Return zeros with the structure of cos and sin from :func:`load_cos_sin` or from angles."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c

@@ -177,14 +177,14 @@ def find_pairs(c0, V: tl.constexpr):
         a = V.rotary_start + 2 * o_c
         return a, a + 1
     elif V.pairs == "blocks":
-        before = o_c * 0
+        section_begin = o_c * 0
         size = o_c * 0 + V.sections[0]
         begin = 0
         for i in tl.static_range(len(V.sections) - 1):
             begin += V.sections[i]
-            before = tl.where(o_c >= begin, begin, before)
+            section_begin = tl.where(o_c >= begin, begin, section_begin)
             size = tl.where(o_c >= begin, V.sections[i + 1], size)
-        a = V.rotary_start + before + o_c
+        a = V.rotary_start + section_begin + o_c
         return a, a + size
     elif V.pairs == "half":
         return V.rotary_start + o_c, V.rotary_start + V.num_channels + o_c
@@ -193,9 +193,9 @@ def find_pairs(c0, V: tl.constexpr):
 
 
 @triton.jit
-def find_channels(i: tl.constexpr, V: tl.constexpr):
+def locate_channels(i: tl.constexpr, V: tl.constexpr):
     """Return the channels (1, channels) of tile i of a row, and their mask."""
-    if V.halves == 2 and i < V.num_turned:
+    if V.halves == 2 and i < V.num_mapped:
         T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
         o_a, o_b = find_pairs(first_channel(V=T), T)
         o_d = o_b if i % 2 == 1 else o_a

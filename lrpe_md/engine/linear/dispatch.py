@@ -15,18 +15,18 @@ from ...reference import activate, no_autocast
 from ...reference_linear import Features, attend_encoded, zero_gated_tokens
 from ..core.call import NO_TABLES, NormOptions, Tables
 from ..core.norms import apply_norm, take_norm
-from ..core.operator import is_direct, is_sharded, make_key, remember, remembered
+from ..core.operator import cache_call, call_cache, is_direct, is_sharded, make_key
 from ..encode.dispatch import is_laid_out
 from ..encode.validate import check_input
 from .call import LinearCall, LinearOptions, Operands, Results, Sides, State
 from .operator import ATTEND
 from .validate import (
-    Given,
+    TensorArguments,
     check_decay_range,
     check_gate,
     check_normalizer,
     check_sequence_softmax,
-    no_frequencies,
+    make_empty_frequencies,
     validate_linear,
 )
 
@@ -40,84 +40,93 @@ def as_state(state: Any) -> tuple[Tensor, ...]:
     if state is None:
         return ()
     if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
-        what = type(state).__name__
+        type_name = type(state).__name__
         raise TypeError(
             "state: expected (S, Σ), or (S, None) with normalizer='none', as returned with return_state=True, got "
-            f"{what}"
+            f"{type_name}"
         )
     return tuple(t for t in state if t is not None)
 
 
-def run_linear(options: LinearOptions, given: Given, sides: Sides, norm: Norm | None = None) -> Any:
+def run_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides, norm: Norm | None = None) -> Any:
     """Run :func:`lrpe_md.linear_attention`; return o, or o and the state."""
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
-        given = given._replace(weights=weights)
-    q, k, v, gate, cu_seqlens, state, weights, decay = given
+        arguments = arguments._replace(weights=weights)
+    q, k, v, gate, cu_seqlens, state, weights, decay = arguments
     omega, positions, phase, amplitude = sides
-    one_phase = type(phase) is not tuple
-    direct, key = _call_key(options, given, sides, one_phase)
-    known = None if key is None else remembered.get(key)
-    if known is None:
-        call = validate_linear(options, given, sides)
+    has_one_phase = type(phase) is not tuple
+    direct, key = _call_key(options, arguments, sides, has_one_phase)
+    cached_call = None if key is None else call_cache.get(key)
+    if cached_call is None:
+        call = validate_linear(options, arguments, sides)
         if call.spec.dim == -2:
-            check_sequence_softmax(options, given, sides)
+            check_sequence_softmax(options, arguments, sides)
         if key is not None:
             layout = call.q_layout
-            known = LinearCall(call.attention, call.spec, layout, layout, NO_TABLES, NO_TABLES, None, {})
-            call = call._replace(launches=remember(key, known).launches)
+            cached_call = LinearCall(call.attention, call.spec, layout, layout, NO_TABLES, NO_TABLES, None, {})
+            call = call._replace(launches=cache_call(key, cached_call).launches)
     else:
         if cu_seqlens is not None:  # the key doesn't cover its values
             check_offsets(cu_seqlens, q.shape[2])
-        attention, spec, layout, _, _, _, _, launches, _ = known
+        attention, spec, layout, _, _, _, _, launches, _ = cached_call
         origin = None if positions is None or positions.origin is None else positions.origin_row
-        omega = no_frequencies(q) if omega is None else omega
-        gain: Any = amplitude
-        tables = Tables(omega, phase, None, origin, None, None, gain)
+        omega = make_empty_frequencies(q) if omega is None else omega
+        any_amplitude: Any = amplitude
+        tables = Tables(omega, phase, None, origin, None, None, any_amplitude)
         call = LinearCall(attention, spec, layout, layout, tables, tables, cu_seqlens, launches, weights)
     if decay is not None:
         check_decay_range(decay)
     results = WITH_STATE if options.return_state else WITHOUT_STATE
-    o, *after = ATTEND.run(call, Operands(q, k, v, gate, state, decay), options.impl, direct, results)
-    return (o, pack_state(after)) if options.return_state else o
+    o, *final_state = ATTEND.run(call, Operands(q, k, v, gate, state, decay), options.impl, direct, results)
+    return (o, pack_state(final_state)) if options.return_state else o
 
 
 def run_encoded(
-    options: LinearOptions, given: Given, encoding: Callable[..., Any], positions: Any, norm: Norm | None = None
+    options: LinearOptions,
+    arguments: TensorArguments,
+    encoding: Callable[..., Any],
+    positions: Any,
+    norm: Norm | None = None,
 ) -> Any:
     """Run linear attention on q̂ and k̂ from any other encoding: ``encoding(q, k, positions=positions)``.
 
     With normalizer "unrotated" this runs the reference, because no operator takes q̄ and k̄ as well. A norm is applied
     first, with PyTorch operators.
     """
-    check_gate(given.gate, given.k)
-    k, v = zero_gated_tokens(given.gate, given.k, given.v)  # before the encoding, which would propagate NaN
+    check_gate(arguments.gate, arguments.k)
+    k, v = zero_gated_tokens(arguments.gate, arguments.k, arguments.v)  # before the encoding, which would propagate NaN
     if norm is not None:
-        q, k = _normalise_first(options, given.q, k, norm, positions)
-        given = given._replace(q=q)
-    q_hat, k_hat = encoding(given.q, k, positions=positions)
-    plain, encoded = options._replace(map=None, act="none", dim=None), given._replace(q=q_hat, k=k_hat, v=v)
+        q, k = _normalise_first(options, arguments.q, k, norm, positions)
+        arguments = arguments._replace(q=q)
+    q_hat, k_hat = encoding(arguments.q, k, positions=positions)
+    plain_options, encoded_arguments = (
+        options._replace(map=None, act="none", dim=None),
+        arguments._replace(q=q_hat, k=k_hat, v=v),
+    )
     sides = Sides(positions=positions)
     if options.dim == -2:
-        check_sequence_softmax(options, given, sides)
+        check_sequence_softmax(options, arguments, sides)
     if options.normalizer != "unrotated":
-        return run_linear(plain, encoded, sides)
+        return run_linear(plain_options, encoded_arguments, sides)
     check_normalizer(options.normalizer, options.act)
-    state = given.state
-    call = validate_linear(plain._replace(normalizer="none"), encoded._replace(state=state[:1]), sides)
+    state = arguments.state
+    call = validate_linear(
+        plain_options._replace(normalizer="none"), encoded_arguments._replace(state=state[:1]), sides
+    )
     expected = [(*t.shape[:2], k.shape[3]) for t in state[:1]]
     if [tuple(t.shape) for t in state[1:]] != expected:
         raise ValueError(f"state: expected (S, Σ), Σ of shape {expected[0]}, got {[tuple(t.shape) for t in state]}")
-    check_decay_range(given.decay)
+    check_decay_range(arguments.decay)
     with no_autocast(v):
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q_bar, k_bar = (activate(x.to(wide), options.act, options.dim) for x in (given.q, k))
-        o, after = attend_encoded(
+        wide_dtype = torch.promote_types(v.dtype, torch.float32)
+        q_bar, k_bar = (activate(x.to(wide_dtype), options.act, options.dim) for x in (arguments.q, k))
+        o, final_state = attend_encoded(
             call.attention._replace(normalizer="unrotated"), Features(q_bar, q_hat), Features(k_bar, k_hat), v,
-            gate=given.gate, decay=given.decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.q_layout.ends,
-            dtype=given.q.dtype,
+            gate=arguments.gate, decay=arguments.decay, cu_seqlens=call.cu_seqlens, state=state,
+            ends=call.q_layout.ends, dtype=arguments.q.dtype,
         )  # fmt: skip
-    return (o, pack_state(after)) if options.return_state else o
+    return (o, pack_state(final_state)) if options.return_state else o
 
 
 def _normalise_first(
@@ -139,7 +148,9 @@ def pack_state(tensors: Sequence[Tensor]) -> State:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
-def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: bool) -> tuple[bool, Hashable | None]:
+def _call_key(
+    options: LinearOptions, arguments: TensorArguments, sides: Sides, has_one_phase: bool
+) -> tuple[bool, Hashable | None]:
     """Return the result of :func:`is_direct`, and the cache key: everything that validation looks at.
 
     The key is None for calls that are validated each time: if tensors are not plain, if positions are not a Grid, if
@@ -147,12 +158,12 @@ def _call_key(options: LinearOptions, given: Given, sides: Sides, one_phase: boo
     cu_seqlens and decay.
     """
     omega, positions, phase, amplitude = sides
-    q, k, v, gate, cu_seqlens, state, weights, decay = given
-    phases = (phase,) if one_phase else phase
+    q, k, v, gate, cu_seqlens, state, weights, decay = arguments
+    phases = (phase,) if has_one_phase else phase
     direct = is_direct((q, k, v, gate, cu_seqlens, omega, decay, *phases, *state, *weights))
     if (
         not direct
-        or not one_phase
+        or not has_one_phase
         or (type(positions) is not Grid and (positions is not None or options.map is not None))
     ):
         return direct, None

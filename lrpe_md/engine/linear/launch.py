@@ -19,11 +19,11 @@ from ..core.call import Call, Layout, Needs, Spec, Tables, Variant, Weights
 from ..core.launching import (
     INTERPRETING,
     count_grid,
-    count_tables,
     current_device,
     cut_channels,
     cut_width,
     describe_tables,
+    find_table_strides,
     has_ptx,
     lay_weight,
     limit_registers,
@@ -33,7 +33,7 @@ from ..core.launching import (
 )  # fmt: skip
 from ..core.memory import accumulator, like_in_memory
 from ..core.reduction import Partials, Sums, reduce_partial, reduce_weights
-from ..kernels.signature import pack
+from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
@@ -51,9 +51,9 @@ from .plan import (
     shrink,
 )
 
-__all__ = ["backward", "forward", "saved_shapes"]
+__all__ = ["backward", "find_saved_shapes", "forward"]
 
-NONE = LinearNeeds()
+NO_NEEDS = LinearNeeds()
 COLUMNS = 128  # from this many features on, o of a causal block is faster with tokens as columns
 WARPGROUP_ROWS = 64  # fewest rows of the first factor on Hopper's matrix units
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
         return self.v_dim * self.num_features + self.num_sums
 
 
-def measure(call: LinearCall, operands: Operands) -> Sizes:
+def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
     """Derive the sizes from shapes."""
     batch, heads, num_queries, head_dim = operands.q.shape
     _, groups, num_keys, v_dim = operands.v.shape
@@ -117,10 +117,10 @@ class Pieces(NamedTuple):
 
     @property
     def numbers(self) -> tuple:
-        return self.table, pack(self.length, self.num_tokens)
+        return self.table, pack_numbers(self.length, self.num_tokens)
 
 
-class Cut(NamedTuple):
+class PieceLengths(NamedTuple):
     """Number of tokens of a piece, and of each of its parts. With a causal mask, each piece is a slot."""
 
     length: int
@@ -131,11 +131,11 @@ class Cut(NamedTuple):
         return triton.cdiv(self.length, self.part)
 
 
-def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, tabled: bool = True) -> Pieces:
+def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, makes_table: bool = True) -> Pieces:
     """Divide the tokens into pieces.
 
     All tokens of a slot see the same state. A slot is the whole sample, a block, a sequence or, with a causal mask, a
-    piece. tabled: also create the table. Traces that only count pieces must not, because tables are cached forever.
+    piece. makes_table: also create the table. Traces that only count pieces must not, as tables are cached forever.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
     walk, state = choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
@@ -144,49 +144,57 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     if call.cu_seqlens is not None:
         count = triton.cdiv(num_tokens, length) + len(call.cu_seqlens) - 1
         num_slots = count if mask == "causal" else len(call.cu_seqlens)
-        if tabled:
-            table = _cut_sequences(call.cu_seqlens.clamp(0, num_tokens), count, Cut(length, length), mask == "causal")
+        if makes_table:
+            table = _tabulate_sequences(
+                call.cu_seqlens.clamp(0, num_tokens), count, PieceLengths(length, length), mask == "causal"
+            )
     elif mask == "causal":
         num_slots = count
-        table = _cut_range(num_tokens, Cut(length, length), device) if tabled else None
+        table = _tabulate_range(num_tokens, PieceLengths(length, length), device) if makes_table else None
     elif mask != "full":
         blocks = num_tokens, layout.ends, call.attention.block, length
         count, num_slots = _count_blocks(*blocks)
-        table = _cut_blocks(*blocks, device) if tabled else None
+        table = _tabulate_blocks(*blocks, device) if makes_table else None
     return Pieces(table, length, count, num_slots, num_tokens)
 
 
 class Parts(NamedTuple):
     """Parts of causal pieces. A program computes the state of each part that is needed."""
 
-    every: Pieces
-    needed: Pieces  # the first parts or, backward, the last ones
+    all_parts: Pieces
+    needed_parts: Pieces  # the first parts or, backward, the last ones
 
 
-def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, every: bool, backward: bool = False) -> Parts:
+def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
     """Divide causal pieces into parts, so that enough programs compute their states.
 
-    every: all pieces need a state. Otherwise, the last piece doesn't or, backward, the first one.
+    needs_all: all pieces need a state. Otherwise, the last piece doesn't or, backward, the first one.
     """
-    unseen = 0 if every else 1
+    num_unneeded = 0 if needs_all else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
-    cut = Cut(pieces.length, cut_parts(pieces.length, heads * max(1, pieces.num_pieces - unseen), sizes.state))
+    piece_lengths = PieceLengths(
+        pieces.length, cut_parts(pieces.length, heads * max(1, pieces.num_pieces - num_unneeded), sizes.state)
+    )
     if call.cu_seqlens is not None:  # only the device knows where pieces begin
-        count = pieces.num_pieces if cut.parts == 1 else pieces.num_pieces + triton.cdiv(pieces.num_tokens, cut.part)
-        table = _cut_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, cut, True)
+        count = (
+            pieces.num_pieces
+            if piece_lengths.parts == 1
+            else pieces.num_pieces + triton.cdiv(pieces.num_tokens, piece_lengths.part)
+        )
+        table = _tabulate_sequences(call.cu_seqlens.clamp(0, pieces.num_tokens), count, piece_lengths, True)
         parts = pieces._replace(table=table, num_pieces=count)
-        return Parts(parts, parts if backward else parts._replace(num_pieces=count - unseen))
-    table = _cut_range(pieces.num_tokens, cut, call.q_tables.omega.device)
+        return Parts(parts, parts if backward else parts._replace(num_pieces=count - num_unneeded))
+    table = _tabulate_range(pieces.num_tokens, piece_lengths, call.q_tables.omega.device)
     parts = pieces._replace(table=table, num_pieces=len(table))
-    if every:
+    if needs_all:
         return Parts(parts, parts)
     if backward:
-        rest = table[cut.parts :]
-        return Parts(parts, parts._replace(table=rest, num_pieces=len(rest)))
-    return Parts(parts, parts._replace(num_pieces=(pieces.num_pieces - 1) * cut.parts))
+        needed_table = table[piece_lengths.parts :]
+        return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)))
+    return Parts(parts, parts._replace(num_pieces=(pieces.num_pieces - 1) * piece_lengths.parts))
 
 
-def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> Tensor:
+def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLengths, has_piece_slots: bool) -> Tensor:
     """Build the table of parts on the device, without waiting for the lengths.
 
     It has as many rows as there can be parts, and some may be empty. The caller must clamp cu_seqlens to the tokens.
@@ -195,42 +203,47 @@ def _cut_sequences(cu_seqlens: Tensor, count: int, cut: Cut, by_piece: bool) -> 
     cu_seqlens = cu_seqlens.long().cummax(0).values
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
-    parts = lengths // cut.length * cut.parts + (lengths % cut.length + cut.part - 1) // cut.part
+    parts = (
+        lengths // piece_lengths.length * piece_lengths.parts
+        + (lengths % piece_lengths.length + piece_lengths.part - 1) // piece_lengths.part
+    )
     last = parts.clamp_(min=1).cumsum(0)
-    pieces = ((lengths + cut.length - 1) // cut.length).clamp_min(1)
-    number = torch.arange(count, device=cu_seqlens.device)
-    sequence = (number[:, None] >= last).sum(1)
-    there = sequence < len(parts)
-    at = sequence.clamp_max(len(parts) - 1)
-    within = number - (last - parts)[at]
-    piece = within // cut.parts
-    piece_begin = begins[at] + piece * cut.length
-    begin = piece_begin + within % cut.parts * cut.part
-    end = torch.minimum(torch.minimum(begin + cut.part, piece_begin + cut.length), ends[at])
-    begin, end = torch.where(there, begin, 0), torch.where(there, end, 0)
-    slot = torch.where(there, (pieces.cumsum(0) - pieces)[at] + piece, 0) if by_piece else sequence
-    return torch.stack([begin, end, slot, torch.where(there, sequence, -1)], dim=1).to(torch.int32)
+    pieces = ((lengths + piece_lengths.length - 1) // piece_lengths.length).clamp_min(1)
+    index = torch.arange(count, device=cu_seqlens.device)
+    sequence = (index[:, None] >= last).sum(1)
+    exists = sequence < len(parts)
+    sequence_index = sequence.clamp_max(len(parts) - 1)
+    part_index = index - (last - parts)[sequence_index]
+    piece = part_index // piece_lengths.parts
+    piece_begin = begins[sequence_index] + piece * piece_lengths.length
+    begin = piece_begin + part_index % piece_lengths.parts * piece_lengths.part
+    end = torch.minimum(
+        torch.minimum(begin + piece_lengths.part, piece_begin + piece_lengths.length), ends[sequence_index]
+    )
+    begin, end = torch.where(exists, begin, 0), torch.where(exists, end, 0)
+    slot = torch.where(exists, (pieces.cumsum(0) - pieces)[sequence_index] + piece, 0) if has_piece_slots else sequence
+    return torch.stack([begin, end, slot, torch.where(exists, sequence, -1)], dim=1).to(torch.int32)
 
 
 # The cache keeps tables alive, because a CUDA graph may hold their addresses.
 @cache
-def _cut_range(num_tokens: int, cut: Cut, device: torch.device) -> Tensor:
+def _tabulate_range(num_tokens: int, piece_lengths: PieceLengths, device: torch.device) -> Tensor:
     rows = [
-        [n, min(n + cut.part, begin + cut.length, num_tokens), slot, 0]
-        for slot, begin in enumerate(range(0, max(num_tokens, 1), cut.length))
-        for n in range(begin, min(begin + cut.length, max(num_tokens, 1)), cut.part)
+        [n, min(n + piece_lengths.part, begin + piece_lengths.length, num_tokens), slot, 0]
+        for slot, begin in enumerate(range(0, max(num_tokens, 1), piece_lengths.length))
+        for n in range(begin, min(begin + piece_lengths.length, max(num_tokens, 1)), piece_lengths.part)
     ]
-    return as_table(rows, device)
+    return make_table(rows, device)
 
 
 @cache
-def _cut_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
+def _tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     rows = [
         [n, min(n + length, end), slot, 0]
         for slot, (begin, end) in enumerate(pairwise(bound_blocks(num_tokens, ends, block)))
         for n in range(begin, end, length)
     ]
-    return as_table(rows or [[0, 0, 0, 0]], device)
+    return make_table(rows or [[0, 0, 0, 0]], device)
 
 
 @cache
@@ -247,7 +260,7 @@ def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
 
-def as_table(rows: list[Any], device: torch.device) -> Tensor:
+def make_table(rows: list[Any], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
@@ -255,18 +268,18 @@ def as_table(rows: list[Any], device: torch.device) -> Tensor:
 # --- the work of a call ----------------------------------------------------------------------------------------------
 
 
-class Work:
-    """Inputs in the form that kernels read, and values that all kernels of a call share. Not encode/plan.py's Work."""
+class LaunchInputs:
+    """Inputs in the form that kernels read, and values that all kernels of a call share."""
 
     def __init__(
-        self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NONE
+        self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
     ) -> None:
         self.call, self.needs, gate = call, needs, operands.gate
         self.q, self.k, self.v, self.do, self.gate = materialise_each(*operands[:3], do, gate)
         launches = {} if call.launches is None else call.launches
         sizes = launches.get("sizes")
         if sizes is None:
-            sizes = launches["sizes"] = measure(call, operands)
+            sizes = launches["sizes"] = derive_sizes(call, operands)
         self.sizes = sizes
         self.dtype, self.device = self.q.dtype, self.q.device
         self.acc, self.operand, self.narrow = sizes.acc, sizes.operand, self.dtype.itemsize == 2
@@ -277,7 +290,7 @@ class Work:
             sides = read_sides(*sides, sizes.one_side, self.narrow)
         self.q_side, self.k_side = sides[0], sides[0] if sizes.one_side else sides[1]
         if (self.q_side.tables.phase is None) != (self.k_side.tables.phase is None):
-            self.q_side, self.k_side = _with_phase(self.q_side), _with_phase(self.k_side)
+            self.q_side, self.k_side = _add_zero_phase(self.q_side), _add_zero_phase(self.k_side)
         self.sides = (self.q_side, self.k_side)
         self.weights = call.weights
         if call.spec.norm != "none":
@@ -289,27 +302,27 @@ class Work:
         for t in tensors:
             address |= t.data_ptr()
             strides.append(t.stride())
-        self.tensors, self.on_16_bytes = tensors, address % 16 == 0
+        self.tensors, self.is_16_byte_aligned = tensors, address % 16 == 0
         # Variants, pieces and numbers of earlier calls like this one.
-        self.known: dict[Any, Any] = launches.setdefault((*strides, self.on_16_bytes, needs), {})
+        self.cache: dict[Any, Any] = launches.setdefault((*strides, self.is_16_byte_aligned, needs), {})
 
     def describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
         """Return the variant and the compiler options of a kernel that reads one side's positions and tables."""
         key = stage, side is self.q_side, *changes.values()
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = self._describe(stage, side, outs, changes)
-        return found
+        config = self.cache.get(key)
+        if config is None:
+            config = self.cache[key] = self._describe(stage, side, outs, changes)
+        return config
 
     def describe_both(
         self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
         """Do the same for a kernel that reads both sides. The variant is k's, and includes q's if they differ."""
         key = stage, "both", *changes.values()
-        found = self.known.get(key)
-        if found is None:
+        config = self.cache.get(key)
+        if config is None:
             (variant, options), (queries, _) = (
                 self._describe(stage, side, outs, changes) for side in (self.k_side, self.q_side)
             )
@@ -317,8 +330,8 @@ class Work:
                 # A mask orders tokens, so q and k share their positions there.
                 assert self.call.attention.mask == "full"
                 variant = variant._replace(queries=queries)
-            found = self.known[key] = variant, options
-        return found
+            config = self.cache[key] = variant, options
+        return config
 
     def _describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor], changes: dict[str, Any]
@@ -326,7 +339,7 @@ class Work:
         spec, sizes, tables = self.call.spec, self.sizes, side.tables
         spec = spec if sizes.raw else _pair_channels(spec, sizes.head_dim)
         tensors = [*self.tensors, *outs]
-        aligned = self.on_16_bytes and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
+        aligned = self.is_16_byte_aligned and sizes.head_dim % 8 == sizes.v_dim % 8 == 0
         aligned = aligned and all(strides_in_eights(t.stride()) for t in tensors)
         unit = 8 if aligned else 1
         causal = self.call.attention.mask == "causal"
@@ -380,30 +393,30 @@ class Work:
 
     def pieces(self, of_queries: bool) -> Pieces:
         key = "pieces", of_queries
-        found = self.known.get(key)
-        if found is not None:
-            return found
+        call_pieces = self.cache.get(key)
+        if call_pieces is not None:
+            return call_pieces
         sizes, call = self.sizes, self.call
         if of_queries:
-            found = make_pieces(call, sizes.num_queries, sizes, call.q_layout)
+            call_pieces = make_pieces(call, sizes.num_queries, sizes, call.q_layout)
         else:
-            found = make_pieces(call, sizes.num_keys, sizes, call.k_layout)
+            call_pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout)
         if call.cu_seqlens is None:
-            self.known[key] = found
-        return found
+            self.cache[key] = call_pieces
+        return call_pieces
 
-    def parts(self, every: bool, backward: bool = False) -> Parts:
+    def parts(self, needs_all: bool, backward: bool = False) -> Parts:
         """Return the parts of keys (backward: of queries) whose states are summed. See :func:`cut_causal`."""
         pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
             return Parts(pieces, pieces)
-        key = "parts", every, backward
-        found = self.known.get(key)
-        if found is None:
-            found = cut_causal(self.call, pieces, self.sizes, every, backward)
+        key = "parts", needs_all, backward
+        call_parts = self.cache.get(key)
+        if call_parts is None:
+            call_parts = cut_causal(self.call, pieces, self.sizes, needs_all, backward)
             if self.call.cu_seqlens is None:
-                self.known[key] = found
-        return found
+                self.cache[key] = call_parts
+        return call_parts
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
         """Return the kernels' arguments for k. partial: partial sums of the gradients of the norm's weights."""
@@ -422,22 +435,22 @@ class Work:
     ) -> tuple | None:  # fmt: skip
         if self.call.spec.norm == "none":
             return None
-        return weight, bias, partial, pack(layout.start - layout.prefix, layout.num_grid_tokens)
+        return weight, bias, partial, pack_numbers(layout.start - layout.prefix, layout.num_grid_tokens)
 
     def _flatten(self, side: Call, variant: Variant) -> tuple:
         """Return the tables and numbers of q or of k."""
         if side.spec.map == "none":
             return ()
         key = "numbers", side is self.q_side
-        numbers = self.known.get(key)
+        numbers = self.cache.get(key)
         if numbers is None:
-            numbers = self.known[key] = count_side(side, variant)
+            numbers = self.cache[key] = count_side(side, variant)
         t = side.tables
         return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
         """Pack the counts for kernels over queries."""
-        return pack(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
+        return pack_numbers(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
@@ -445,7 +458,7 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
     variant = variant._replace(**changes)
     if variant.num_map_tiles == 1:
         return variant
-    blocks = variant.blocks[: variant.num_turned : variant.halves]
+    blocks = variant.blocks[: variant.num_mapped : variant.halves]
     tiles = tuple(
         variant._replace(
             map_tiles=(), num_map_tiles=1, queries=None, first=first, block_c=block,
@@ -480,7 +493,7 @@ def _keeps_zero(act: str) -> bool:
     return not entry.forward(torch.zeros(1, device="cpu"), -1 if entry.dims else None).any()
 
 
-def _with_phase(side: Call) -> Call:
+def _add_zero_phase(side: Call) -> Call:
     """Return the side with a phase of 0 if it has none."""
     tables = side.tables
     if tables.phase is not None:
@@ -491,42 +504,42 @@ def _with_phase(side: Call) -> Call:
 def with_strides(t: Tensor | None, variant: Variant) -> tuple:
     """Return a tensor and its packed strides, as the kernels take them."""
     if t is None:
-        return None, pack(0, 0, 0, 0)
+        return None, pack_numbers(0, 0, 0, 0)
     return t, _pack_strides(t.stride(), 8 if variant.aligned else 1)
 
 
 @lru_cache(maxsize=4096)
 def _pack_strides(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
     b, h, n, d = strides
-    return pack(b // unit, h // unit, n // unit, d)
+    return pack_numbers(b // unit, h // unit, n // unit, d)
 
 
 def gate_with_strides(gate: Tensor | None) -> tuple:
     if gate is None:
-        return None, pack(0, 0, 0)
+        return None, pack_numbers(0, 0, 0)
     b, h, n = gate.stride()
-    return gate, pack(b, h if gate.shape[1] > 1 else 0, n)
+    return gate, pack_numbers(b, h if gate.shape[1] > 1 else 0, n)
 
 
-def gates_with_strides(work: Work) -> tuple:
+def gates_with_strides(inputs: LaunchInputs) -> tuple:
     """Return β and log g, as causal kernels take them. Either may be None."""
-    return gate_with_strides(work.gate), gate_with_strides(work.log_decay)
+    return gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
     """Return the packed token counts of q or k, the strides of its tables, and the numbers of its grid."""
-    steps, grid = count_tables(side, variant), count_grid(side.layout)
+    steps, grid = find_table_strides(side, variant), count_grid(side.layout)
     return (
-        pack(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
-        pack(*(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b"))),
-        pack(*(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3))),
+        pack_numbers(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
+        pack_numbers(*(steps[name] for name in ("omega_h", "phase_h", "amplitude_h", "positions_b", "rotated_b"))),
+        pack_numbers(*(grid[f"{name}{axis}"] for name in ("n", "magic", "shift") for axis in (1, 2, 3))),
     )
 
 
-_fitting: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # replaces variants that need too much shared memory
+_fitting_configs: dict[Any, tuple[Variant, dict[str, Any]]] = {}  # replaces variants that need too much shared memory
 
 
-def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dict[str, Any]]) -> None:
+def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[Variant, dict[str, Any]]) -> None:
     """Launch a kernel. If its tile needs more shared memory than the GPU has, try the tiles of :func:`shrink`.
 
     The tile that fits is cached for later launches. Recorded launches always use the first tile.
@@ -536,16 +549,16 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
     """
     if not programs:
         return
-    variant, options = described
+    variant, options = config
     key = kernel, variant
-    variant, options = _fitting.get(key, described)
+    variant, options = _fitting_configs.get(key, config)
     try:
-        recording.start(kernel, programs, args, variant, options)
+        recording.launch_kernel(kernel, programs, args, variant, options)
     except OutOfResources:
-        smaller = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
+        smaller_tiles = shrink(LinearTile(variant.block_n, options.get("num_warps", 4), variant.stages))
         if variant.need_ddecay and variant.causal:
-            smaller = [tile for tile in smaller if tile.block_n == variant.block_n]
-        for i, tile in enumerate(smaller):
+            smaller_tiles = [tile for tile in smaller_tiles if tile.block_n == variant.block_n]
+        for i, tile in enumerate(smaller_tiles):
             single_layout = variant.single_layout and tile.block_n >= WARPGROUP_ROWS
             tokens_as_n = _has_tokens_as_n(variant.causal, single_layout, tile.block_n)
             changes: dict[str, Any] = {
@@ -553,14 +566,14 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
                 "single_layout": single_layout, "output_transposed": single_layout and variant.output_transposed,
             }  # fmt: skip
             queries = None if variant.queries is None else replace_fields(variant.queries, changes)
-            cut = replace_fields(variant, {"queries": queries, **changes})
+            smaller_variant = replace_fields(variant, {"queries": queries, **changes})
             try:
-                recording.start(kernel, programs, args, cut, options)
+                recording.launch_kernel(kernel, programs, args, smaller_variant, options)
             except OutOfResources:
-                if i + 1 == len(smaller):
+                if i + 1 == len(smaller_tiles):
                     raise
             else:
-                _fitting[key] = cut, options
+                _fitting_configs[key] = smaller_variant, options
                 return
 
 
@@ -569,26 +582,26 @@ def start(kernel: Any, programs: int, args: tuple, described: tuple[Variant, dic
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
     """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
-    work, state = Work(call, operands), operands.state
-    sizes, eps = work.sizes, call.attention.eps
-    o = like_in_memory(work.q, sizes.v_dim)
-    with current_device(work.q):
+    inputs, state = LaunchInputs(call, operands), operands.state
+    sizes, eps = inputs.sizes, call.attention.eps
+    o = like_in_memory(inputs.q, sizes.v_dim)
+    with current_device(inputs.q):
         if is_one_pass(call, sizes, bool(state) or return_state):
-            described = work.describe_both(LinearPass.FORWARD, [o])
-            variant, _ = described
-            tensors = (with_strides(t, variant) for t in (work.q, work.k, work.v, o))
-            sides = (work.flatten_queries(variant), work.flatten_keys(variant))
-            counts = pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
-            args = (*tensors, gate_with_strides(work.gate), *sides, counts, eps)
-            start(kernels.linear_forward_kernel, sizes.rows, args, described)
+            config = inputs.describe_both(LinearPass.FORWARD, [o])
+            variant, _ = config
+            tensors = (with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o))
+            sides = (inputs.flatten_queries(variant), inputs.flatten_keys(variant))
+            counts = pack_numbers(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys)
+            args = (*tensors, gate_with_strides(inputs.gate), *sides, counts, eps)
+            launch_with_fallback(kernels.linear_forward_kernel, sizes.rows, args, config)
             return [o]
         if call.attention.mask == "causal":
-            seen, last = sum_before(work, state, return_state)
-            write_causal(work, o, seen)
+            slot_states, final_state = sum_causal_states(inputs, state, return_state)
+            launch_causal_outputs(inputs, o, slot_states)
         else:
-            seen, last = sum_states(work, state, return_state)
-            write_outputs(work, o, seen)
-    return [o, *last, *(seen if keep else ())]
+            slot_states, final_state = sum_states(inputs, state, return_state)
+            launch_outputs(inputs, o, slot_states)
+    return [o, *final_state, *(slot_states if keep else ())]
 
 
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
@@ -597,108 +610,118 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
     return plain and max(sizes.num_queries, sizes.num_keys) <= plans.ONE_PASS
 
 
-Seen = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none
+SlotStates = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none
 
 
-def sum_states(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
+def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
     """Sum the states that the tokens of each slot see. Also return the state after the last token."""
-    pieces, needed = work.parts(return_last)
-    states = form_states(work, needed, return_last)
-    return scan_states(work, states, pieces, state, return_last)
+    pieces, needed_pieces = inputs.parts(returns_final)
+    states = form_states(inputs, needed_pieces, returns_final)
+    return scan_states(inputs, states, pieces, state, returns_final)
 
 
-def form_states(work: Work, pieces: Pieces, exact: bool) -> Tensor:
-    """Return the states of pieces of the keys, (P, B H_k, size). exact: see :func:`refine`."""
-    sizes = work.sizes
-    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, exact))
-    variant, _ = described
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
+    """Return the states of pieces of the keys, (P, B H_k, size). is_exact: see :func:`refine`."""
+    sizes = inputs.sizes
+    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
+    variant, _ = config
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
-        with_strides(work.k, variant), with_strides(work.v, variant), gate_with_strides(work.gate),
-        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        with_strides(inputs.k, variant), with_strides(inputs.v, variant), gate_with_strides(inputs.gate),
+        inputs.flatten_keys(variant), states, pieces.numbers,
+        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, described)
+    launch_with_fallback(kernels.linear_state_kernel, sizes.rows * pieces.num_pieces, args, config)
     return states
 
 
-def refine(work: Work, wanted: bool) -> dict[str, Any]:
-    """Return variant changes for more precise sums, if ``wanted``, for example for a state returned in float32."""
-    return {"functions": int(has_ptx(work.dtype)), "accumulate_outside_mma": True} if wanted else {}
+def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
+    """Return variant changes for more precise sums, if ``is_exact``, for example for a state returned in float32."""
+    return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
-def sum_before(work: Work, state: Sequence[Tensor], return_last: bool) -> tuple[Seen, list[Tensor]]:
+def sum_causal_states(
+    inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
+) -> tuple[SlotStates, list[Tensor]]:
     """Do the same with a causal mask. Return no states if one program processes all tokens of a head."""
-    if not state and not return_last and work.pieces(of_queries=False).num_pieces == 1:
+    if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
-    return sum_states(work, state, return_last)
+    return sum_states(inputs, state, returns_final)
 
 
 def scan_states(
-    work: Work, states: Tensor, pieces: Pieces, first: Sequence[Tensor], return_last: bool, backward: bool = False
-) -> tuple[Seen, list[Tensor]]:
-    """Sum the states of pieces, starting from ``first``. backward: from the last piece to the first.
+    inputs: LaunchInputs,
+    states: Tensor,
+    pieces: Pieces,
+    initial_state: Sequence[Tensor],
+    returns_final: bool,
+    backward: bool = False,
+) -> tuple[SlotStates, list[Tensor]]:
+    """Sum the states of pieces, starting from ``initial_state``. backward: from the last piece to the first.
 
     states: (P, B H_k R, size), of which R heads are summed. Pieces whose state nobody sees may be missing.
     """
-    sizes = work.sizes
-    num_states = sizes.batch if work.call.cu_seqlens is None else len(work.call.cu_seqlens) - 1
+    sizes = inputs.sizes
+    num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
     shape = (pieces.num_slots, sizes.rows)
-    seen = torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=work.operand, device=work.device)
-    sums = torch.empty(*shape, sizes.num_sums, dtype=work.acc, device=work.device)
-    begin = join_state(work, first) if first else None
-    last = None
-    if return_last:
-        last = torch.empty(num_states * sizes.groups, sizes.state, dtype=work.acc, device=work.device)
-    block, in_flight = choose_scan_tile(sizes.rows, sizes.state)
+    slot_states = torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device)
+    sums = torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device)
+    initial_rows = join_state(inputs, initial_state) if initial_state else None
+    final_state = None
+    if returns_final:
+        final_state = torch.empty(num_states * sizes.groups, sizes.state, dtype=inputs.acc, device=inputs.device)
+    block, num_stages = choose_scan_tile(sizes.rows, sizes.state)
     variant = Variant(
         v_dim=sizes.v_dim, num_features=sizes.num_features, num_sums=sizes.num_sums, state_size=sizes.state,
-        block_c=block, stages=in_flight, wide=work.acc == torch.float64,
-        causal=work.call.attention.mask == "causal",
+        block_c=block, stages=num_stages, wide=inputs.acc == torch.float64,
+        causal=inputs.call.attention.mask == "causal",
     )  # fmt: skip
     repeats = states.shape[1] // max(1, sizes.rows)
     args = (
-        states, (seen, sums), (begin, last), pieces.table,
-        pack(sizes.groups, repeats, pieces.num_pieces, states.shape[0], sizes.batch, int(backward)),
+        states, (slot_states, sums), (initial_rows, final_state), pieces.table,
+        pack_numbers(sizes.groups, repeats, pieces.num_pieces, states.shape[0], sizes.batch, int(backward)),
     )  # fmt: skip
-    start(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
-    return (seen, sums), [] if last is None else split_state(work, last)
+    launch_with_fallback(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
+    return (slot_states, sums), [] if final_state is None else split_state(inputs, final_state)
 
 
-def write_outputs(work: Work, o: Tensor, seen: Seen) -> None:
-    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     if pieces.table is None:
         count, length = cut_outputs(sizes.num_queries, sizes.rows * sizes.repeats, pieces.length)
         pieces = pieces._replace(num_pieces=count, length=length)
-    described = work.describe(LinearPass.OUTPUT, work.q_side, [o])
-    variant, _ = described
+    config = inputs.describe(LinearPass.OUTPUT, inputs.q_side, [o])
+    variant, _ = config
     args = (
-        with_strides(work.q, variant), with_strides(o, variant), work.flatten_queries(variant), seen,
-        pieces.numbers, work.counts(pieces), work.call.attention.eps,
+        with_strides(inputs.q, variant), with_strides(o, variant), inputs.flatten_queries(variant), slot_states,
+        pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
+    launch_with_fallback(kernels.linear_output_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config)
 
 
-def write_causal(work: Work, o: Tensor, seen: Seen) -> None:
-    sizes, pieces = work.sizes, work.pieces(of_queries=True)
-    described = work.describe_both(LinearPass.CAUSAL, [o], has_state=bool(seen))
-    variant, _ = described
+def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
+    config = inputs.describe_both(LinearPass.CAUSAL, [o], has_state=bool(slot_states))
+    variant, _ = config
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.k, work.v, o)), gates_with_strides(work),
-        (work.flatten_queries(variant), work.flatten_keys(variant)), seen or (None, None), pieces.numbers,
-        work.counts(pieces), work.call.attention.eps,
+        *(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, o)), gates_with_strides(inputs),
+        (inputs.flatten_queries(variant), inputs.flatten_keys(variant)), slot_states or (None, None), pieces.numbers,
+        inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
+    launch_with_fallback(
+        kernels.linear_causal_forward_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
+    )
 
 
-def saved_shapes(
+def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
     """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
-    sizes = measure(call, operands)
+    sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
         return []
-    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
+    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     if call.attention.mask == "causal" and pieces.num_pieces == 1 and not has_state:
         return []
     shape = (pieces.num_slots, sizes.rows)
@@ -730,16 +753,16 @@ def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
     first, second = split_pairs(torch.arange(width, device="cpu"), spec.pairs, spec.sections)
     if spec.order == "sin_cos":
         first, second = second, first
-    turned = [spec.rotary_start + i for i in _take_in_turns(first.tolist(), second.tolist(), run)]
-    return turned + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
+    mapped_channels = [spec.rotary_start + i for i in _interleave_runs(first.tolist(), second.tolist(), run)]
+    return mapped_channels + [c for c in range(spec.out_dim(head_dim)) if not 0 <= c - spec.rotary_start < width]
 
 
-def _take_in_turns(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
+def _interleave_runs(first: Sequence[int], second: Sequence[int], run: int) -> list[int]:
     return [i for begin in range(0, len(first), run) for half in (first, second) for i in half[begin : begin + run]]
 
 
 @cache
-def _order(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: bool) -> Tensor | None:
+def _make_permutation(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: bool) -> Tensor | None:
     order = order_features(spec, head_dim, run)
     if order == sorted(order):
         return None
@@ -749,35 +772,35 @@ def _order(spec: Spec, head_dim: int, run: int, device: torch.device, inverse: b
         return torch.tensor(order, device=device)
 
 
-def order_of(work: Work, inverse: bool) -> Tensor | None:
+def find_permutation(inputs: LaunchInputs, inverse: bool) -> Tensor | None:
     """Return the permutation of features from the user's order to the kernels', or its inverse; None if they agree."""
-    run = choose_run(work.call.spec, work.call.attention.mask == "causal")
-    return _order(work.call.spec, work.sizes.head_dim, run, work.device, inverse)
+    run = choose_run(inputs.call.spec, inputs.call.attention.mask == "causal")
+    return _make_permutation(inputs.call.spec, inputs.sizes.head_dim, run, inputs.device, inverse)
 
 
-def join_state(work: Work, state: Sequence[Tensor]) -> Tensor:
+def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
     """Join (S, Σ) to one row per head: Sᵀ with features in the kernels' order, then the sums."""
-    sizes = work.sizes
-    order = order_of(work, False)
+    sizes = inputs.sizes
+    order = find_permutation(inputs, False)
     matrix, *sums = state
     if order is not None:
         matrix = matrix.index_select(2, order)
-        if work.call.attention.normalizer == "encoded":
+        if inputs.call.attention.normalizer == "encoded":
             sums = [t.index_select(2, order) for t in sums]
     parts = [matrix.mT.reshape(-1, sizes.groups, sizes.v_dim * sizes.num_features), *sums]
-    return torch.cat(parts, dim=-1).to(work.acc)
+    return torch.cat(parts, dim=-1).to(inputs.acc)
 
 
-def split_state(work: Work, last: Tensor) -> list[Tensor]:
+def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
     """Undo :func:`join_state`."""
-    sizes = work.sizes
-    order = order_of(work, True)
+    sizes = inputs.sizes
+    order = find_permutation(inputs, True)
     size = sizes.v_dim * sizes.num_features
-    matrix, sums = last.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
+    matrix, sums = final_state.view(-1, sizes.groups, sizes.state).split([size, sizes.num_sums], dim=-1)
     matrix = _copy_features(matrix.unflatten(-1, (sizes.v_dim, sizes.num_features)).mT, order)
     if not sizes.num_sums:
         return [matrix]
-    return [matrix, _copy_features(sums, order if work.call.attention.normalizer == "encoded" else None)]
+    return [matrix, _copy_features(sums, order if inputs.call.attention.normalizer == "encoded" else None)]
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
@@ -817,183 +840,187 @@ def backward(
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
-    work = Work(call, operands, do, needs)
-    sizes = work.sizes
+    inputs = LaunchInputs(call, operands, do, needs)
+    sizes = inputs.sizes
     one_pass = is_one_pass(call, sizes, bool(state) or bool(dstate))
-    q_pieces, k_pieces = work.pieces(of_queries=True), work.pieces(of_queries=False)
+    q_pieces, k_pieces = inputs.pieces(of_queries=True), inputs.pieces(of_queries=False)
     q_rows = 1 if one_pass else q_pieces.num_pieces * sizes.repeats
     k_rows = 1 if one_pass else k_pieces.num_pieces
     q_partial = k_partial = dgate = None
-    if work.need_dangles:
-        tables = work.q_side.tables
+    if inputs.need_dangles:
+        tables = inputs.q_side.tables
         width = (tables.omega.shape[2] + (tables.phase is not None)) * call.spec.num_channels
-        partial = torch.empty(q_rows + k_rows, sizes.rows * width, dtype=torch.float64, device=work.device)
+        partial = torch.empty(q_rows + k_rows, sizes.rows * width, dtype=torch.float64, device=inputs.device)
         q_partial, k_partial = partial[:q_rows], partial[q_rows:]
     if needs.gate:
-        dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
-    dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (work.q, work.k, work.v))
-    q_weights, k_weights = _allocate_weight_sums(work, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
-    written = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
-    with current_device(work.q):
+        dgate = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
+    dq, dk, dv = outs or (like_in_memory(t, t.shape[3]) for t in (inputs.q, inputs.k, inputs.v))
+    q_weights, k_weights = _allocate_weight_sums(inputs, q_rows * sizes.rows, k_rows * sizes.rows, one_pass)
+    written_grads = Grads(dq, dk, dv, dgate, q_partial, k_partial, q_weights, k_weights)
+    with current_device(inputs.q):
         if differentiate_as is not None:
-            last = differentiate_as(work, written, operands, dstate, saved)
+            state_gradients = differentiate_as(inputs, written_grads, operands, dstate, saved)
         elif one_pass:
-            last = []
-            differentiate_one_pass(work, written)
+            state_gradients = []
+            differentiate_one_pass(inputs, written_grads)
         elif call.attention.mask == "causal":
-            last = differentiate_causal(work, written, state, dstate, tuple(saved))
+            state_gradients = differentiate_causal(inputs, written_grads, state, dstate, tuple(saved))
         else:
-            last = differentiate(work, written, state, dstate, tuple(saved))
-        found = [dq, dk, dv]
+            state_gradients = differentiate(inputs, written_grads, state, dstate, tuple(saved))
+        results = [dq, dk, dv]
         if dgate is not None and gate is not None:
-            found.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
-        found += reduce_partials(work, written)
-        found += reduce_weight_sums(work, written)
-    return found + last
+            results.append((dgate if gate.shape[1] > 1 else dgate.sum(1, keepdim=True)).to(gate.dtype))
+        results += reduce_angle_sums(inputs, written_grads)
+        results += reduce_weight_sums(inputs, written_grads)
+    return results + state_gradients
 
 
 def _allocate_weight_sums(
-    work: Work, q_rows: int, k_rows: int, one_pass: bool
+    inputs: LaunchInputs, q_rows: int, k_rows: int, one_pass: bool
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Allocate partial sums for the norm's weights of q and of k. The rows of a head's programs are adjacent."""
-    if not work.needs.norm:
+    if not inputs.needs.norm:
         return None, None
-    q_rows *= work.sizes.repeats if one_pass else 1
-    given, groups = work.weights, work.call.weights.token_groups
-    width = ((given.weight is not None) + (given.bias is not None)) * groups * work.sizes.head_dim
-    sums = torch.empty(q_rows + k_rows, width, dtype=torch.float64, device=work.device)
+    q_rows *= inputs.sizes.repeats if one_pass else 1
+    weights, groups = inputs.weights, inputs.call.weights.token_groups
+    width = ((weights.weight is not None) + (weights.bias is not None)) * groups * inputs.sizes.head_dim
+    sums = torch.empty(q_rows + k_rows, width, dtype=torch.float64, device=inputs.device)
     return sums[:q_rows], sums[q_rows:]
 
 
-def differentiate_one_pass(work: Work, grads: Grads) -> None:
-    sizes = work.sizes
+def differentiate_one_pass(inputs: LaunchInputs, grads: Grads) -> None:
+    sizes = inputs.sizes
     outs = [grads.dq, grads.dk, grads.dv]
-    described = work.describe_both(LinearPass.BACKWARD, outs, need_dgate=grads.dgate is not None)
-    variant, _ = described
+    config = inputs.describe_both(LinearPass.BACKWARD, outs, need_dgate=grads.dgate is not None)
+    variant, _ = config
     args = (
-        tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)),
-        (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant, grads.k_weights)),
+        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, *outs)),
+        (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)),
+        (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant, grads.k_weights)),
         join_partials(grads.q_partial, grads.k_partial),
-        pack(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), work.call.attention.eps,
+        pack_numbers(sizes.groups, sizes.repeats, sizes.num_queries, sizes.num_keys), inputs.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_backward_kernel, sizes.rows, args, described)
+    launch_with_fallback(kernels.linear_backward_kernel, sizes.rows, args, config)
 
 
 def differentiate(
-    work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
+    inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
     """Run the backward in two passes. Return the gradient of the state if it is needed."""
-    seen = saved or sum_states(work, state, False)[0]
-    pieces = work.pieces(of_queries=True)
-    dstates = differentiate_queries(work, grads, seen)
-    dseen, last = scan_states(work, dstates, pieces, dstate, work.needs.state, backward=True)
-    differentiate_keys(work, grads, dseen)
-    return last
+    slot_states = saved or sum_states(inputs, state, False)[0]
+    pieces = inputs.pieces(of_queries=True)
+    dstates = differentiate_queries(inputs, grads, slot_states)
+    dslot_states, state_gradients = scan_states(inputs, dstates, pieces, dstate, inputs.needs.state, backward=True)
+    differentiate_keys(inputs, grads, dslot_states)
+    return state_gradients
 
 
-def differentiate_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
     """Write dq, and return dS and dZ of each piece and query head."""
-    sizes, eps = work.sizes, work.call.attention.eps
-    pieces = work.pieces(of_queries=True)
-    stage = LinearPass.QUERIES_OMEGA if work.need_dangles else LinearPass.QUERIES
-    described = work.describe(stage, work.q_side, [grads.dq])
-    variant, _ = described
+    sizes, eps = inputs.sizes, inputs.call.attention.eps
+    pieces = inputs.pieces(of_queries=True)
+    stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
+    config = inputs.describe(stage, inputs.q_side, [grads.dq])
+    variant, _ = config
     programs = sizes.rows * sizes.repeats * pieces.num_pieces
     dstates = torch.empty(
-        pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=work.acc, device=work.device
+        pieces.num_pieces, sizes.rows * sizes.repeats, sizes.state, dtype=inputs.acc, device=inputs.device
     )  # fmt: skip
     args = (
-        *(with_strides(t, variant) for t in (work.q, work.do, grads.dq)),
-        work.flatten_queries(variant, grads.q_weights), seen, dstates, grads.q_partial, pieces.numbers,
-        work.counts(pieces), eps,
+        *(with_strides(t, variant) for t in (inputs.q, inputs.do, grads.dq)),
+        inputs.flatten_queries(variant, grads.q_weights), slot_states, dstates, grads.q_partial, pieces.numbers,
+        inputs.counts(pieces), eps,
     )  # fmt: skip
-    start(kernels.linear_query_gradient_kernel, programs, args, described)
-    sum_query_states(work, seen, None, dstates, pieces)
+    launch_with_fallback(kernels.linear_query_gradient_kernel, programs, args, config)
+    sum_query_states(inputs, slot_states, None, dstates, pieces)
     return dstates
 
 
-def differentiate_keys(work: Work, grads: Grads, dseen: Seen) -> None:
+def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates) -> None:
     """Write dk, dv and dβ."""
-    sizes = work.sizes
-    pieces = work.pieces(of_queries=False)
+    sizes = inputs.sizes
+    pieces = inputs.pieces(of_queries=False)
     outs = [grads.dk, grads.dv]
-    described = work.describe(LinearPass.KEYS, work.k_side, outs, need_dgate=grads.dgate is not None)
-    variant, _ = described
+    config = inputs.describe(LinearPass.KEYS, inputs.k_side, outs, need_dgate=grads.dgate is not None)
+    variant, _ = config
     args = (
-        *(with_strides(t, variant) for t in (work.k, work.v, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), work.flatten_keys(variant, grads.k_weights),
-        dseen, grads.k_partial, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        *(with_strides(t, variant) for t in (inputs.k, inputs.v, *outs)),
+        (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)), inputs.flatten_keys(variant, grads.k_weights),
+        dslot_states, grads.k_partial, pieces.numbers, pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    start(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, described)
+    launch_with_fallback(kernels.linear_key_gradient_kernel, sizes.rows * pieces.num_pieces, args, config)
 
 
-def sum_query_states(work: Work, seen: Seen, scales: Tensor | None, dstates: Tensor, pieces: Pieces) -> None:
+def sum_query_states(
+    inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: Tensor, pieces: Pieces
+) -> None:
     """Compute dS by piece and query head and, with a causal mask, dZ. Write both to dstates."""
-    sizes = work.sizes
-    described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, work.needs.state))
-    variant, _ = described
+    sizes = inputs.sizes
+    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
+    variant, _ = config
     args = (
-        with_strides(work.q, variant), with_strides(work.do, variant), work.flatten_queries(variant), seen, scales,
-        dstates, pieces.numbers, work.counts(pieces), work.call.attention.eps,
+        with_strides(inputs.q, variant), with_strides(inputs.do, variant), inputs.flatten_queries(variant),
+        slot_states, scales, dstates, pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, described)
+    launch_with_fallback(
+        kernels.linear_query_state_kernel, sizes.rows * sizes.repeats * pieces.num_pieces, args, config
+    )
 
 
 def differentiate_causal(
-    work: Work, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: Seen
+    inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
     """Run the backward in two passes with a causal mask. Return the gradient of the state if it is needed."""
-    sizes = work.sizes
-    seen = saved or sum_before(work, state, False)[0]
-    pieces = work.pieces(of_queries=True)
+    sizes = inputs.sizes
+    slot_states = saved or sum_causal_states(inputs, state, False)[0]
+    pieces = inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
-    scales = differentiate_causal_queries(work, grads, seen)
-    dseen, last = (), []
-    if pieces.num_pieces > 1 or dstate or work.needs.state:
-        parts, needed = work.parts(work.needs.state, backward=True)
-        dstates = torch.empty(needed.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
-        sum_query_states(work, (None, None), scales, dstates, needed)
-        dseen, last = scan_states(work, dstates, parts, dstate, work.needs.state, backward=True)
-    differentiate_causal_keys(work, grads, dseen, scales)
-    return last
+    scales = differentiate_causal_queries(inputs, grads, slot_states)
+    dslot_states, state_gradients = (), []
+    if pieces.num_pieces > 1 or dstate or inputs.needs.state:
+        parts, needed_pieces = inputs.parts(inputs.needs.state, backward=True)
+        dstates = torch.empty(needed_pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
+        sum_query_states(inputs, (None, None), scales, dstates, needed_pieces)
+        dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, inputs.needs.state, backward=True)
+    differentiate_causal_keys(inputs, grads, dslot_states, scales)
+    return state_gradients
 
 
-def differentiate_causal_queries(work: Work, grads: Grads, seen: Seen) -> Tensor:
+def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
     """Write dq. Return 1/z, dz and, with a decay, each query's products for dg: (2 or 4, B H_q, N)."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
-    rows = 2 if work.log_decay is None else 4
-    scales = torch.empty(rows, heads, sizes.num_queries, dtype=work.acc, device=work.device)
-    described = work.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(seen))
-    variant, _ = described
-    sides = (work.flatten_queries(variant, grads.q_weights), work.flatten_keys(variant))
-    tensors = tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, grads.dq))
+    rows = 2 if inputs.log_decay is None else 4
+    scales = torch.empty(rows, heads, sizes.num_queries, dtype=inputs.acc, device=inputs.device)
+    config = inputs.describe_both(LinearPass.CAUSAL_QUERIES, [grads.dq], has_state=bool(slot_states))
+    variant, _ = config
+    sides = (inputs.flatten_queries(variant, grads.q_weights), inputs.flatten_keys(variant))
+    tensors = tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, grads.dq))
     args = (
-        tensors, gates_with_strides(work), sides, seen or (None, None), scales, grads.q_partial, pieces.numbers,
-        work.counts(pieces), work.call.attention.eps,
+        tensors, gates_with_strides(inputs), sides, slot_states or (None, None), scales, grads.q_partial,
+        pieces.numbers, inputs.counts(pieces), inputs.call.attention.eps,
     )  # fmt: skip
-    start(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, described)
+    launch_with_fallback(kernels.linear_causal_query_kernel, heads * pieces.num_pieces, args, config)
     return scales
 
 
 def differentiate_causal_keys(
-    work: Work, grads: Grads, dseen: Seen, scales: Tensor, products: Tensor | None = None
+    inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates, scales: Tensor, products: Tensor | None = None
 ) -> None:
     """Write dk, dv and dβ. With a decay, also write each key's products for dg to ``products``, (B, H_k, N)."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=True)
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
-    described = work.describe_both(
-        LinearPass.CAUSAL_KEYS, outs, has_state=bool(dseen), need_dgate=grads.dgate is not None
+    config = inputs.describe_both(
+        LinearPass.CAUSAL_KEYS, outs, has_state=bool(dslot_states), need_dgate=grads.dgate is not None
     )
-    variant, _ = described
-    sides = (work.flatten_queries(variant), work.flatten_keys(variant, grads.k_weights))
+    variant, _ = config
+    sides = (inputs.flatten_queries(variant), inputs.flatten_keys(variant, grads.k_weights))
     args = (
-        tuple(with_strides(t, variant) for t in (work.q, work.k, work.v, work.do, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate), gate_with_strides(work.log_decay), products),
-        sides, dseen or (None, None), scales, grads.k_partial, pieces.numbers, work.counts(pieces),
+        tuple(with_strides(t, variant) for t in (inputs.q, inputs.k, inputs.v, inputs.do, *outs)),
+        (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate), gate_with_strides(inputs.log_decay), products),
+        sides, dslot_states or (None, None), scales, grads.k_partial, pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
-    start(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, described)
+    launch_with_fallback(kernels.linear_causal_key_kernel, sizes.rows * pieces.num_pieces, args, config)
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
@@ -1003,38 +1030,38 @@ def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
     return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
 
 
-def reduce_partials(work: Work, grads: Grads) -> list[Tensor]:
+def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
     """Compute dω, q's dφ and k's dφ, if needed."""
-    needs, channels = work.needs, work.call.spec.num_channels
+    needs, channels = inputs.needs, inputs.call.spec.num_channels
     q_part, k_part = grads.q_partial, grads.k_partial
     if q_part is None or k_part is None:
         return []
-    q_tables, k_tables = work.call.q_tables, work.call.k_tables
-    given = [t.shape[0] for t in (q_tables.omega, q_tables.phase, k_tables.phase) if t is not None]
-    axes = q_tables.omega.shape[2] + (work.q_side.tables.phase is not None)
-    both = join_partials(q_part, k_part)
+    q_tables, k_tables = inputs.call.q_tables, inputs.call.k_tables
+    head_counts = [t.shape[0] for t in (q_tables.omega, q_tables.phase, k_tables.phase) if t is not None]
+    axes = q_tables.omega.shape[2] + (inputs.q_side.tables.phase is not None)
+    all_partials = join_partials(q_part, k_part)
 
-    def reduce(part: Tensor, tables: Tables, wanted: Needs) -> list[Tensor]:
-        partial = part.reshape(-1, max(given), axes, channels)
-        return reduce_partial(partial, Call(work.call.spec, work.call.q_layout, tables), wanted)
+    def reduce(part: Tensor, tables: Tables, part_needs: Needs) -> list[Tensor]:
+        partial = part.reshape(-1, max(head_counts), axes, channels)
+        return reduce_partial(partial, Call(inputs.call.spec, inputs.call.q_layout, tables), part_needs)
 
-    found = reduce(both, q_tables, Needs(omega=True)) if needs.omega else []
+    gradients = reduce(all_partials, q_tables, Needs(omega=True)) if needs.omega else []
     if needs.phase_q:
-        found += reduce(q_part, q_tables, Needs(phase=True))
+        gradients += reduce(q_part, q_tables, Needs(phase=True))
     if needs.phase_k:
-        found += reduce(k_part, k_tables, Needs(phase=True))
-    return found
+        gradients += reduce(k_part, k_tables, Needs(phase=True))
+    return gradients
 
 
-def reduce_weight_sums(work: Work, grads: Grads) -> list[Tensor]:
+def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
     """Compute dγ and dβ of the norm, of q and then of k, if needed."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []
-    by_head = any(t is not None and t.shape[0] > 1 for t in work.weights)
-    heads = work.sizes.groups * work.sizes.repeats, work.sizes.groups
-    of_q, of_k = (
+    by_head = any(t is not None and t.shape[0] > 1 for t in inputs.weights)
+    heads = inputs.sizes.groups * inputs.sizes.repeats, inputs.sizes.groups
+    q_partials, k_partials = (
         Partials(None, sums, Sums(counts=(len(sums), len(sums) // count if by_head else 0)))
         for sums, count in zip((q_sums, k_sums), heads, strict=True)
     )
-    return reduce_weights(of_q, of_k, work.call.weights)
+    return reduce_weights(q_partials, k_partials, inputs.call.weights)

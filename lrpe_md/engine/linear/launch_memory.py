@@ -18,17 +18,17 @@ from .. import kernels
 from ..core.call import Variant
 from ..core.launching import current_device
 from ..core.memory import like_in_memory
-from ..kernels.signature import pack
+from ..kernels.signature import pack_numbers
 from . import launch
 from .call import LinearCall, LinearNeeds, Operands
 from .launch import (
     Grads,
+    LaunchInputs,
     Pieces,
-    Seen,
     Sizes,
-    Work,
-    as_table,
+    SlotStates,
     bound_blocks,
+    derive_sizes,
     differentiate_causal_keys,
     differentiate_causal_queries,
     differentiate_keys,
@@ -37,17 +37,17 @@ from .launch import (
     gate_with_strides,
     gates_with_strides,
     join_state,
+    launch_causal_outputs,
+    launch_outputs,
     make_pieces,
-    measure,
+    make_table,
     refine,
     split_state,
     with_strides,
-    write_causal,
-    write_outputs,
 )
 from .plan import LinearPass
 
-__all__ = ["backward", "forward", "saved_shapes"]
+__all__ = ["backward", "find_saved_shapes", "forward"]
 
 ROWS = 16  # rows of a transposed state per program of a scan
 COLUMNS = 64  # columns per tile of these rows
@@ -57,10 +57,10 @@ TILE = 32  # rows and columns of A's gradient per program
 class Memory(NamedTuple):
     """Results of the forward scans that the backward uses."""
 
-    seen: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
+    slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
     series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
-    later: Tensor | None = None  # states of the backward scan, each at the next index
+    backward_series: Tensor | None = None  # states of the backward scan, each at the next index
     transitions: Tensor | None = None  # A of each piece of the tokens
 
 
@@ -78,67 +78,73 @@ class Extent(NamedTuple):
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
     """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
-    work = Work(call, operands)
-    o = like_in_memory(work.q, work.sizes.v_dim)
-    with current_device(work.q):
+    inputs = LaunchInputs(call, operands)
+    o = like_in_memory(inputs.q, inputs.sizes.v_dim)
+    with current_device(inputs.q):
         if call.attention.mask == "causal":
-            work.log_decay = form_log_decay(work, operands)
-            seen, series = sum_before(work, operands, return_state)
-            write_causal(work, o, seen)
-            last = split_state(work, series[-1]) if return_state and series is not None else []
-            return [o, *last, *(seen if keep else ())]
-        memory = form_memory(work, operands)
-        write_outputs(work, o, (memory.seen, memory.sums))
-        last = split_state(work, memory.series[-1]) if return_state else []
-        if return_state and memory.later is not None:
-            last += split_state(work, memory.later[0])
-    return [o, *last, *([t for t in memory if t is not None] if keep else ())]
+            inputs.log_decay = form_log_decay(inputs, operands)
+            slot_states, series = sum_causal_states(inputs, operands, return_state)
+            launch_causal_outputs(inputs, o, slot_states)
+            final_state = split_state(inputs, series[-1]) if return_state and series is not None else []
+            return [o, *final_state, *(slot_states if keep else ())]
+        memory = form_memory(inputs, operands)
+        launch_outputs(inputs, o, (memory.slot_states, memory.sums))
+        final_state = split_state(inputs, memory.series[-1]) if return_state else []
+        if return_state and memory.backward_series is not None:
+            final_state += split_state(inputs, memory.backward_series[0])
+    return [o, *final_state, *([t for t in memory if t is not None] if keep else ())]
 
 
-def form_memory(work: Work, operands: Operands) -> Memory:
+def form_memory(inputs: LaunchInputs, operands: Operands) -> Memory:
     """Compute B and A of all pieces, and scan them."""
-    attention, pieces = work.call.attention, work.pieces(of_queries=False)
-    parts = form_states(work, pieces, exact=True)
-    transitions = form_transitions(work, pieces) if attention.rule == "delta" else None
-    decay = lay_out_decay(work, operands.decay, pieces)
-    first, behind = join_states(work, operands.state)
-    scan = Scan(work, locate_blocks(work, pieces), transitions, decay)
-    series, _ = scan.run(parts, first)
-    later = scan.run(parts, behind, backward=True)[0] if attention.has_both_directions else None
+    attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
+    parts = form_states(inputs, pieces, is_exact=True)
+    transitions = form_transitions(inputs, pieces) if attention.rule == "delta" else None
+    decay = lay_out_decay(inputs, operands.decay, pieces)
+    initial_state, backward_initial_state = join_states(inputs, operands.state)
+    scan = Scan(inputs, locate_blocks(inputs, pieces), transitions, decay)
+    series, _ = scan.run(parts, initial_state)
+    both = attention.has_both_directions
+    backward_series = scan.run(parts, backward_initial_state, backward=True)[0] if both else None
     return Memory(
-        *split_sums(work, add_scans(series[1:], None if later is None else later[1:])), series, later, transitions
+        *split_sums(inputs, add_scans(series[1:], None if backward_series is None else backward_series[1:])),
+        series,
+        backward_series,
+        transitions,
     )
 
 
-def join_states(work: Work, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the state that the forward scan starts with, and that of the backward scan, as the kernels have them."""
-    count = len(state) // 2 if work.call.attention.has_both_directions else len(state)
-    first, behind = (join_state(work, part) if part else None for part in (state[:count], state[count:]))
-    return first, behind
+def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the initial states of the forward and of the backward scan, in the kernels' layout."""
+    count = len(state) // 2 if inputs.call.attention.has_both_directions else len(state)
+    forward_state, backward_state = (
+        join_state(inputs, part) if part else None for part in (state[:count], state[count:])
+    )
+    return forward_state, backward_state
 
 
 def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
     return forward if backward is None else forward + backward
 
 
-def split_sums(work: Work, states: Tensor) -> tuple[Tensor, Tensor]:
+def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     """Split states (.., size) into S, as operands, and the normaliser's sums."""
-    matrix, sums = states.split([work.sizes.v_dim * work.sizes.num_features, work.sizes.num_sums], dim=-1)
-    return matrix.to(work.operand).contiguous(), sums.contiguous()
+    matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
+    return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
-def form_transitions(work: Work, pieces: Pieces) -> Tensor:
+def form_transitions(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
     """Return A for each piece of the keys, (P, B H_k, ..)."""
-    sizes = work.sizes
-    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, True))
-    variant, _ = described
-    size = count_transition(sizes, work.call)
-    transitions = torch.empty(pieces.num_pieces, sizes.rows, size, dtype=work.acc, device=work.device)
+    sizes = inputs.sizes
+    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, True))
+    variant, _ = config
+    size = count_transition(sizes, inputs.call)
+    transitions = torch.empty(pieces.num_pieces, sizes.rows, size, dtype=inputs.acc, device=inputs.device)
     args = (
-        with_strides(work.k, variant), gate_with_strides(work.gate), work.flatten_keys(variant), transitions,
-        pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        with_strides(inputs.k, variant), gate_with_strides(inputs.gate), inputs.flatten_keys(variant), transitions,
+        pieces.numbers, pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.start(kernels.linear_transition_kernel, sizes.rows * pieces.num_pieces, args, described)
+    launch.launch_with_fallback(kernels.linear_transition_kernel, sizes.rows * pieces.num_pieces, args, config)
     return transitions
 
 
@@ -147,9 +153,9 @@ def count_transition(sizes: Sizes, call: LinearCall) -> int:
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
-def list_extents(work: Work) -> list[Extent]:
+def list_extents(inputs: LaunchInputs) -> list[Extent]:
     """List the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums."""
-    sizes, normalizer = work.sizes, work.call.attention.normalizer
+    sizes, normalizer = inputs.sizes, inputs.call.attention.normalizer
     width = sizes.num_features
     extents = [Extent(width, sizes.v_dim + (normalizer == "encoded"), 0, 0)]
     if normalizer == "unrotated":
@@ -157,27 +163,27 @@ def list_extents(work: Work) -> list[Extent]:
     return extents
 
 
-def lay_out_decay(work: Work, decay: Tensor | None, pieces: Pieces) -> Tensor:
+def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
     """Return the decay of each block, (F, B H_k). It is 1 for prefix and suffix."""
-    sizes = work.sizes
+    sizes = inputs.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
-    laid = torch.ones(shape, dtype=work.acc, device=work.device)
+    block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
     if decay is not None:
-        first, count = place_blocks(work)
-        laid[first : first + count] = decay if decay.ndim == 1 else decay.permute(2, 0, 1)
-    return laid.flatten(1)
+        first, count = place_blocks(inputs)
+        block_decay[first : first + count] = decay if decay.ndim == 1 else decay.permute(2, 0, 1)
+    return block_decay.flatten(1)
 
 
-def place_blocks(work: Work) -> tuple[int, int]:
+def place_blocks(inputs: LaunchInputs) -> tuple[int, int]:
     """Return the index of the first block after the prefix, and the number of blocks between prefix and suffix."""
-    prefix, suffix = work.call.k_layout.ends
-    return int(prefix > 0), (work.sizes.num_keys - prefix - suffix) // work.call.attention.block
+    prefix, suffix = inputs.call.k_layout.ends
+    return int(prefix > 0), (inputs.sizes.num_keys - prefix - suffix) // inputs.call.attention.block
 
 
-def locate_blocks(work: Work, pieces: Pieces) -> Tensor:
+def locate_blocks(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
     """Return the index of the first piece of each block, and the total number of pieces."""
-    call = work.call
-    return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, work.device)
+    call = inputs.call
+    return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, inputs.device)
 
 
 # The cache keeps tables alive, because a CUDA graph may hold their addresses.
@@ -188,13 +194,13 @@ def _locate_blocks(
     offsets = [0]
     for begin, end in pairwise(bound_blocks(num_tokens, ends, block)):
         offsets.append(offsets[-1] + triton.cdiv(end - begin, length))
-    return as_table(offsets if len(offsets) > 1 else [0, 1], device)
+    return make_table(offsets if len(offsets) > 1 else [0, 1], device)
 
 
 class Scan(NamedTuple):
     """The scans of a call, which share A and the decay."""
 
-    work: Work
+    inputs: LaunchInputs
     offsets: Tensor  # first piece of each block
     transitions: Tensor | None
     decay: Tensor
@@ -202,58 +208,62 @@ class Scan(NamedTuple):
     def run(
         self,
         parts: Tensor,
-        first: Tensor | None,
+        initial_rows: Tensor | None,
         *,
         backward: bool = False,
         adds_first: bool = False,
         partner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a scan; return its series and, with a partner, dg (F, B H_k). See :func:`linear_memory_scan_kernel`."""
-        work, sizes, call = self.work, self.work.sizes, self.work.call
-        num_blocks, device = len(self.decay), work.device
-        series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=work.acc, device=device)
-        repeats, found = parts.shape[1] // max(1, sizes.rows), []
-        for extent in list_extents(work):
+        inputs, sizes, call = self.inputs, self.inputs.sizes, self.inputs.call
+        num_blocks, device = len(self.decay), inputs.device
+        series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=inputs.acc, device=device)
+        repeats, ddecays = parts.shape[1] // max(1, sizes.rows), []
+        for extent in list_extents(inputs):
             blocks = triton.cdiv(extent.num_rows, ROWS)
             ddecay = None
             if partner is not None:
                 ddecay = torch.empty(blocks, num_blocks, sizes.rows, dtype=torch.float64, device=device)
-                found.append(ddecay)
+                ddecays.append(ddecay)
             variant = Variant(
                 block_r=ROWS, block_c=choose_columns(extent.width), width=extent.width, memory=call.attention.rule,
-                adds_first=adds_first, need_ddecay=partner is not None, wide=work.acc == torch.float64,
+                adds_first=adds_first, need_ddecay=partner is not None, wide=inputs.acc == torch.float64,
             )  # fmt: skip
-            counts = pack(sizes.rows, repeats, num_blocks, extent.num_rows, int(backward))
-            places = pack(sizes.state, extent.begin, count_transition(sizes, call), extent.matrix_begin)
+            counts = pack_numbers(sizes.rows, repeats, num_blocks, extent.num_rows, int(backward))
+            places = pack_numbers(sizes.state, extent.begin, count_transition(sizes, call), extent.matrix_begin)
             args = (
-                (parts, self.transitions, first), self.decay, (series, partner, ddecay), self.offsets,
+                (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay), self.offsets,
                 (counts, places),
             )  # fmt: skip
-            launch.start(kernels.linear_memory_scan_kernel, sizes.rows * blocks, args, (variant, {}))
-        return series, torch.cat(found).sum(0) if found else None
+            launch.launch_with_fallback(kernels.linear_memory_scan_kernel, sizes.rows * blocks, args, (variant, {}))
+        return series, torch.cat(ddecays).sum(0) if ddecays else None
 
 
 def choose_columns(width: int) -> int:
     return min(COLUMNS, max(16, triton.next_power_of_2(width)))
 
 
-def saved_shapes(
+def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
     """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
-    sizes = measure(call, operands)
-    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, tabled=False)
+    sizes = derive_sizes(call, operands)
+    pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     shape = (pieces.num_slots, sizes.rows)
     if call.attention.mask == "causal":
-        found = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
-        return found if operands.state or return_state or pieces.num_pieces > 1 else []
+        shapes = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc)]
+        return shapes if operands.state or return_state or pieces.num_pieces > 1 else []
     series = ((pieces.num_slots + 1, sizes.rows, sizes.state), sizes.acc)
-    found = [((*shape, sizes.v_dim * sizes.num_features), sizes.operand), ((*shape, sizes.num_sums), sizes.acc), series]
+    shapes = [
+        ((*shape, sizes.v_dim * sizes.num_features), sizes.operand),
+        ((*shape, sizes.num_sums), sizes.acc),
+        series,
+    ]
     if call.attention.has_both_directions:
-        found.append(series)
+        shapes.append(series)
     if call.attention.rule == "delta":
-        found.append(((pieces.num_pieces, sizes.rows, count_transition(sizes, call)), sizes.acc))
-    return found
+        shapes.append(((pieces.num_pieces, sizes.rows, count_transition(sizes, call)), sizes.acc))
+    return shapes
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
@@ -268,47 +278,51 @@ def backward(
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Return the gradients of :func:`engine.linear.launch.backward`, then that of the decay if it is needed."""
-    how = differentiate_causal if call.attention.mask == "causal" else differentiate
-    return launch.backward(call, grads, operands, saved, needs, outs, how)
+    differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
+    return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 
 
 def differentiate(
-    work: Work, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
+    inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Write dq, dk, dv and dβ. Return the gradients of the state and the decay, if they are needed."""
-    attention, pieces = work.call.attention, work.pieces(of_queries=True)
-    memory = restore(work, saved) if saved else form_memory(work, operands)
-    parts = differentiate_queries(work, grads, (memory.seen, memory.sums))
-    if work.sizes.num_queries == 0:  # a call that only forms a state: zeros for each piece of the keys
-        pieces = work.pieces(of_queries=False)
+    attention, pieces = inputs.call.attention, inputs.pieces(of_queries=True)
+    memory = restore(inputs, saved) if saved else form_memory(inputs, operands)
+    parts = differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
+    if inputs.sizes.num_queries == 0:  # a call that only forms a state: zeros for each piece of the keys
+        pieces = inputs.pieces(of_queries=False)
         parts = parts.new_zeros(pieces.num_pieces, *parts.shape[1:])
-    decay = lay_out_decay(work, operands.decay, pieces)
-    scan, wanted = Scan(work, locate_blocks(work, pieces), memory.transitions, decay), work.needs.decay
-    first, behind = join_states(work, dstate)
+    decay = lay_out_decay(inputs, operands.decay, pieces)
+    scan, needs_ddecay = Scan(inputs, locate_blocks(inputs, pieces), memory.transitions, decay), inputs.needs.decay
+    dstate_rows, backward_dstate_rows = join_states(inputs, dstate)
     gradients, ddecay = scan.run(
-        parts, first, backward=True, adds_first=True, partner=memory.series if wanted else None
+        parts, dstate_rows, backward=True, adds_first=True, partner=memory.series if needs_ddecay else None
     )  # fmt: skip
-    before = Pair(memory.series[:-1], gradients[1:])
-    later, last = None, split_state(work, gradients[0]) if work.needs.state else []
-    if memory.later is not None:
-        found, more = scan.run(parts, behind, partner=memory.later if wanted else None)
-        later = Pair(memory.later[1:], found[:-1])
-        last += split_state(work, found[-1]) if work.needs.state else []
-        ddecay = None if ddecay is None or more is None else ddecay + more
-    dseen = split_sums(work, add_scans(before.gradients, None if later is None else later.gradients))
+    forward_pair = Pair(memory.series[:-1], gradients[1:])
+    backward_pair, state_gradients = None, split_state(inputs, gradients[0]) if inputs.needs.state else []
+    if memory.backward_series is not None:
+        backward_gradients, backward_ddecay = scan.run(
+            parts, backward_dstate_rows, partner=memory.backward_series if needs_ddecay else None
+        )
+        backward_pair = Pair(memory.backward_series[1:], backward_gradients[:-1])
+        state_gradients += split_state(inputs, backward_gradients[-1]) if inputs.needs.state else []
+        ddecay = None if ddecay is None or backward_ddecay is None else ddecay + backward_ddecay
+    dslot_states = split_sums(
+        inputs, add_scans(forward_pair.gradients, None if backward_pair is None else backward_pair.gradients)
+    )
     if attention.rule == "delta":
-        differentiate_delta(work, grads, dseen, (before, later), decay)
+        differentiate_delta(inputs, grads, dslot_states, (forward_pair, backward_pair), decay)
     else:
-        differentiate_keys(work, grads, dseen)
-    if wanted and ddecay is not None and operands.decay is not None:
-        last.append(reduce_block_decay(work, ddecay, operands.decay))
-    return last
+        differentiate_keys(inputs, grads, dslot_states)
+    if needs_ddecay and ddecay is not None and operands.decay is not None:
+        state_gradients.append(reduce_block_decay(inputs, ddecay, operands.decay))
+    return state_gradients
 
 
-def restore(work: Work, saved: Sequence[Tensor]) -> Memory:
-    seen, sums, series, *others = saved
-    later = others.pop(0) if work.call.attention.has_both_directions else None
-    return Memory(seen, sums, series, later, others[0] if others else None)
+def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> Memory:
+    slot_states, sums, series, *optional = saved
+    backward_series = optional.pop(0) if inputs.call.attention.has_both_directions else None
+    return Memory(slot_states, sums, series, backward_series, optional[0] if optional else None)
 
 
 class Pair(NamedTuple):
@@ -319,99 +333,106 @@ class Pair(NamedTuple):
 
 
 def differentiate_delta(
-    work: Work, grads: Grads, dseen: tuple[Tensor, Tensor], scans: tuple[Pair, Pair | None], decay: Tensor
+    inputs: LaunchInputs,
+    grads: Grads,
+    dslot_states: tuple[Tensor, Tensor],
+    scans: tuple[Pair, Pair | None],
+    decay: Tensor,
 ) -> None:
     """Write dk, dv and dβ for the delta rule."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=False)
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     forward, backward = scans
     width = sizes.num_features
-    num_rows = list_extents(work)[0].num_rows
-    matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=work.operand, device=work.device)
+    num_rows = list_extents(inputs)[0].num_rows
+    matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=inputs.operand, device=inputs.device)
     column = min(TILE, choose_columns(width))
-    variant = Variant(block_r=ROWS, block_c=column, width=width, wide=work.acc == torch.float64)
+    variant = Variant(block_r=ROWS, block_c=column, width=width, wide=inputs.acc == torch.float64)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
-        pack(num_rows, sizes.state),
+        pack_numbers(num_rows, sizes.state),
     )  # fmt: skip
     programs = len(decay) * sizes.rows * triton.cdiv(width, column) ** 2
-    launch.start(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
-    vectors, used = None, [pair for pair in scans if pair is not None]
-    if work.call.attention.normalizer == "unrotated":
+    launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
+    vectors, pairs = None, [pair for pair in scans if pair is not None]
+    if inputs.call.attention.normalizer == "unrotated":
         begin = sizes.v_dim * width
         vectors = torch.stack(
-            [t for pair in used for t in (-decay[..., None] * pair.gradients[..., begin:], pair.states[..., begin:])],
+            [t for pair in pairs for t in (-decay[..., None] * pair.gradients[..., begin:], pair.states[..., begin:])],
             dim=2,
         )
     outs = [grads.dk, grads.dv]
-    described = work.describe(
-        LinearPass.KEYS, work.k_side, outs, need_dgate=grads.dgate is not None, num_scans=len(used), memory="delta"
+    config = inputs.describe(
+        LinearPass.KEYS, inputs.k_side, outs, need_dgate=grads.dgate is not None, num_scans=len(pairs), memory="delta"
     )
-    variant, _ = described
+    variant, _ = config
     args = (
-        tuple(with_strides(t, variant) for t in (work.k, work.v, *outs)),
-        (gate_with_strides(work.gate), gate_with_strides(grads.dgate)), work.flatten_keys(variant, grads.k_weights),
-        dseen, (matrices, vectors), grads.k_partial, pieces.numbers,
-        pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        tuple(with_strides(t, variant) for t in (inputs.k, inputs.v, *outs)),
+        (gate_with_strides(inputs.gate), gate_with_strides(grads.dgate)), inputs.flatten_keys(variant, grads.k_weights),
+        dslot_states, (matrices, vectors), grads.k_partial, pieces.numbers,
+        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.start(kernels.linear_memory_key_kernel, sizes.rows * pieces.num_pieces, args, described)
+    launch.launch_with_fallback(kernels.linear_memory_key_kernel, sizes.rows * pieces.num_pieces, args, config)
 
 
-def reduce_block_decay(work: Work, ddecay: Tensor, decay: Tensor) -> Tensor:
+def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> Tensor:
     """Sum the gradient to the shape and dtype of the decay that was passed."""
-    first, count = place_blocks(work)
-    whole = ddecay[first : first + count].unflatten(1, (work.sizes.batch, work.sizes.groups)).permute(1, 2, 0)
+    first, count = place_blocks(inputs)
+    block_gradients = (
+        ddecay[first : first + count].unflatten(1, (inputs.sizes.batch, inputs.sizes.groups)).permute(1, 2, 0)
+    )
     if decay.ndim == 1:
-        whole = whole.sum((0, 2))
-    return whole.sum_to_size(decay.shape).to(decay.dtype).contiguous()
+        block_gradients = block_gradients.sum((0, 2))
+    return block_gradients.sum_to_size(decay.shape).to(decay.dtype).contiguous()
 
 
 # --- from token to token ---------------------------------------------------------------------------------------------
 
 
-def form_log_decay(work: Work, operands: Operands) -> Tensor:
+def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
     """Return log g of each token of each head, (B, H_k, N)."""
-    sizes, decay = work.sizes, operands.decay
+    sizes, decay = inputs.sizes, operands.decay
     assert decay is not None
-    logs = decay.detach().to(work.acc).log()
+    logs = decay.detach().to(inputs.acc).log()
     logs = logs[None, :, None] if logs.ndim == 1 else logs
     return logs.expand(sizes.batch, sizes.groups, sizes.num_keys)
 
 
-def sum_before(work: Work, operands: Operands, has_state: bool) -> tuple[Seen, Tensor | None]:
+def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool) -> tuple[SlotStates, Tensor | None]:
     """Return the states before each piece, and their series; nothing if one program handles all tokens."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=False)
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
-    described = work.describe(LinearPass.STATE, work.k_side, **refine(work, True))
-    variant, _ = described
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=work.acc, device=work.device)
+    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, True))
+    variant, _ = config
+    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
-        with_strides(work.k, variant), with_strides(work.v, variant), gates_with_strides(work),
-        work.flatten_keys(variant), states, pieces.numbers, pack(sizes.groups, pieces.num_pieces, sizes.batch),
+        with_strides(inputs.k, variant), with_strides(inputs.v, variant), gates_with_strides(inputs),
+        inputs.flatten_keys(variant), states, pieces.numbers,
+        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.start(kernels.linear_decay_state_kernel, sizes.rows * pieces.num_pieces, args, described)
-    series, _ = scan_pieces(work).run(states, join_state(work, operands.state) if operands.state else None)
-    return split_sums(work, series[:-1]), series
+    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * pieces.num_pieces, args, config)
+    series, _ = scan_pieces(inputs).run(states, join_state(inputs, operands.state) if operands.state else None)
+    return split_sums(inputs, series[:-1]), series
 
 
-def scan_pieces(work: Work) -> Scan:
+def scan_pieces(inputs: LaunchInputs) -> Scan:
     """Return a scan over the states of pieces, with the total decay of each piece."""
-    pieces, sizes = work.pieces(of_queries=False), work.sizes
-    assert work.log_decay is not None
+    pieces, sizes = inputs.pieces(of_queries=False), inputs.sizes
+    assert inputs.log_decay is not None
     assert pieces.table is not None
-    sums = torch.nn.functional.pad(work.log_decay.to(torch.float64).cumsum(-1), (1, 0))
+    sums = torch.nn.functional.pad(inputs.log_decay.to(torch.float64).cumsum(-1), (1, 0))
     begins, ends = (pieces.table[:, i].long() for i in (0, 1))
     factors = (sums[..., ends] - sums[..., begins]).exp().permute(2, 0, 1).reshape(-1, sizes.rows)
-    return Scan(work, _count_up(pieces.num_pieces, work.device), None, factors.to(work.acc).contiguous())
+    return Scan(inputs, _count_up(pieces.num_pieces, inputs.device), None, factors.to(inputs.acc).contiguous())
 
 
 @cache
 def _count_up(count: int, device: torch.device) -> Tensor:
-    return as_table([*range(count + 1)], device)
+    return make_table([*range(count + 1)], device)
 
 
 def differentiate_causal(
-    work: Work, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
+    inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Do the same as :func:`differentiate`, for a causal mask.
 
@@ -419,55 +440,55 @@ def differentiate_causal(
     its gradient; a running sum over the tokens of the piece, plus what each key gives to later blocks and minus what
     each query reads from earlier ones; and, within a block, all pairs of an earlier key and a later query.
     """
-    sizes, pieces, wanted = work.sizes, work.pieces(of_queries=True), work.needs.decay
-    work.log_decay = form_log_decay(work, operands)
-    seen = tuple(saved) or sum_before(work, operands, False)[0]
-    scales = differentiate_causal_queries(work, grads, seen)
-    dseen, gradients = (), None
-    needs_first = work.needs.state or (wanted and bool(operands.state))
+    sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
+    inputs.log_decay = form_log_decay(inputs, operands)
+    slot_states = tuple(saved) or sum_causal_states(inputs, operands, False)[0]
+    scales = differentiate_causal_queries(inputs, grads, slot_states)
+    dslot_states, gradients = (), None
+    needs_first = inputs.needs.state or (needs_ddecay and bool(operands.state))
     if pieces.num_pieces > 1 or dstate or needs_first:
-        parts = sum_query_states(work, scales)
-        gradients, _ = scan_pieces(work).run(parts, join_state(work, dstate) if dstate else None, backward=True)
-        dseen = split_sums(work, gradients[1:])
+        parts = sum_query_states(inputs, scales)
+        gradients, _ = scan_pieces(inputs).run(parts, join_state(inputs, dstate) if dstate else None, backward=True)
+        dslot_states = split_sums(inputs, gradients[1:])
     products = None
-    if wanted:
-        products = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=work.acc, device=work.device)
-    differentiate_causal_keys(work, grads, dseen, scales, products)
-    last = split_state(work, gradients[0]) if work.needs.state and gradients is not None else []
+    if needs_ddecay:
+        products = torch.empty(sizes.batch, sizes.groups, sizes.num_keys, dtype=inputs.acc, device=inputs.device)
+    differentiate_causal_keys(inputs, grads, dslot_states, scales, products)
+    state_gradients = split_state(inputs, gradients[0]) if inputs.needs.state and gradients is not None else []
     if products is not None and operands.decay is not None:
-        dlogs = sum_decay_gradients(work, seen, gradients, scales, products)
-        last.append(reduce_decay(dlogs, operands.decay))
-    return last
+        dlogs = sum_decay_gradients(inputs, slot_states, gradients, scales, products)
+        state_gradients.append(reduce_decay(dlogs, operands.decay))
+    return state_gradients
 
 
 def sum_decay_gradients(
-    work: Work, seen: Seen, gradients: Tensor | None, scales: Tensor, products: Tensor
+    inputs: LaunchInputs, slot_states: SlotStates, gradients: Tensor | None, scales: Tensor, products: Tensor
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`."""
-    sizes, length = work.sizes, work.pieces(of_queries=True).length
-    read, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
-    change = torch.nn.functional.pad((products.double() - read).cumsum(-1), (1, 0))[..., : sizes.num_keys]
-    piece = torch.arange(sizes.num_keys, device=work.device) // length
+    sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
+    query_products, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
+    change = torch.nn.functional.pad((products.double() - query_products).cumsum(-1), (1, 0))[..., : sizes.num_keys]
+    piece = torch.arange(sizes.num_keys, device=inputs.device) // length
     dlogs = crossing + change - change[..., piece * length]
-    if seen and gradients is not None:
-        states = torch.cat([t.double() for t in seen], dim=-1)
+    if slot_states and gradients is not None:
+        states = torch.cat([t.double() for t in slot_states], dim=-1)
         start = (states * gradients[: len(states)]).sum(-1).view(-1, sizes.batch, sizes.groups)
         dlogs = dlogs + start.permute(1, 2, 0)[..., piece]
     return dlogs
 
 
-def sum_query_states(work: Work, scales: Tensor) -> Tensor:
+def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
     """Return dS and dZ before each piece, by query head."""
-    sizes, pieces = work.sizes, work.pieces(of_queries=True)
-    described = work.describe(LinearPass.QUERY_STATE, work.q_side, **refine(work, True))
-    variant, _ = described
+    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
+    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, True))
+    variant, _ = config
     heads = sizes.rows * sizes.repeats
-    parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=work.acc, device=work.device)
+    parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
-        with_strides(work.q, variant), with_strides(work.do, variant), gate_with_strides(work.log_decay),
-        work.flatten_queries(variant), scales, parts, pieces.numbers, work.counts(pieces),
+        with_strides(inputs.q, variant), with_strides(inputs.do, variant), gate_with_strides(inputs.log_decay),
+        inputs.flatten_queries(variant), scales, parts, pieces.numbers, inputs.counts(pieces),
     )  # fmt: skip
-    launch.start(kernels.linear_decay_query_state_kernel, heads * pieces.num_pieces, args, described)
+    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * pieces.num_pieces, args, config)
     return parts
 
 

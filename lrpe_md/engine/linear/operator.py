@@ -21,7 +21,7 @@ from .plan import fits_kernels
 __all__ = ["ATTEND"]
 
 
-def _angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
+def _make_angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor) -> Angles | None:
     if call.spec.map == "none":
         return None
     coords, rotated = layout.positions(tables, omega.device)
@@ -48,12 +48,12 @@ class Attend(Operator):
 
     def run(self, call: LinearCall, inputs: Operands, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
         if call.spec.norm_over == "heads" or call.spec.dim == -2:
-            from .preparation import prepare
+            from .preparation import prepare_operands
 
             if not is_sharded(*inputs[:3]):
-                call, inputs = prepare(call, inputs, impl, direct)
+                call, inputs = prepare_operands(call, inputs, impl, direct)
         if direct and (impl == "reference" or (impl == "auto" and not inputs.q.is_cuda)):
-            return self.refer(call, inputs)
+            return self.run_reference(call, inputs)
         if not _fits_kernels(impl, call, inputs):
             impl = "reference"
         return super().run(call, inputs, impl, direct, options)
@@ -77,12 +77,12 @@ class Attend(Operator):
         q, k, v, gate, state, decay = inputs
         return q, k, v, gate, decay, list(state)
 
-    def learned(self, call: LinearCall, inputs: Operands) -> tuple[Tensor | None, ...]:
+    def list_learned(self, call: LinearCall, inputs: Operands) -> tuple[Tensor | None, ...]:
         q_tables, k_tables = call.q_tables, call.k_tables
         tables = q_tables.omega, q_tables.phase, k_tables.phase
         return inputs.gate, *tables, *call.weights, *inputs.state, inputs.decay
 
-    def constants(self, call: LinearCall) -> tuple[Tensor | None, ...]:
+    def list_constants(self, call: LinearCall) -> tuple[Tensor | None, ...]:
         q_tables, k_tables = call.q_tables, call.k_tables
         return q_tables[2:] if k_tables is q_tables else (*q_tables[2:], *k_tables[2:])
 
@@ -105,35 +105,39 @@ class Attend(Operator):
         state: Any = learned[8:-1]
         return Operands(q, k, v, learned[0], state, learned[-1])
 
-    def read_needs(self, wanted: Sequence[bool]) -> LinearNeeds:
-        gate, omega, phase_q, phase_k = wanted[:4]
-        return LinearNeeds(gate, omega, phase_q, phase_k, any(wanted[4:8]), any(wanted[8:-1]), wanted[-1])
+    def read_needs(self, needs_gradients: Sequence[bool]) -> LinearNeeds:
+        gate, omega, phase_q, phase_k = needs_gradients[:4]
+        return LinearNeeds(
+            gate, omega, phase_q, phase_k, any(needs_gradients[4:8]), any(needs_gradients[8:-1]), needs_gradients[-1]
+        )
 
     def list_needs(self, needs: LinearNeeds, call: LinearCall, inputs: Operands) -> tuple[bool, ...]:
         return *needs[:4], *(needs.norm,) * 4, *(needs.state,) * len(inputs.state), needs.decay
 
-    def refer(self, call: LinearCall, inputs: Operands, rounded: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    def run_reference(
+        self, call: LinearCall, inputs: Operands, operand_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
         """Run the reference. Return o and the state after the last token.
 
-        rounded: the argument ``operands`` of :func:`lrpe_md.reference_linear.attend`.
+        operand_dtype: the argument ``operands`` of :func:`lrpe_md.reference_linear.attend`.
         """
         q, k, v, gate, state, decay = inputs
         omega = reference.widen(call.q_tables.omega)
-        q_angles = _angles(call, call.q_layout, call.q_tables, omega)
-        k_angles = q_angles if call.has_one_side else _angles(call, call.k_layout, call.k_tables, omega)
+        q_angles = _make_angles(call, call.q_layout, call.q_tables, omega)
+        k_angles = q_angles if call.has_one_side else _make_angles(call, call.k_layout, call.k_tables, omega)
         scales = (
             call.q_layout.scales(call.weights, omega.device)[0], call.k_layout.scales(call.weights, omega.device)[1]
         )  # fmt: skip
-        o, after = reference_linear.attend(
+        o, final_state = reference_linear.attend(
             call.attention, call.spec, q, k, v, q_angles=q_angles, k_angles=k_angles, scales=scales, gate=gate,
-            decay=decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.k_layout.ends, operands=rounded,
+            decay=decay, cu_seqlens=call.cu_seqlens, state=state, ends=call.k_layout.ends, operands=operand_dtype,
         )  # fmt: skip
-        return arrange_in_memory(o, memory_order(q)), *after
+        return arrange_in_memory(o, memory_order(q)), *final_state
 
-    def refer_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
-        o, *after = self.refer(call, inputs)
+    def run_reference_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
+        o, *final_state = self.run_reference(call, inputs)
         out = [like_in_memory(inputs.q, o.shape[3]).copy_(o)]
-        return out + [t.clone() for t in after] if options[0] else out
+        return out + [t.clone() for t in final_state] if options[0] else out
 
     def fake_forward(self, call: LinearCall, inputs: Operands, options: Sequence[Any]) -> list[Tensor]:
         return_state, keep = options
@@ -142,7 +146,7 @@ class Attend(Operator):
         if return_state:
             out += [q.new_empty(size, dtype=accumulator(q.dtype)) for size in call.state_sizes(k, v)]
         if keep:
-            saved = self.launcher(call).saved_shapes(call, inputs, return_state)
+            saved = self.launcher(call).find_saved_shapes(call, inputs, return_state)
             out += [q.new_empty(shape, dtype=dtype) for shape, dtype in saved]
         return out
 
@@ -151,8 +155,8 @@ class Attend(Operator):
     ) -> list[tuple[Tensor, int]]:  # fmt: skip
         return [(x, x.shape[3]) for x in inputs[:3]]
 
-    def take_apart(
-        self, call: LinearCall, inputs: Operands, wanted: Sequence[bool]
+    def pack_saved(
+        self, call: LinearCall, inputs: Operands, needs_gradients: Sequence[bool]
     ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
         attention, spec, q_layout, k_layout, q_tables, k_tables, cu_seqlens, launches, weights = call
         one_side = k_tables is q_tables
@@ -160,7 +164,7 @@ class Attend(Operator):
         tensors = *inputs[:4], cu_seqlens, *weights, *tables, inputs.decay, *inputs.state
         return tensors, (attention, spec, q_layout, k_layout, launches, one_side, len(inputs.state))
 
-    def put_together(
+    def unpack_saved(
         self, rest: Any, tensors: Sequence[Any]
     ) -> tuple[LinearCall, Operands, Sequence[Tensor]]:  # fmt: skip
         attention, spec, q_layout, k_layout, launches, one_side, num_states = rest
@@ -170,9 +174,9 @@ class Attend(Operator):
             k_tables = Tables(*tensors[16:23])
         call = LinearCall(attention, spec, q_layout, k_layout, q_tables, k_tables, tensors[4], launches, weights)
         q, k, v, gate = tensors[:4]
-        decay, *others = tensors[end:]
-        inputs = Operands(q, k, v, gate, tuple(others[:num_states]), decay)
-        return call, inputs, others[num_states:]
+        decay, *state_and_saved = tensors[end:]
+        inputs = Operands(q, k, v, gate, tuple(state_and_saved[:num_states]), decay)
+        return call, inputs, state_and_saved[num_states:]
 
     def keep_for_backward(
         self, call: LinearCall, inputs: Operands, options: Results, direct: bool

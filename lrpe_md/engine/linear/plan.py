@@ -115,8 +115,8 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
     """Choose how many elements a program of a scan sums, and how many pieces it loads ahead. rows: heads."""
-    few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
-    return SCAN_TILE_OF_FEW if few else SCAN_TILE
+    is_few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
+    return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
@@ -164,9 +164,9 @@ def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
 
 
 def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
-    wanted = max(1, PROGRAMS // divisor // max(1, rows))
+    pieces_per_row = max(1, PROGRAMS // divisor // max(1, rows))
     shortest = SHORTEST if rows * num_tokens >= MULTIPROCESSORS * SHORTEST else PIECE
-    return max(shortest, -(-num_tokens // (wanted * PIECE)) * PIECE)
+    return max(shortest, -(-num_tokens // (pieces_per_row * PIECE)) * PIECE)
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
@@ -175,6 +175,6 @@ def cut_parts(length: int, programs: int, state: int) -> int:
     These programs need fewer registers than causal walks, so more of them fit than there are pieces. state: elements of
     a state, which is written and read for each part. The tokens of a part must have several times as much data.
     """
-    wanted = max(1, PROGRAMS // max(1, programs))
+    parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)
-    return min(length, -(-max(shortest, -(-length // wanted)) // PIECE) * PIECE)
+    return min(length, -(-max(shortest, -(-length // parts_per_piece)) // PIECE) * PIECE)

@@ -9,13 +9,13 @@ from ...reference import no_autocast
 from ...reference_linear import zero_gated_tokens
 from ..core.call import NO_WEIGHTS, Call, Layout, Spec, Tables, Weights
 from ..core.norms import of_tensor
-from ..encode.dispatch import run_checked
+from ..encode.dispatch import run_call
 from .call import LinearCall, Operands
 
-__all__ = ["prepare"]
+__all__ = ["prepare_operands"]
 
 
-def prepare(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
+def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
     """Apply a norm over all heads, or a softmax over the sequence. The kernels of linear attention have neither."""
     if call.spec.norm_over == "heads":
         call, operands = _normalise_heads(call, operands, impl, direct)
@@ -32,12 +32,12 @@ def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bo
     """
     k, v = zero_gated_tokens(operands.gate, operands.k, operands.v)
     spec, weights = call.spec, call.weights
-    alone = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
+    norm_spec = Spec("none", norm=spec.norm, norm_over="heads", norm_eps=spec.norm_eps, norm_offset=spec.norm_offset)
     tables = Tables(operands.q.new_empty((1, 0, 1), dtype=torch.float32))
 
-    def normalise(layout: Layout, own: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
+    def normalise(layout: Layout, tensor_weights: Weights, *xs: Tensor) -> tuple[Tensor, ...]:
         layout = layout._replace(sizes=(layout.num_grid_tokens,))
-        return run_checked(Call(alone, layout, tables, None, own), xs, None, impl, direct)
+        return run_call(Call(norm_spec, layout, tables, None, tensor_weights), xs, None, impl, direct)
 
     if call.q_layout.is_same(call.k_layout):
         q, k = normalise(call.q_layout, weights, operands.q, k)

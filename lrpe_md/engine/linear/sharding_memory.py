@@ -25,7 +25,7 @@ from ..core.call import Layout, Tables
 from ..core.memory import accumulator
 from .call import LinearCall, Operands
 from .plan import fits_kernels
-from .validate import no_frequencies
+from .validate import make_empty_frequencies
 
 __all__ = ["Run", "State", "run_memory", "without_queries", "without_tokens"]
 
@@ -124,7 +124,7 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
     call = call._replace(attention=call.attention._replace(normalizer="none", memory="delta"))
     transitions = [_run_on_identity(run, call, operands)]
     if normalizer == "unrotated" and call.spec.map != "none":
-        tables = Tables(no_frequencies(operands.k))
+        tables = Tables(make_empty_frequencies(operands.k))
         plain = call._replace(
             spec=call.spec._replace(map="none"), k_layout=call.k_layout._replace(sizes=()), q_tables=tables,
             k_tables=tables,

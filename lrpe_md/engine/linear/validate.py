@@ -18,23 +18,22 @@ from ..encode.validate import check_act, check_input, check_unused, locate, vali
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
 __all__ = [
-    "NEVER_NEGATIVE", "Given", "check_decay_range", "check_edges", "check_eps", "check_gate", "check_normalizer",
-    "check_rule",
-    "check_sequence_softmax", "no_frequencies", "validate_linear",
+    "NEVER_NEGATIVE", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
+    "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
 ]  # fmt: skip
 
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
 
-class _Side(NamedTuple):
+class _SidePositions(NamedTuple):
     """Positions of the tokens of q or of k."""
 
     layout: Layout
     tables: Tables
 
 
-class Given(NamedTuple):
+class TensorArguments(NamedTuple):
     """Tensor arguments of a call, except frequencies and positions."""
 
     q: Tensor
@@ -47,40 +46,40 @@ class Given(NamedTuple):
     decay: Tensor | None = None
 
 
-def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> LinearCall:
+def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> LinearCall:
     """Check every argument, and return the validated call."""
-    attention = _attend_how(options, given)
-    q, k, v = given.q, given.k, given.v
-    apart = type(sides.positions) is tuple
+    attention = _make_attention(options, arguments)
+    q, k, v = arguments.q, arguments.k, arguments.v
+    has_position_pair = type(sides.positions) is tuple
     check_input("q", q, q)
-    check_input("k", k, q, other_length=apart or (options.map is None and sides.positions is None))
+    check_input("k", k, q, other_length=has_position_pair or (options.map is None and sides.positions is None))
     _check_values(v, q, k)
-    check_gate(given.gate, k)
-    if apart and attention.mask != "full":
-        which = "block" if attention.mask == "block" else "is_causal"
-        raise ValueError(f"positions: expected the same positions for q and k with {which}, got a pair")
+    check_gate(arguments.gate, k)
+    if has_position_pair and attention.mask != "full":
+        mask_name = "block" if attention.mask == "block" else "is_causal"
+        raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
         raise ValueError(
             f"k: expected as many tokens as q's {q.shape[2]} with a causal or block mask, got {k.shape[2]}"
         )
-    cu_seqlens = _check_cu_seqlens(given.cu_seqlens, q, attention.mask, apart)
-    spec, q_side, k_side = _place(options, given, sides)
+    cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
+    spec, q_side, k_side = _place_sides(options, arguments, sides)
     if attention.mask == "block":
         _check_blocks(q_side.layout, sides.positions, attention.block)
-    if given.decay is not None:
-        _check_decay(given.decay, k, q_side.layout, attention)
+    if arguments.decay is not None:
+        _check_decay(arguments.decay, k, q_side.layout, attention)
     if attention.memory == "add" and attention.block == 1 and not any(q_side.layout.ends):
         attention = attention._replace(mask="causal", block=0)
-    _check_state(given, spec, attention.normalizer)
+    _check_state(arguments, spec, attention.normalizer)
     if options.norm is not None:
         for side in (q_side, k_side):
-            check_weights(options.encoding, given.weights, (q, k), side.layout)
+            check_weights(options.encoding, arguments.weights, (q, k), side.layout)
     return LinearCall(
-        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, given.weights
+        attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, arguments.weights
     )  # fmt: skip
 
 
-def _attend_how(options: LinearOptions, given: Given) -> Attention:
+def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Attention:
     check_impl(options.impl)
     if options.map not in ("cosine", "rotate", None):
         raise ValueError(f"map: expected 'cosine', 'rotate' or None, got {options.map!r}")
@@ -100,7 +99,7 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
     mask = "causal" if options.is_causal else "full" if block is None else "block"
     rule, directions = options.rule, options.directions
     check_rule(rule, directions)
-    if given.decay is not None and mask == "full":
+    if arguments.decay is not None and mask == "full":
         raise ValueError("decay: expected is_causal=True or a block, got neither; pass one of them")
     if rule == "delta" and mask == "full":
         raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
@@ -111,10 +110,10 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
         )
     if directions == "both" and mask != "block":
         raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
-    if directions == "both" and (given.state or options.return_state):
-        name = "state" if given.state else "return_state"
+    if directions == "both" and (arguments.state or options.return_state):
+        name = "state" if arguments.state else "return_state"
         raise ValueError(f"{name}: expected None with directions='both', which needs the whole sequence; leave it out")
-    memory = "sum" if given.decay is None and (rule, directions) == ("add", "forward") else rule
+    memory = "sum" if arguments.decay is None and (rule, directions) == ("add", "forward") else rule
     memory = f"{rule} both" if directions == "both" else memory
     return Attention(options.normalizer, mask, block or 0, float(options.eps), memory)
 
@@ -150,10 +149,10 @@ def check_decay_range(decay: Tensor | None) -> None:
     """Check that decay factors are in (0, 1], if the host can read them."""
     if decay is None or not can_read(decay) or not decay.numel():
         return
-    least, most = decay.detach().aminmax()
-    if not (least > 0 and most <= 1):  # also catches NaN
+    smallest, largest = decay.detach().aminmax()
+    if not (smallest > 0 and largest <= 1):  # also catches NaN
         raise ValueError(
-            f"decay: expected factors in (0, 1], got values from {least:g} to {most:g}; 1 keeps "
+            f"decay: expected factors in (0, 1], got values from {smallest:g} to {largest:g}; 1 keeps "
             "everything; use a sigmoid to keep learned factors in range"
         )
 
@@ -174,20 +173,20 @@ def check_eps(eps: Any) -> None:
         raise ValueError(f"eps: expected a finite number above 0, got {eps!r}")
 
 
-def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
+def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
     """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets a token see later ones"),
         "block": (options.block is not None, "lets a token see later ones"),
-        "cu_seqlens": (given.cu_seqlens is not None, "would run over all sequences at once"),
-        "state": (bool(given.state) or options.return_state, "needs the whole sequence at once"),
-        "gate": (given.gate is not None, "counts the tokens that a gate takes out"),
+        "cu_seqlens": (arguments.cu_seqlens is not None, "would run over all sequences at once"),
+        "state": (bool(arguments.state) or options.return_state, "needs the whole sequence at once"),
+        "gate": (arguments.gate is not None, "counts the tokens that a gate takes out"),
     }
-    for name, (is_given, why) in reasons.items():
-        if is_given:
-            raise ValueError(f"{name}: a softmax over the sequence (dim=-2) {why}; use dim=-1")
+    for name, (is_passed, reason) in reasons.items():
+        if is_passed:
+            raise ValueError(f"{name}: a softmax over the sequence (dim=-2) {reason}; use dim=-1")
     positions = sides.positions if type(sides.positions) is tuple else (sides.positions,)
-    if any(isinstance(where, Grid) and not where.whole for where in positions):
+    if any(isinstance(side_positions, Grid) and not side_positions.whole for side_positions in positions):
         raise ValueError("dim: softmax over the sequence (-2) needs the whole sequence, got a shard (start, length)")
 
 
@@ -224,7 +223,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
         raise ValueError(f"gate: expected a tensor on k's device {k.device}, got {gate.device}")
 
 
-def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Tensor | None:
+def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, has_position_pair: bool) -> Tensor | None:
     if cu_seqlens is None:
         return None
     check_dense("cu_seqlens", cu_seqlens, "(num_seqs + 1,)")
@@ -238,7 +237,7 @@ def _check_cu_seqlens(cu_seqlens: Any, q: Tensor, mask: str, apart: bool) -> Ten
         raise ValueError(f"cu_seqlens: expected sequences packed in q (1, H, N, D), got {tuple(q.shape)}")
     if mask == "block":
         raise ValueError("block: expected None with cu_seqlens, got both; call once per sequence instead")
-    if apart:
+    if has_position_pair:
         raise ValueError("positions: expected the same positions for q and k with cu_seqlens, got a pair")
     check_offsets(cu_seqlens, q.shape[2])
     return cu_seqlens
@@ -259,21 +258,21 @@ def check_edges(layout: Layout, total: int, block: int) -> None:
     """Check that a shard of a sequence of ``total`` tokens contains only whole blocks."""
     num_tokens, prefix, num_grid, start, _ = layout
     for edge in (start, start + num_tokens):
-        inside = edge - prefix
-        if not (edge == 0 or edge == total or (0 <= inside <= num_grid and inside % block == 0)):
+        grid_index = edge - prefix
+        if not (edge == 0 or edge == total or (0 <= grid_index <= num_grid and grid_index % block == 0)):
             raise ValueError(
                 f"block: expected a shard of whole blocks of {block} tokens, with prefix and suffix as separate "
                 f"blocks, got tokens {start} to {start + num_tokens} after a prefix of {prefix}"
             )
 
 
-def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
-    state = given.state
+def _check_state(arguments: TensorArguments, spec: Spec, normalizer: str) -> None:
+    state = arguments.state
     if not state:
         return
-    q, k, v = given.q, given.k, given.v
+    q, k, v = arguments.q, arguments.k, arguments.v
     width = spec.out_dim(k.shape[3])
-    batch = k.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    batch = k.shape[0] if arguments.cu_seqlens is None else arguments.cu_seqlens.shape[0] - 1
     expected: list[tuple[int, ...]] = [(batch, k.shape[1], width, v.shape[3])]
     if normalizer != "none":
         expected.append((batch, k.shape[1], k.shape[3] if normalizer == "unrotated" else width))
@@ -297,13 +296,15 @@ def _check_state(given: Given, spec: Spec, normalizer: str) -> None:
 # --- where q and k are ----------------------------------------------------------------------------------------------
 
 
-def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
-    q, k = given.q, given.k
+def _place_sides(
+    options: LinearOptions, arguments: TensorArguments, sides: Sides
+) -> tuple[Spec, _SidePositions, _SidePositions]:
+    q, k = arguments.q, arguments.k
     for phi in sides.phase if type(sides.phase) is tuple else (sides.phase,):
         if isinstance(phi, Tensor) and phi.ndim == 3:
             raise ValueError(f"phase: expected one group, (H or 1, channels or pairs), got {tuple(phi.shape)}")
     if options.map is None:
-        return _place_without_map(options, given, sides)
+        return _place_without_map(options, arguments, sides)
     if sides.omega is None:
         raise ValueError(
             f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
@@ -312,19 +313,20 @@ def _place(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _S
         raise ValueError(f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None")
     omega: Any = sides.omega
     _, positions, phase, amplitude = sides
-    plain = options.encoding._replace(norm=None)
+    plain_options = options.encoding._replace(norm=None)
     if type(positions) is not tuple and type(phase) is not tuple:
-        spec, layout, tables, *_ = validate(plain, (q, k), omega, positions, phase, amplitude)
-        side = _Side(layout, tables)
+        spec, layout, tables, *_ = validate(plain_options, (q, k), omega, positions, phase, amplitude)
+        side = _SidePositions(layout, tables)
         return _with_norm(options, spec), side, side
-    both = split_pair("positions", positions), split_pair("phase", phase)
+    position_and_phase_pairs = split_pair("positions", positions), split_pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
-        validate(plain, (x,), omega, where, phi, amplitude) for x, where, phi in zip((q, k), *both, strict=True)
+        validate(plain_options, (x,), omega, side_positions, phi, amplitude)
+        for x, side_positions, phi in zip((q, k), *position_and_phase_pairs, strict=True)
     )
     # Both sides use the same amplitude tensor, even if it was created from a number.
     return (
-        _with_norm(options, spec), _Side(q_layout, q_tables),
-        _Side(k_layout, k_tables._replace(amplitude=q_tables.amplitude)),
+        _with_norm(options, spec), _SidePositions(q_layout, q_tables),
+        _SidePositions(k_layout, k_tables._replace(amplitude=q_tables.amplitude)),
     )  # fmt: skip
 
 
@@ -335,25 +337,27 @@ def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
     return spec._replace(norm=kind, norm_over=over, norm_eps=eps, norm_offset=offset)
 
 
-def no_frequencies(q: Tensor) -> Tensor:
+def make_empty_frequencies(q: Tensor) -> Tensor:
     """Return empty frequencies (1, 0, 0), in place of omega without a map."""
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
-def _place_without_map(options: LinearOptions, given: Given, sides: Sides) -> tuple[Spec, _Side, _Side]:
+def _place_without_map(
+    options: LinearOptions, arguments: TensorArguments, sides: Sides
+) -> tuple[Spec, _SidePositions, _SidePositions]:
     """Return both sides without angles. Only the prefix and suffix of a grid matter, for the blocks."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")
-    for name, x in (("q", given.q), ("k", given.k)):
+    for name, x in (("q", arguments.q), ("k", arguments.k)):
         if x.shape[3] < 1:
             raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
     spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
-    tables = Tables(no_frequencies(given.q))
+    tables = Tables(make_empty_frequencies(arguments.q))
     layouts = []
-    for x, where in zip((given.q, given.k), split_pair("positions", sides.positions), strict=True):
+    for x, positions in zip((arguments.q, arguments.k), split_pair("positions", sides.positions), strict=True):
         num_tokens = x.shape[2]
-        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if where is None else locate(where, x).layout
+        layout = Layout(num_tokens, 0, num_tokens, 0, ()) if positions is None else locate(positions, x).layout
         layouts.append(layout._replace(sizes=()))
-    return spec, _Side(layouts[0], tables), _Side(layouts[1], tables)
+    return spec, _SidePositions(layouts[0], tables), _SidePositions(layouts[1], tables)
