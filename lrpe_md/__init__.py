@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # resolved by __getattr__
     from .document import lrpe_rotate_1d_triton as lrpe_rotate_1d_triton
     from .document import lrpe_rotate_md as lrpe_rotate_md
     from .integrations import adapt as adapt
+    from .integrations import adapt_attention as adapt_attention
     from .integrations import adapt_rotary as adapt_rotary
     from .presets.picture import show as show
 
@@ -38,7 +39,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))  # noqa: F405
 
-_INTEGRATIONS = ("adapt", "adapt_rotary")
+_INTEGRATIONS = ("adapt", "adapt_attention", "adapt_rotary")
 _DOCUMENT = (
     "lrpe_cosine_md", "lrpe_cosine_md_bwd_triton", "lrpe_cosine_md_cache_bwd_triton",
     "lrpe_cosine_md_cache_fwd_triton", "lrpe_cosine_md_cache_triton", "lrpe_cosine_md_fwd_triton",

@@ -300,7 +300,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     def reference(self, sizes: Sequence[int | None] | None) -> None:
         if sizes is not None:
             Grid(self.patch_embed.grid_size).interpolate(sizes)  # validates the sizes
-            sizes = tuple(sizes)
+            sizes = (sizes,) * self.num_axes if isinstance(sizes, int) else tuple(sizes)
         self._reference = sizes
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -528,8 +528,8 @@ def _attentions(model: Any) -> list[list[Any]]:
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
-            "(subclasses and other families have their own forward; for those with a rotary encoding use "
-            "lrpe_md.adapt_rotary)"
+            "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "
+            "encoding, and lrpe_md.adapt_attention for one without relative positions)"
         )
     blocks: list[list[Attention]] = []
     for i, block in enumerate(model.blocks):

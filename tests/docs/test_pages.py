@@ -24,7 +24,7 @@ PRINTED = {  # expected output by page; other pages with code that runs print no
     "concepts.md": ["True"],
     "diffusion.md": ["torch.Size([2, 3, 24, 16])", "torch.Size([2, 3, 16, 16])", "torch.Size([2, 3, 16, 16])"],
     "functions.md": ["True"],
-    "index.md": ["torch.Size([2, 3, 281, 128])"],
+    "index.md": ["torch.Size([2, 3, 281, 64])"],
     "libraries.md": ["torch.Size([2, 1000])", "True"],
     "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True"],
     "modules.md": ["[('decay', 0.001, 0.05), ('no_decay', 0.001, 0.0), ('frequencies', 0.0001, 0.0)]"],

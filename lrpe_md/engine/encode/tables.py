@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from ... import reference
 from ...checks import as_integer, check_dense
+from ...positions.grid import Coordinates, Grid
 from ..core.call import Call, CallerTables, CosSin, Layout, Spec
 from ..core.memory import accumulator
 
-__all__ = ["TABLE_NAMES", "check_tables", "replace_angles", "store_angles", "take_tables"]
+__all__ = ["TABLE_NAMES", "check_tables", "find_positional", "replace_angles", "store_angles", "take_tables"]
 
 COS, SIN = TABLE_NAMES = "tables[0] (cos)", "tables[1] (sin)"
 FORM = "(N, W), (B, N, W) or (B or 1, H or 1, N, W)"
@@ -24,6 +26,13 @@ NO_POSITIONS = (
     "positions: expected a Grid, Coordinates or a tensor (N, K), got None; for H x W patches pass "
     "positions=Grid((H, W))"
 )
+
+
+def find_positional(xs: Sequence[Any]) -> str | None:
+    """Return the error for positions that were passed as one of xs, or None."""
+    if xs and isinstance(xs[-1], (Grid, Coordinates)):
+        return f"positions: expected a keyword, got a {type(xs[-1]).__name__} after q and k; write positions=..."
+    return None
 
 
 def take_tables(

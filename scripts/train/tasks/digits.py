@@ -74,7 +74,7 @@ class DigitsTraining(Training):
 
     Command: python -m scripts.train digits --out runs/digits --encoding rotate
 
-    Cost: 525 steps are 25 epochs of scikit-learn's 1,347 digits: 6 seconds on a CPU.
+    Cost: 525 steps are 25 epochs of scikit-learn's 1,347 digits: under a minute on one CPU core.
 
     Expect: 74% to 76% without positions and 84% to 97% with them at the trained size. At twice that size 7% to 37%;
     with the positions laid over the trained grid, 35% to 59% for relative encodings in linear attention.
