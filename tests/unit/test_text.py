@@ -419,7 +419,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: packed_positions(torch.zeros(2), 5), ValueError, "cu_seqlens: .*float32"),
         (
             lambda: packed_positions(torch.tensor([1, 5]), 5), ValueError,
-            r"cu_seqlens: expected offsets that start at 0, never decrease and end at most at 5, .*, got \[1, 5\]",
+            r"cu_seqlens: expected offsets from 0 to at most 5 .* that never decrease, got \[1, 5\]",
         ),
         (lambda: packed_positions(torch.tensor([0, 4, 2]), 5), ValueError, r"cu_seqlens: .*, got \[0, 4, 2\]"),
         (
@@ -458,7 +458,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: Grid(3.0), ValueError, "shape: "),
         (
             lambda: Rotate1d(8, learnable=True, num_heads=2).set_frequencies(torch.ones(4)), ValueError,
-            r"theta: expected \(2, 4\), as learned, got \(4,\)",
+            r"theta: expected the shape of the learned frequencies, \(2, 4\), got \(4,\)",
         ),
         (
             lambda: convert_pairs(torch.ones(20, 3), "half", "interleaved", head_dim=8), ValueError,

@@ -33,8 +33,8 @@ def take_tables(
     if tables is None:
         if omega is None:
             raise TypeError(
-                "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(..) and "
-                "positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
+                "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(...) "
+                "and positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
             )
         if positions is None:
             raise TypeError(f"{NO_POSITIONS}, or tables=(cos, sin) instead of omega and positions")
@@ -109,7 +109,8 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
     if t.ndim == 4 and any(shape[1] < 1 or each.shape[1] % shape[1] for each in xs):
         heads = ", ".join(str(each.shape[1]) for each in xs)
         raise ValueError(
-            f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
+            f"{name}: expected 1 head or the number of key heads, a divisor of x's heads ({heads}), got {shape[1]} "
+            f"({shape})"
         )
 
 

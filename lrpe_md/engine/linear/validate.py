@@ -60,9 +60,7 @@ def validate_linear(options: LinearOptions, given: Given, sides: Sides) -> Linea
         which = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected the same positions for q and k with {which}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
-        raise ValueError(
-            f"k: expected as many tokens as q's {q.shape[2]} with a causal or block mask, got {k.shape[2]}"
-        )
+        raise ValueError(f"k: expected q's {q.shape[2]} tokens with a causal or block mask, got {k.shape[2]}")
     cu_seqlens = _check_cu_seqlens(given.cu_seqlens, q, attention.mask, apart)
     spec, q_side, k_side = _place(options, given, sides)
     if attention.mask == "block":
@@ -106,8 +104,8 @@ def _attend_how(options: LinearOptions, given: Given) -> Attention:
         raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
     if rule == "delta" and (mask == "causal" or block == 1):
         raise ValueError(
-            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for the delta "
-            "rule token by token use the library flash-linear-attention (fla)"
+            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for a "
+            "token-by-token delta rule, use the flash-linear-attention library (fla)"
         )
     if directions == "both" and mask != "block":
         raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
@@ -177,11 +175,11 @@ def check_eps(eps: Any) -> None:
 def check_sequence_softmax(options: LinearOptions, given: Given, sides: Sides) -> None:
     """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
     reasons = {
-        "is_causal": (options.is_causal, "lets a token see later ones"),
-        "block": (options.block is not None, "lets a token see later ones"),
+        "is_causal": (options.is_causal, "lets tokens see later tokens"),
+        "block": (options.block is not None, "lets tokens see later tokens"),
         "cu_seqlens": (given.cu_seqlens is not None, "would run over all sequences at once"),
         "state": (bool(given.state) or options.return_state, "needs the whole sequence at once"),
-        "gate": (given.gate is not None, "counts the tokens that a gate takes out"),
+        "gate": (given.gate is not None, "includes the tokens that a gate removes"),
     }
     for name, (is_given, why) in reasons.items():
         if is_given:
@@ -195,8 +193,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
     check_dense("v", v, "(B, H, N, D_v)")
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and a head_dim of its own, got "
-            f"{tuple(v.shape)}"
+            f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and any head_dim, got {tuple(v.shape)}"
         )
     if v.shape[3] < 1:
         raise ValueError(f"v: expected a head_dim of at least 1, got {tuple(v.shape)}")
