@@ -210,7 +210,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name not in known or "=" not in each:
             raise typer.BadParameter(
-                f"--set: expected NAME=VALUE, NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
+                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
             )
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if hints[name] is bool else hints[name](text)

@@ -100,8 +100,8 @@ def known_options(encoding: str | None) -> set[str]:
 
 
 MEMORY_HELP = (
-    "How linear layers forget, as KEY=VALUE,..: rule (add, delta), decay (retnet, lightning), learnable (true, false), "
-    "directions (forward, both). Default: they forget nothing."
+    "How linear attention layers forget, as KEY=VALUE,...: rule (add, delta), decay (retnet, lightning), learnable "
+    "(true, false), directions (forward, both). By default, they forget nothing."
 )
 
 
@@ -165,7 +165,7 @@ class Backbone:
         """Help text of --encoding."""
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options "
-            "follow the name, as rotate:base=100,axis_order=major_first."
+            "follow the name, as in rotate:base=100,axis_order=major_first."
         )
 
     @property
@@ -173,7 +173,7 @@ class Backbone:
         """The help of --attention."""
         return (
             f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
-            "repeated over the depth, as linear,linear,linear,softmax."
+            "repeated over the depth, as in linear,linear,linear,softmax."
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:

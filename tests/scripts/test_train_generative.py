@@ -95,8 +95,8 @@ def outside(folder: Path) -> None:
 
 
 WRONG = {
-    "outside of a class": (outside, {}, "expected each image in the folder of its class, like cats/1.png, got 1"),
-    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt beside each of 24 images"),
+    "outside of a class": (outside, {}, "expected each image in a class folder, such as cats/1.png, got 1"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt next to each of 24 images"),
     "all held out": (lambda folder: None, {"parts": 1}, "to hold out, got 0 and 24 of 24 with 24 different names"),
     "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
     "features of classes": (
@@ -280,7 +280,7 @@ def test_wrong_features_are_refused(data, tmp_path):
     for encoder in (tmp_path / "absent", data["labels"]["data"]):
         refused = invoke("features", "--encoder", encoder, "--data", data["features"]["data"], "--out", tmp_path / "f")
         assert refused.exit_code == 2
-        assert "expected a text model of transformers" in refused.output
+        assert "expected a transformers text model" in refused.output
 
 
 # --- videos ----------------------------------------------------------------------------------------------------------
