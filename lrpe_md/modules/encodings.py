@@ -234,7 +234,7 @@ class Rotate1d(RotateMd):
         name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
         if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
             raise ValueError(
-                f"theta: expected frequencies for 1 head or the module's {self.omega.shape[0]}, got "
+                f"theta: expected 1 head or the module's number of heads, {self.omega.shape[0]}, got "
                 f"{tuple(theta.shape)}"
             )
         if shape is not None:

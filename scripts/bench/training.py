@@ -337,10 +337,10 @@ def main(
 
     ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
     ViTs only: linear-axial, linear-cosine.
-    image, video_model, dit: the encodings of their train scripts, presets included.
+    image, video_model, dit: the encodings of their training programs, including presets.
     Other libraries' models: stock, adapted, adapted-other.
 
-    The baselines of the encodings that you choose are added.
+    The baselines of the chosen encodings are added automatically.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else split_list(encodings)

@@ -84,7 +84,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --sampled.")] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
-    """Encode images or videos by a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
+    """Encode images or videos with a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
     choose("--dtype", [dtype], DTYPES)
     choose("--condition", [condition], CONDITIONS)
     on = choose_device(device)

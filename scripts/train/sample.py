@@ -129,7 +129,7 @@ def main(
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model. Averaged weights are used if the training kept them."""
+    """Generate text or images with a trained model. Uses averaged weights if the training kept them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,

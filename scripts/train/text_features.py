@@ -1,4 +1,4 @@
-"""Compute features of captions once, with T5, CLIP or another text model of transformers.
+"""Compute features of captions once, with T5, CLIP or another transformers text model.
 
 lrpe-md train features --encoder google/t5-v1_1-base --data emoji64.zip --out features
 lrpe-md train diffusion --data emoji64.zip --text-features features --out runs/emoji
@@ -83,7 +83,7 @@ def main(
 ) -> None:
     """Compute text features of captions, for `train diffusion --text-features`.
 
-    Each caption is encoded once, and so is the empty one, which guidance needs.
+    Each caption is encoded once, plus the empty caption, which guidance needs.
     """
     choose("--dtype", [dtype], DTYPES)
     on = choose_device(device)

@@ -138,7 +138,7 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 def read_idx(path: Path) -> np.ndarray:
     """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
 
-    It holds two zeros, the type (8: uint8), the number of axes, their sizes as 32-bit big-endian integers, then the data.
+    It holds two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the data.
     """
     try:
         raw = path.read_bytes()
