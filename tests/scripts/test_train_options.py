@@ -102,7 +102,7 @@ def test_more_steps_of_another_schedule_are_announced(tmp_path, capsys):
     assert first.step == 7
     assert longer.step == 12
     assert longer.history[-5]["lr"] > 1e-3  # the rate rises again
-    assert "cosine schedule had 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
+    assert "cosine schedule was planned for 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(typer.BadParameter, match="steps: was 12, is now 8"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 8}))
 

@@ -476,16 +476,16 @@ BAD = {
         r"split: expected None, because mochi doesn't use it \(it uses base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
-    "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
+    "scaling of a dense scheme": (r"scaling: .*mochi doesn't use it", lambda: preset("mochi", scaling=(None, None, None))),
     "base of a scheme without": (
         r"base: .*cosformer doesn't use it \(it uses scaling\), got 500", lambda: preset("cosformer", base=500.0),
     ),
-    "split of one axis": (r"split: .*pope has none", lambda: preset("pope", split=(1,))),
+    "split of one axis": (r"split: .*pope doesn't use it", lambda: preset("pope", split=(1,))),
     "split for other axes": (
         r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
     ),
     "seed of what is not random": (
-        r"seed: .*eva02 has none.*base and scaling and split", lambda: preset("eva02", seed=3),
+        r"seed: .*eva02 doesn't use it.*base and scaling and split", lambda: preset("eva02", seed=3),
     ),
     "crop of a sliver": (
         r"start, stop: expected the last of 2 positions.*= 8.*start = 14",
