@@ -476,7 +476,9 @@ BAD = {
         r"split: expected None, because mochi doesn't use it \(it uses base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
-    "scaling of a dense scheme": (r"scaling: .*mochi doesn't use it", lambda: preset("mochi", scaling=(None, None, None))),
+    "scaling of a dense scheme": (
+        r"scaling: .*mochi doesn't use it", lambda: preset("mochi", scaling=(None, None, None)),
+    ),
     "base of a scheme without": (
         r"base: .*cosformer doesn't use it \(it uses scaling\), got 500", lambda: preset("cosformer", base=500.0),
     ),
