@@ -586,7 +586,7 @@ def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Ten
 
 
 def _insert_unrotated(placed: Grid | Coordinates, index: int, number: int) -> Grid | Coordinates:
-    """Insert so many tokens that are not rotated in front of token ``index``."""
+    """Insert ``number`` unrotated tokens before token ``index``."""
     if index <= placed.prefix:
         return replace(placed, prefix=placed.prefix + number)
     if isinstance(placed, Grid):

@@ -52,7 +52,7 @@ class LmConfig:
         learnable: learn the frequencies, by layer and key head.
         base: of their geometric series.
         attention: "softmax" or "linear" in all layers; or a sequence of both, one for each layer, that is repeated over
-            the depth. "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
+            the depth. "linear" has no denominator but an RMSNorm after it (TransNormer, arXiv 2210.10340), so that
             features may be negative.
         memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU the gradient
             of learned decays takes the slower reference implementation.

@@ -173,7 +173,7 @@ def sample(
 
 
 def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Prompts (N_i,) as one batch (B, N), each at the right end, and how much is in front of it, (B,)."""
+    """Return prompts (N_i,) as a left-padded batch (B, N), and the padding before each, (B,)."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
             f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"

@@ -25,7 +25,7 @@ from ..train.config import Training, settings_of
 from ..train.tasks import diffusion, digits, image, lm, video
 from ..train.weights import EXPORT
 
-Values = dict[str, dict[str, float]]  # positions → size → value, the trained size first
+Values = dict[str, dict[str, float]]  # positions → size → value, the training size first
 CHOSEN = (
     "out",
     "data",
@@ -100,7 +100,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # both kinds of positions coincide at the trained size
+            for each in [positions] if positions else found:  # both kinds of positions coincide at the training size
                 found[each][size] = value["loss"]
     return found
 

@@ -185,7 +185,7 @@ class Training:
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Refuse an encoding that the model does not support, before anything is read or written.
+        """Reject an encoding that the model does not support, before anything is read or written.
 
         Args:
             build, arguments: build the model. One block of it is built on the meta device, or all blocks if their kinds
@@ -233,7 +233,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Refuse a value of an option outside of its range, or a number that is not finite."""
+    """Reject a value of an option outside of its range, or a number that is not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf

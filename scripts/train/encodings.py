@@ -138,7 +138,7 @@ class Backbone:
     """Capabilities of a task's model.
 
     Args:
-        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text beside the
+        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text next to the
             image), "table" (a learned absolute table), "sincos" (a computed absolute one).
         base: default base of the frequencies.
         attentions: arguments of the model for each attention.

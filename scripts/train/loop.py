@@ -15,7 +15,7 @@ run continues if ``--steps`` is larger; with a constant schedule the result is t
 **Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
 loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. Halfway to the end,
 and halfway again, it corrects the plan from the latest steps. Runs on one device that need the same time share a file
-(``--turn``): they compile in parallel but train one after the other.
+(``--turn``): they compile in parallel but train one at a time.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is one

@@ -37,7 +37,7 @@ class Sheet:
     """Options of sampling.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels; None: the trained size.
+        size: "HEIGHTxWIDTH" in pixels; None: the training size.
         scale: guidance scale.
         steps: number of sampling steps.
         images: number per prompt; all prompts share the same noises.

@@ -66,7 +66,7 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of this kind of run, and refuse those of the other kind."""
+    """Return the options of this kind of run, and reject options of the other kind."""
     wrong = [name for name, value in given.items() if value is not None and name not in OWN[task]]
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)

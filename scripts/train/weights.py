@@ -114,7 +114,7 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
 
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
-    """Refuse weights of a run with another number of heads, which does not show in the weights' shapes."""
+    """Reject weights of a run with another number of heads, which does not show in the weights' shapes."""
     heads = settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
         raise typer.BadParameter(
