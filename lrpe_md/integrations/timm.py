@@ -536,8 +536,8 @@ def _attentions(model: Any) -> list[list[Any]]:
         inside = [m for m in block.modules() if type(m) is Attention or isinstance(m, LrpeAttention)]
         if type(block) not in BLOCKS or not inside:
             raise ValueError(
-                f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got a "
-                f"{type(block).__name__} as blocks[{i}] with {type(getattr(block, 'attn', None)).__name__}"
+                f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
+                f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
         blocks.append(inside)
     found = [m for inside in blocks for m in inside]

@@ -966,7 +966,7 @@ def test_argument_errors():
         ({"encoding": "cosine", "encoding_kwargs": {"bas": 10.0}}, r"bas"),
         ({"encoding": "cosine", "pos_embed": "learn"}, r"pos_embed: .*use absolute"),
         ({"absolute": "sincos", "embed_dim": 30}, r"absolute: 'sincos' needs an embed_dim divisible by 4, got 30"),
-        ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of ParallelScalingBlock"),
+        ({"encoding": "cosine", "block_fn": ParallelScalingBlock}, r"blocks\[0\] of type ParallelScalingBlock"),
     ):
         with pytest.raises((ValueError, TypeError), match=match):
             timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, "encoding": "none", **kwargs})
