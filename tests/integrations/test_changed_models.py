@@ -370,7 +370,7 @@ def test_what_is_no_rotation_is_left(monkeypatch):
     model = tiny("Llama")
     expected = differentiate(model)
     turn_wrongly.__name__ = turn_wrongly.__qualname__ = "apply_rotary_pos_emb"
-    with pytest.raises(TypeError, match=r"got transformers.*LlamaModel; refused .*apply_rotary_pos_emb, which"):
+    with pytest.raises(TypeError, match=r"got transformers.*LlamaModel; rejected .*apply_rotary_pos_emb, which"):
         adapt_rotary(model)
     assert not is_adapted(model)
     assert torch.equal(differentiate(model)[0], expected[0])

@@ -56,7 +56,7 @@ def test_models_are_adapted_whole(own, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vjepa2", "refused .*rotate_queries_or_keys, which"),
+        ("vjepa2", "rejected .*rotate_queries_or_keys, which"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
