@@ -161,7 +161,7 @@ BAD = {
         r"green1.png can't be read as an image",
         lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
     ),
-    "unknown field": (r"--without even: metadata.jsonl, line 1 has file_name", lambda f: load(f, without="even")),
+    "unknown field": (r"--without even: metadata.jsonl, line 1 has only file_name", lambda f: load(f, without="even")),
     "few texts beside": (
         r"next to each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
