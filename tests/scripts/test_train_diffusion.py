@@ -284,7 +284,7 @@ def test_command_line(folder, tmp_path):
         (["--parts", "4", "--fold", "4"], "--fold: expected 0 to --parts - 1 = 3"),
         (["--drop-text", "1"], "--drop-text: expected"),
         (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 doesn't support 8"),
-        (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
+        (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: expected at most"),
         (["--data", str(tmp_path / "absent")], "no such file or folder"),
     ):
         result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})

@@ -91,7 +91,7 @@ def test_a_negative_prompt(run_folder, tmp_path):
     arguments = ("--prompt", "red tile", "--negative", "pink tile", "--steps", 1, "--device", "cpu")
     done = invoke(run_folder, *arguments, "--out", tmp_path / "s.png")
     assert done.exit_code == 0, done.output
-    assert "No caption of the training had 'pink'" in done.output
+    assert "No training caption contains 'pink'" in done.output
     refused = invoke(run_folder, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
     assert "expected at most" in refused.output
 
