@@ -64,8 +64,8 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
         return
     shown = ", ".join(map(str, cu_seqlens[:8].tolist())) + (", .." if len(cu_seqlens) > 8 else "")
     raise ValueError(
-        f"cu_seqlens: expected offsets that start at 0, never decrease and end at {'' if to_the_end else 'most at '}"
-        f"{num_tokens}, the number of tokens, got [{shown}]; pass 0 followed by the cumulative sum of the lengths"
+        f"cu_seqlens: expected offsets from 0 to {'' if to_the_end else 'at most '}{num_tokens} (the number of tokens) "
+        f"that never decrease, got [{shown}]; pass 0 followed by the cumulative sum of the lengths"
     )
 
 

@@ -196,7 +196,7 @@ def lrpe_rotate_md(
         2403.13298).
     """
     if x.shape[-1] % 2:
-        raise ValueError(f"x: rotation needs an even head_dim, got {tuple(x.shape)}")
+        raise ValueError(f"x: expected an even head_dim for a rotation, got {tuple(x.shape)}")
     grid = Grid(shape, prefix=l)
     omega = axial_omega(theta, x.shape[-1] // 2, grid.num_axes, axis_order=axis_order)
     return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, inverse=inverse, impl=impl)
@@ -216,7 +216,7 @@ def _rotate_1d(
     for x in xs:
         check_input("x", x, x)
     if not xs or not isinstance(theta, Tensor):
-        name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "a tensor or two (q, k)", xs)
+        name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "one tensor or two (q, k)", xs)
         raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
     num_heads, half = xs[-1].shape[1], rotary_slice(rotary_dim, xs[-1].shape[-1])[1] // 2
     return sequence_omega(theta, half, num_heads), text_positions(xs[0], offset, cu_seqlens, dim)

@@ -109,7 +109,7 @@ def linear_attention(
             activation must be; no gradient passes the bound. With the cosine map no output is larger than the largest
             value that it sees. With a rotation it can be: by up to 1 / eps with relu, if q̄ shares no channel with the
             few keys that it sees. "encoded": q̂_n · Σ_m β_m k̂_m, and o = 0 where |z| < eps; z can be close to 0.
-            "none": 1; put a norm behind it. How large outputs get: docs/linear-attention.md.
+            "none": 1; add a norm after it. How large outputs get: docs/linear-attention.md.
         gate: β, (B, H_k or 1, N_k), floats or bools: factors of the keys. 0 takes a token out, whatever it holds, NaN
             included, and has no gradient itself.
         is_causal: token n sees tokens up to n.

@@ -102,7 +102,7 @@ def _build_modulation(options: BlockOptions, number: int) -> nn.Module:
 
 
 def build_norm(options: BlockOptions) -> nn.Module:
-    """Build the norm in front of an attention, of an MLP or of the head."""
+    """Build the norm before an attention, an MLP or the head."""
     if options.norm == "rms":
         return RmsNorm(options.embed_dim, eps=1e-6)
     return nn.LayerNorm(options.embed_dim, eps=1e-6, elementwise_affine=False)

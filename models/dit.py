@@ -236,7 +236,7 @@ class DiT(nn.Module):
             )
         if self.text_width and not self.cross:
             raise ValueError(
-                "text_attention: expected 'cross' with a memory, which would forget text in the sequence like a frame, "
+                "text_attention: expected 'cross', because a memory would forget text in the sequence like a frame, "
                 f"got {texts[0]!r}"
             )
         if self.memory.rule == "delta" and qk_norm == "none":
@@ -332,8 +332,8 @@ class DiT(nn.Module):
             )
         if self.preset is not None and (text is not None or after is not None):
             raise ValueError(
-                f"text_positions, image_after: the preset {self.preset.name} defines both, expected None, "
-                f"got {text!r}, {after!r}"
+                f"text_positions, image_after: expected None, because the preset {self.preset.name} defines both, got "
+                f"{text!r}, {after!r}"
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
@@ -397,8 +397,8 @@ class DiT(nn.Module):
         encoded = text if isinstance(text, Text) else self.text_encoder(text)
         if not isinstance(encoded, Text):
             raise TypeError(
-                "text_encoder: expected it to return a lrpe_md.models.text.Text(features, mask, pooled), got "
-                f"{type(encoded).__name__}; for a model of transformers use PretrainedEncoder"
+                "text_encoder: expected an encoder that returns a lrpe_md.models.text.Text(features, mask, pooled), "
+                f"got {type(encoded).__name__}; for a transformers model, use PretrainedEncoder"
             )
         for name, value, width in (
             ("features", encoded.features, self.text_width), ("pooled", encoded.pooled, self.pooled_width),
@@ -536,9 +536,9 @@ def _widths(encoder: Any) -> tuple[int, int]:
     pooled = getattr(encoder, "pooled_width", width)
     if not isinstance(width, int) or not isinstance(pooled, int) or width < 0 or pooled < 0:
         raise TypeError(
-            "text_encoder: expected attributes width and pooled_width, the channels of its features (pooled_width "
-            f"defaults to width), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a model of "
-            "transformers use lrpe_md.models.text.PretrainedEncoder"
+            "text_encoder: expected attributes width and pooled_width (the channel counts of its features; "
+            f"pooled_width defaults to width), got {type(encoder).__name__} with {width!r}, {pooled!r}; for a "
+            "transformers model, use lrpe_md.models.text.PretrainedEncoder"
         )
     return width, pooled
 
@@ -586,7 +586,7 @@ def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Ten
 
 
 def _insert_unrotated(placed: Grid | Coordinates, index: int, number: int) -> Grid | Coordinates:
-    """Insert so many tokens that are not rotated in front of token ``index``."""
+    """Insert ``number`` unrotated tokens before token ``index``."""
     if index <= placed.prefix:
         return replace(placed, prefix=placed.prefix + number)
     if isinstance(placed, Grid):

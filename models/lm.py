@@ -52,7 +52,7 @@ class LmConfig:
         learnable: learn the frequencies, by layer and key head.
         base: of their geometric series.
         attention: "softmax" or "linear" in all layers; or a sequence of both, one for each layer, that is repeated over
-            the depth. "linear" has no denominator but an RMSNorm behind it (TransNormer, arXiv 2210.10340), so that
+            the depth. "linear" has no denominator but an RMSNorm after it (TransNormer, arXiv 2210.10340), so that
             features may be negative.
         memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU the gradient
             of learned decays takes the slower reference implementation.
@@ -87,8 +87,8 @@ class LmConfig:
         check_memory(self.memory, self.kinds)
         if self.memory is not None and (self.memory.rule, self.memory.directions) != ("add", "forward"):
             raise ValueError(
-                f"memory: expected rule='add' and directions='forward' in a causal model of single tokens, got "
-                f"{self.memory}; for the delta rule token by token use the library flash-linear-attention (fla)"
+                "memory: expected rule='add' and directions='forward' in a causal model of single tokens, got "
+                f"{self.memory}; for a token-by-token delta rule, use the flash-linear-attention library (fla)"
             )
         if self.dim % self.num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads = {self.num_heads}, got {self.dim}")
@@ -97,13 +97,15 @@ class LmConfig:
                 f"num_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
             )
         if self.encoding == "none" and (self.phase or self.learnable):
-            raise ValueError("encoding: 'none' has no phase and nothing to learn; expected phase=learnable=False")
+            raise ValueError(
+                "phase, learnable: expected False with encoding='none', which has no phase and nothing to learn"
+            )
         if self.scheme is not None and self.scheme.frequencies.num_axes != 1:
             raise ValueError(
                 f"encoding: expected a scheme on one axis, got one with {self.scheme.frequencies.num_axes}"
             )
         if self.map == "rotate" and self.head_dim % 2:
-            raise ValueError(f"dim: rotation needs an even head_dim, got {self.dim} / {self.num_heads} heads")
+            raise ValueError(f"dim: expected an even head_dim for a rotation, got {self.dim} / {self.num_heads} heads")
 
     @property
     def head_dim(self) -> int:
@@ -276,8 +278,8 @@ def check_room(length: int, number: int, max_length: int) -> None:
     """Check that so many tokens fit into a cache behind the ``length`` that it holds."""
     if length + number > max_length:
         raise IndexError(
-            f"cache: expected at most {max_length - length} more tokens, of {max_length}, got {number}; make one with "
-            "a larger max_length"
+            f"cache: expected at most {max_length - length} more tokens (max_length is {max_length}), got {number}; "
+            "create a cache with a larger max_length"
         )
 
 
@@ -326,7 +328,7 @@ class CausalLm(nn.Module):
         check_tokens("tokens", tokens, len(cache.padding))
         if len(cache.layers) != self.config.depth:
             raise ValueError(
-                f"cache: expected a cache of this model, with {self.config.depth} layers, got {len(cache.layers)}"
+                f"cache: expected a cache for this model, with {self.config.depth} layers, got {len(cache.layers)}"
             )
         if "softmax" in self.config.kinds and can_read(cache.length):
             check_room(int(cache.length), tokens.shape[1], cache.max_length)

@@ -145,7 +145,7 @@ class Decoder:
 
 def check_sampling(temperature: float, top_p: float) -> None:
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: expected 0 (the likeliest token) or more, got {temperature}")
+        raise ValueError(f"temperature: expected 0 (the most likely token) or more, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
 
@@ -173,9 +173,11 @@ def sample(
 
 
 def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Prompts (N_i,) as one batch (B, N), each at the right end, and how much is in front of it, (B,)."""
+    """Return prompts (N_i,) as a left-padded batch (B, N), and the padding before each, (B,)."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
-        raise ValueError(f"prompts: expected tokens (N,), at least one each, got {[tuple(p.shape) for p in prompts]}")
+        raise ValueError(
+            f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"
+        )
     longest = max(len(p) for p in prompts)
     padding = [longest - len(p) for p in prompts]
     tokens = torch.stack([F.pad(p, (n, 0), value=value) for p, n in zip(prompts, padding, strict=True)])

@@ -116,7 +116,10 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
     if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
         raise TypeError(f"captions: expected a sequence of strings, got {captions!r}")
     if not captions or max_length < 1:
-        raise ValueError(f"captions, max_length: expected at least one each, got {len(captions)}, {max_length}")
+        raise ValueError(
+            f"captions, max_length: expected at least one caption and a max_length of at least 1, got {len(captions)}, "
+            f"{max_length}"
+        )
     rows = [torch.tensor([START, *(2 + byte for byte in c.encode())][:max_length]) for c in captions]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
 
@@ -190,8 +193,8 @@ class LabelEncoder(nn.Module):
             raise ValueError(f"text: expected integer class labels (B,), got {got}")
         if can_read(labels) and bool(((labels < 0) | (labels > self.num_classes)).any()):
             raise ValueError(
-                f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for none, got "
-                f"{labels.min()} to {labels.max()}"
+                f"text: expected class labels from 0 to {self.num_classes - 1}, or {self.num_classes} for no class, "
+                f"got {labels.min()} to {labels.max()}"
             )
         return Text(None, None, self.embed(labels))
 
@@ -236,7 +239,7 @@ class TextFeatures(nn.Module):
         """Return the features as they are."""
         if not isinstance(text, Text):
             raise TypeError(
-                "text: expected precomputed features, as lrpe_md.models.text.Text(features, mask, pooled), got "
+                "text: expected precomputed features as a lrpe_md.models.text.Text(features, mask, pooled), got "
                 f"{type(text).__name__}"
             )
         return text

@@ -221,8 +221,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         """
         if self.space_time != "joint":
             raise ValueError(
-                f"memory: expected None with space_time={self.space_time!r}, whose blocks attend within a frame or "
-                f"within a place, got {memory}; use space_time='joint'"
+                f"memory: expected None with space_time={self.space_time!r}, whose blocks attend within one frame or "
+                f"along time, got {memory}; use space_time='joint'"
             )
         expected = "forward" if self.causal else "both"
         if memory.directions != expected:
@@ -243,8 +243,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             self._check_window(frames)
             if self.temporal and (self.sincos is not None or self.pos_embed is not None):
                 raise ValueError(
-                    f"window: expected None with absolute={self.absolute!r}, which does not move with the window, got "
-                    f"{frames}"
+                    f"window: expected None with absolute={self.absolute!r}, because its positions do not move with "
+                    f"the window, got {frames}"
                 )
         self._window = frames
 
@@ -334,8 +334,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
-                "stream: expected positions in time that do not depend on the number of frames, e.g. one unit per "
-                f"frame; with reference={self.reference} and this encoding they do; leave time out of it, (None, H, W)"
+                "stream: expected time positions that do not depend on the number of frames, such as one unit per "
+                f"frame, but with reference={self.reference} and this encoding they do; pass reference=(None, H, W)"
             )
         if self.pos_embed is not None and self.temporal:
             raise ValueError(

@@ -18,9 +18,9 @@ from .common.lazy import import_or_explain
 __all__ = ["main", "run_program"]
 
 MODELS = {
-    "train": "Train a model on digits, images, videos, captioned images, text or symbols to recall.",
+    "train": "Train a model on digits, images, videos, captioned images, text, or symbols to recall.",
     "ablate": "Train the same model with each encoding and compare the results.",
-    "visualize": "Draw angles, similarity and wavelengths of encodings.",
+    "visualize": "Plot the angles, similarity and wavelengths of encodings.",
 }
 MACHINE = {
     "info": "Print versions, GPUs, and which implementation runs here.",
@@ -51,7 +51,7 @@ def load_program(name: str) -> Any:
         SystemExit: a package is not installed, or the program is only in a checkout; the message says what to do.
     """
     if not is_here(name):
-        raise SystemExit(f"lrpe-md {name}: only in a checkout of lrpe-md, not in its wheel. Run it there.")
+        raise SystemExit(f"lrpe-md {name}: expected a checkout of lrpe-md, got its wheel; run it in a checkout")
     return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 
@@ -63,7 +63,7 @@ def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
 
 def describe_usage() -> str:
     """Return the help of ``lrpe-md``."""
-    lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train with position encodings, compare them and draw them."]
+    lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train with position encodings, compare them and plot them."]
     for title, programs in GROUPS.items():
         shown = [f"  {name:<11}{text}" for name, text in programs.items() if is_here(name)]
         lines += ["", f"{title}:", *shown] if shown else []

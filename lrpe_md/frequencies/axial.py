@@ -104,8 +104,8 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     left = num_channels - sum(parts)
     if left and remainder is None:
         raise ValueError(
-            f"num_channels: expected a multiple of {total}, to be shared {' : '.join(map(str, shares))}, "
-            f"got {num_channels}; or pass the axis that takes the remainder"
+            f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
+            f"{num_channels}; or pass the axis that gets the remainder"
         )
     if remainder is not None:
         parts[remainder] += left
@@ -214,7 +214,8 @@ def _laid(
         needed = taken[-1] + 1 if taken else 0
         if thetas[axis].shape[1] < needed:
             raise ValueError(
-                f"theta: axis {axis} takes {needed} members of its series ({axis_map!r}), got {thetas[axis].shape[1]}"
+                f"theta: expected at least {needed} frequencies for axis {axis} with axis_map={axis_map!r}, got "
+                f"{thetas[axis].shape[1]}"
             )
         blocks.append(F.pad(_members(thetas[axis], taken)[:, :, None], (axis, num_axes - 1 - axis)))
     num_heads = max(block.shape[0] for block in blocks)
@@ -251,8 +252,7 @@ def _gaps(gaps: Sequence[int] | None, blocks: int) -> list[int]:
         return [0] * (blocks + 1)
     if len(gaps) != blocks + 1 or min(gaps) < 0:
         raise ValueError(
-            f"gaps: expected {blocks + 1} numbers of channels, before, between and after {blocks} blocks, "
-            f"got {tuple(gaps)}"
+            f"gaps: expected {blocks + 1} channel counts (before, between and after {blocks} blocks), got {tuple(gaps)}"
         )
     return list(gaps)
 
@@ -272,8 +272,8 @@ def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
     """Truncate the widths of the blocks so that they add up to C."""
     if sum(widths) < num_channels:
         raise ValueError(
-            f"theta: {num_axes} axes of {widths} frequencies give {sum(widths)} channels, "
-            f"but {num_channels} are needed; theta needs at least {-(-num_channels // num_axes)} per axis"
+            f"theta: expected {num_channels} frequencies in total, got {sum(widths)} ({num_axes} axes with {widths}); "
+            f"pass at least {-(-num_channels // num_axes)} per axis"
         )
     return [min(width, max(num_channels - sum(widths[:b]), 0)) for b, width in enumerate(widths)]
 

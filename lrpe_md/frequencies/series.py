@@ -68,11 +68,11 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     except (TypeError, ValueError) as error:
         raise type(error)(f"scaling: {error}") from error
     if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], Tensor):
-        raise TypeError(f"scaling: expected it to return (theta, amplitude), got {type(found).__name__}")
+        raise TypeError(f"scaling: expected a function that returns (theta, amplitude), got {type(found).__name__}")
     scaled, amplitude = found
     if scaled.shape != theta.shape:
         raise ValueError(
-            f"scaling: expected it to return theta of shape {tuple(theta.shape)}, got {tuple(scaled.shape)}"
+            f"scaling: expected a function that returns theta of shape {tuple(theta.shape)}, got {tuple(scaled.shape)}"
         )
     fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m lrpe_md.integrations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="Name, file or folder of a configuration, or the name of a timm model.")
+    parser.add_argument("model", help="Configuration (a name, file or folder), or the name of a timm model.")
     name = parser.parse_args(arguments).model
     try:
         with torch.device("meta"):
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         adapt_rotary(model, verbose=True)
     except (TypeError, ValueError) as error:
-        print(f"refused: {error}")
+        print(f"not supported: {error}")
         return 1
     return 0
 
@@ -50,14 +50,14 @@ def _make(name: str) -> nn.Module:
         import timm
 
         if not timm.is_model(name):
-            raise ValueError("expected a configuration, or a model of timm.list_models()")
+            raise ValueError("expected a configuration, or a model from timm.list_models()")
         return timm.create_model(name)
     if config is not None and "_class_name" in config:
         import diffusers
 
         cls = getattr(diffusers, config["_class_name"], None)
         if cls is None:
-            raise ValueError(f"expected a class of diffusers, got {config['_class_name']!r}")
+            raise ValueError(f"expected a diffusers class, got {config['_class_name']!r}")
         return cls.from_config(config)
     from transformers import AutoConfig, AutoModel
 

@@ -192,7 +192,7 @@ class _Again:
     def _encode(self) -> tuple[Tensor, ...]:
         if [x._version for x in self.xs] != self.versions:
             raise RuntimeError(
-                "q, k: changed in place since the forward pass, but the backward pass needs to encode them again"
+                "q, k: modified in place since the forward pass, but the backward pass needs to re-encode them"
             )
         enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
@@ -392,7 +392,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
     """
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
-            f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=.., decay=..)"
+            f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
         )
     if memory is not None and "linear" not in kinds:
         raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")
@@ -400,4 +400,4 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
 
 def check_causal(encoding: nn.Module | None) -> None:
     if getattr(encoding, "dim", None) == -2:
-        raise ValueError("is_causal: a softmax over the sequence (dim=-2) lets a token see later ones; use dim=-1")
+        raise ValueError("is_causal: a softmax over the sequence (dim=-2) lets tokens see later tokens; use dim=-1")

@@ -211,7 +211,7 @@ class _ModelForward(_Forward):
                 local.running, local.current = before
         if not own.is_used:
             raise RuntimeError(
-                f"modules: expected attentions that the forward of {type(self.module).__name__} calls, got "
+                f"modules: expected attention modules that the forward of {type(self.module).__name__} calls, got "
                 f"{own.attentions[0].path or 'the model'} and {len(own.attentions) - 1} more, none of which it called. "
                 "Select the modules whose own forward calls scaled_dot_product_attention"
             )
@@ -563,9 +563,9 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
             )
         if isinstance(module, nn.MultiheadAttention):
             raise TypeError(
-                f"modules: expected attentions that call scaled_dot_product_attention, got {path}, an "
-                "nn.MultiheadAttention, which may run as one fused operator. Leave it out, or write the attention with "
-                "F.scaled_dot_product_attention"
+                f"modules: expected attention modules that call scaled_dot_product_attention, got {path}, an "
+                "nn.MultiheadAttention, which may run as one fused operator. Leave it out, or write the attention "
+                "with F.scaled_dot_product_attention"
             )
     return found
 
@@ -585,8 +585,8 @@ def _build(
         read = {_read_heads(path, module) for path, module in found.items()}
         if len(read) > 1:
             raise ValueError(
-                f"modules: expected attentions with one head_dim and num_heads, got {sorted(read)}. Adapt each group "
-                "separately, with modules= and name="
+                f"modules: expected attention modules with the same head_dim and num_heads, got {sorted(read)}. Adapt "
+                "each group separately, with modules= and name="
             )
         own = read.pop()
         head_dim, num_heads = head_dim or own[0], num_heads or own[1]
@@ -594,7 +594,7 @@ def _build(
     if built is None:
         raise ValueError(f"encoding: expected an encoding, got {encoding!r}")
     if isinstance(built, nn.ModuleList) and len(built) != len(found):
-        raise ValueError(f"encoding: expected one module for each of {len(found)} attentions, got {len(built)}")
+        raise ValueError(f"encoding: expected one module for each of {len(found)} attention modules, got {len(built)}")
     device = next((t.device for module in found.values() for t in module.parameters()), None)
     return built if device is None else built.to(device)
 

@@ -63,7 +63,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
         result = on_gpu if not isinstance(on_gpu, Unlike) or on_gpu.depth else result
     if isinstance(result, Unlike):
         name = getattr(function, "__qualname__", type(function).__name__)
-        expected = "expected one that rotates pairs of channels by tables of cos and sin"
+        expected = "expected a function that rotates channel pairs by cos and sin tables"
         raise TypeError(f"function: {expected}, got {name}, which {result}")
     return _replace(function, result, impl)
 

@@ -180,7 +180,8 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
     if split is None:
         if remainder is not None:
             raise ValueError(
-                f"remainder: expected None without split, because it takes the rest of the split, got {remainder}"
+                "remainder: expected None without split, because it is the axis that gets the rest of the split, got "
+                f"{remainder}"
             )
         return kwargs
     series = {"base": kwargs.pop("base", 1e4), "axis_order": kwargs.pop("axis_order", "minor_first")}
@@ -225,8 +226,8 @@ def _of_made(
     heads = max(made.omega.shape[0], 1 if made.phase is None else made.num_heads)
     if made.head_dim != head_dim or heads not in (1, num_heads):
         raise ValueError(
-            f"encoding: expected a preset for head_dim={head_dim} and num_heads={num_heads} or 1, got {made}; give the "
-            "scheme or its name, and it is made for them"
+            f"encoding: expected a preset for head_dim={head_dim} and num_heads={num_heads} or 1, got {made}; pass the "
+            "scheme or its name to build it for this model"
         )
     first = PresetMd(made, **kwargs)
     return lambda i: PresetMd(made, **kwargs) if i else first, (

@@ -33,7 +33,7 @@ _MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in flo
 _MOST_TOKENS = 5  # per axis, whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # results that are no rotation, before giving up a kind of arguments
-_OTHERWISE = "is a rotation for some sizes and values of its arguments, and not for others"
+_OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
 Tensors = tuple[list[Tensor], list[Tensor]]
@@ -338,7 +338,7 @@ class Reading:
         else:
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
-            what = "does not turn pairs by entries of its tables: it scales or mixes them, or has angles of its own"
+            what = "does not rotate pairs by the entries of its tables: it scales or mixes them, or uses other angles"
             raise Unlike(4, what)
         width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
         may_have_heads = width == self.probe.data[0][3] and pairs.distance == pairs.distance_in_x

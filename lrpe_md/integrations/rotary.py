@@ -184,7 +184,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
         ValueError: a part was sharded (``fully_shard``) since it was adapted. The model is as it was.
     """
     if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     if impl not in IMPLS:
         raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
     found = parts(model)
@@ -193,9 +193,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     changes = _plan(found, DropIns(impl), copier)
     refused = _find_refused(copier.seen, impl)
     if not changes:
-        reasons = "; ".join(f"refused {name}, which {reason}" for name, reason in refused.items())
+        reasons = "; ".join(f"rejected {name}, which {reason}" for name, reason in refused.items())
         raise TypeError(
-            "model: expected one that calls a function to rotate q and k by cos and sin, got "
+            "model: expected a model that calls a function to rotate q and k by cos and sin, got "
             f"{type(model).__module__}.{type(model).__qualname__}; {reasons or 'found no such function'}"
         )
     for path, (cls, attributes) in changes.items():
@@ -209,9 +209,9 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
             print(f"adapted: {path or 'model'} ({cls.__name__}): {', '.join(exchanged_names(part))}")
     if verbose:
         for name, reason in refused.items():
-            print(f"left: {name}: {reason}")
+            print(f"unchanged: {name}, which {reason}")
     elif refused:
-        warnings.warn(f"adapt_rotary: left as in the original: {', '.join(refused)}", stacklevel=2)
+        warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
     return model
 
 
@@ -262,8 +262,8 @@ def _restore(found: dict[str, Any]) -> None:
     for path, part in adapted.items():
         if copies.original_class(type(part)) is None:
             raise ValueError(
-                f"{path or 'model'}: expected a class created by adapt_rotary, got {type(part).__name__}, derived from "
-                "it; adapt or restore before fully_shard"
+                f"{path or 'model'}: expected a class created by adapt_rotary, got its subclass {type(part).__name__}; "
+                "adapt or restore before fully_shard"
             )
     for part in found.values():
         vars(part).update(vars(part).pop(_SAVED, {}))

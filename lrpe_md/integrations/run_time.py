@@ -94,9 +94,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
     """
     modules = {path: module for path, module in _find(model).items() if module.num_axes > 1}  # text has one axis
     if not modules:
-        raise ValueError(
-            f"model: expected a model with encodings of images or videos, got none in {type(model).__name__}"
-        )
+        raise ValueError(f"model: expected a model with image or video encodings, found none in {type(model).__name__}")
     for path, module in modules.items():
         if not 0 <= axis < module.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {module.num_axes - 1} ({path}), got {axis}")
@@ -107,7 +105,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 def _find(model: Any) -> dict[str, Any]:
     """Return encodings by name, and add them to modules that make tables."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
-        raise TypeError(f"model: expected an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}
     found: dict[str, Any] = {path: m for path, m in modules.items() if isinstance(m, FrequencyModule)}
     if not found:
@@ -115,7 +113,7 @@ def _find(model: Any) -> dict[str, Any]:
         made = stand_in({path: m for path, m in modules.items() if makes_tables(m)}, device)
         found = {f"{path}.rotation".strip("."): own for path, own in made.items()}
     if not found:
-        raise ValueError(f"model: expected one with encodings, got none in {type(model).__name__}")
+        raise ValueError(f"model: expected a model with encodings, found none in {type(model).__name__}")
     return {path or type(model).__name__: module for path, module in found.items()}
 
 

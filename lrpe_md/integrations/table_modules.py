@@ -234,8 +234,8 @@ def read_formula(path: str, module: nn.Module) -> Formula:
             if (found := read(twin)) is not None and found[0].agrees(twin, found[1]):
                 return found[0]
     raise ValueError(
-        f"{path}: expected a module whose tables are known, got {type(module).__name__}; language models scale by "
-        "their configuration (rope_parameters), other modules by their own frequencies"
+        f"{path}: expected a module whose tables are known, got {type(module).__name__}; for a language model, set "
+        "rope_parameters in its configuration; for other modules, scale their own frequencies"
     )
 
 

@@ -415,7 +415,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
             names = fnmatch.filter(own, found)
             if names and not fnmatch.filter(fitted, found):
                 fitted.update({name: own[name] for name in names})
-                warnings.warn(f"state_dict: has no {found}; the {kept} stay as they are", stacklevel=3)
+                warnings.warn(f"state_dict: {found} is missing; the {kept} stay unchanged", stacklevel=3)
         return fitted
 
     def no_weight_decay(self) -> set[str]:
@@ -537,7 +537,7 @@ def _attentions(model: Any) -> list[list[Any]]:
         if type(block) not in BLOCKS or not inside:
             raise ValueError(
                 f"model: expected blocks of {', '.join(b.__name__ for b in BLOCKS)} with timm's Attention, got "
-                f"blocks[{i}] of {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
+                f"blocks[{i}] of type {type(block).__name__} with {type(getattr(block, 'attn', None)).__name__}"
             )
         blocks.append(inside)
     found = [m for inside in blocks for m in inside]

@@ -123,7 +123,7 @@ class FrequencyModule(nn.Module):
         if phase not in (True, False, "k"):
             raise ValueError(f"phase: expected True, False or 'k' (only on the keys), got {phase!r}")
         if phase_groups < 1 or (phase_groups > 1 and not phase):
-            raise ValueError(f"phase_groups: expected at least 1, and 1 without a phase, got {phase_groups}")
+            raise ValueError(f"phase_groups: expected at least 1 (exactly 1 without a phase), got {phase_groups}")
         self.num_channels, self.num_axes, self.num_heads = num_channels, num_axes, num_heads
         self.learnable, self.dtype, self.phase_dtype = learnable, dtype, phase_dtype or dtype
         self.phase_groups, self.keys_alone = phase_groups, phase == "k"

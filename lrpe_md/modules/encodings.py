@@ -234,14 +234,16 @@ class Rotate1d(RotateMd):
         name, shape = next(((n, s) for n, s in self.shapes.items() if n.endswith("theta")), ("", None))
         if shape is None and omega.shape[0] not in (1, self.omega.shape[0]):
             raise ValueError(
-                f"theta: expected frequencies of {self.omega.shape[0]} heads, as the module was built with, got "
+                f"theta: expected 1 head or the module's number of heads, {self.omega.shape[0]}, got "
                 f"{tuple(theta.shape)}"
             )
         if shape is not None:
             if theta.shape != shape and omega.shape[0] == 1 and shape == (1, self.num_channels):
                 theta = theta[None]
             if theta.shape != shape:
-                raise ValueError(f"theta: expected {tuple(shape)}, as learned, got {tuple(theta.shape)}")
+                raise ValueError(
+                    f"theta: expected the shape of the learned frequencies, {tuple(shape)}, got {tuple(theta.shape)}"
+                )
             state = {"theta": theta.to(self.get_parameter(name))}
             self.load_state_dict(state, strict=False)
         else:

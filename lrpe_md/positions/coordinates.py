@@ -163,7 +163,7 @@ class Coordinates(Rules):
                 raise ValueError(f"{name}: expected a number or None for each of {self.num_axes} axes, got {given!r}")
             bounds.append([missing if v is None else float(v) for v in values])
         if any(a > b for a, b in zip(*bounds, strict=True)):
-            raise ValueError(f"low, high: expected low at most high on each axis, got {low}, {high}")
+            raise ValueError(f"low, high: expected low <= high on each axis, got {low}, {high}")
         coords = self.coords if self.coords.is_floating_point() else self.coords.double()
         least, most = (torch.tensor(b, dtype=coords.dtype, device=coords.device) for b in bounds)
         return replace(self, coords=coords.maximum(least).minimum(most))
@@ -266,8 +266,8 @@ def check_reach(position: float, where: str = "") -> None:
     """Check that float32 represents every integer up to this position."""
     if position > 2**24:
         raise ValueError(
-            f"dtype: expected float64 for positions up to {position:.0f}{where}, where float32 holds every whole "
-            f"number up to {2**24} only"
+            f"dtype: expected float64 for positions up to {position:.0f}{where}, because float32 represents every "
+            f"integer only up to {2**24}"
         )
 
 

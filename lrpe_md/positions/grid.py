@@ -244,9 +244,9 @@ class Grid(Rules):
             length = b * (n - 1) / n - a
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
-                    f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, "
-                    f"not to lie below start = {a:g}, got stop = {b:g}; "
-                    "rescale((stop - start) / n).offset(start) has equal steps"
+                    f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, to "
+                    f"be at least start = {a:g}, got stop = {b:g}; for equal steps, use rescale((stop - start) / "
+                    "n).offset(start)"
                 )
             steps.append(length / larger(n - 1, 1))
         return self.transform(steps, start)
@@ -446,7 +446,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"offset: expected an int or int32 or int64 of shape (), (1,) or (B,), got {offset.dtype} "
+                f"offset: expected an int, or int32 or int64 of shape (), (1,) or (B,), got {offset.dtype} "
                 f"{tuple(offset.shape)}"
             )
         if offset.device != device:
@@ -478,7 +478,7 @@ def _check_origin(origin: Any, num_axes: int) -> None:
         raise TypeError(f"origin: expected a tensor of integers (K,) or (B, K), got {type(origin).__name__}")
     check_dense("origin", origin, "(K,) or (B, K)")
     if origin.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; shift takes fractions")
+        raise TypeError(f"origin: expected int32 or int64, got {origin.dtype}; for fractions, use shift")
     if origin.ndim not in (1, 2) or origin.shape[-1] != num_axes:
         raise ValueError(f"origin: expected ({num_axes},) or (B, {num_axes}), got {tuple(origin.shape)}")
 

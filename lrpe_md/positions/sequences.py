@@ -228,7 +228,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     if isinstance(offset, Tensor):
         if offset.dtype not in (torch.int32, torch.int64) or tuple(offset.shape) not in ((), (1,), (num,)):
             raise ValueError(
-                f"offset: expected an int or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
+                f"offset: expected an int, or int32 or int64 of shape (), (1,) or ({num},), got {offset.dtype} "
                 f"{tuple(offset.shape)}"
             )
         shift = shift + offset.to(device, non_blocking=not offset.is_cuda)
@@ -307,8 +307,8 @@ def zigzag(
     length, rest = divmod(positions.num_tokens, 2 * num_ranks)
     if rest:
         raise ValueError(
-            f"positions: expected a number of tokens divisible by 2 · {num_ranks} chunks, got {positions.num_tokens}; "
-            "pad the sequence"
+            f"positions: expected a number of tokens divisible into 2 · {num_ranks} equal chunks, got "
+            f"{positions.num_tokens}; pad the sequence"
         )
     if device is None:
         known = positions.coords if isinstance(positions, Coordinates) else positions.origin
@@ -332,7 +332,7 @@ def _num_axes(segments: Sequence[Segment], num_axes: int | None) -> int:
         if num_axes is None:
             num_axes = found
         if found != num_axes:
-            raise ValueError(f"segments: expected {num_axes} axes each, got {found} at index {i}")
+            raise ValueError(f"segments: expected {num_axes} axes in each segment, got {found} at index {i}")
     if num_axes is None:
         raise ValueError("num_axes: expected a number if no segment is a grid, got None")
     for i, segment in enumerate(segments):
@@ -428,7 +428,9 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
             raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} at index {i}")
         if sample.num_axes != samples[0].num_axes:
-            raise ValueError(f"samples: expected {samples[0].num_axes} axes each, got {sample.num_axes} at index {i}")
+            raise ValueError(
+                f"samples: expected {samples[0].num_axes} axes in each sample, got {sample.num_axes} at index {i}"
+            )
     if device is None:
         device = next((s.coords.device for s in samples if isinstance(s, Coordinates)), "cpu")
     return [s.explicit(device).explicit() if isinstance(s, Grid) else s.to(device).explicit() for s in samples]

@@ -101,7 +101,7 @@ def _read(name: str, value: Any, known: Functions) -> Any:
         if value not in known:
             raise ValueError(
                 f"{name}: expected one of the functions {sorted(known)}, got {value!r}; pass your own functions with "
-                "from_dict(.., functions={'name': function})"
+                "from_dict(..., functions={'name': function})"
             )
         return known[value]
     if name in CALLED and isinstance(value, Mapping):

@@ -32,7 +32,9 @@ def check_axes(num_axes: int, **axes: Sequence[int] | None) -> None:
         if value is None:
             continue
         if not value or len(set(value)) < len(value) or not all(0 <= axis < num_axes for axis in value):
-            raise ValueError(f"{name}: expected different axes from 0 to {num_axes - 1}, at least one, got {value!r}")
+            raise ValueError(
+                f"{name}: expected at least one axis from 0 to {num_axes - 1}, without duplicates, got {value!r}"
+            )
 
 
 _hints = cache(get_type_hints)

@@ -121,7 +121,7 @@ def cells(shape: Shape, by: Literal["axis", "shorter", "longer"] = "axis") -> Gr
 
 
 def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
-    """Crop the middle of a grid of the trained size to the largest area with this grid's aspect ratio."""
+    """Crop the middle of a grid of the training size to the largest area with this grid's aspect ratio."""
     num, height, width = shape = frames(shape)
     if size is None:
         return Grid(shape)
@@ -213,7 +213,7 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
 
 
 def _of_trained(positions: Grid | Coordinates, sizes: Sequence[float]) -> Any:
-    """Express positions as a fraction of the trained size, in [-1, 1]."""
+    """Express positions as a fraction of the training size, in [-1, 1]."""
     return positions.rescale([2 / size for size in sizes]).offset(-1)
 
 
@@ -223,7 +223,7 @@ def of_trained_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Grid:
-    """Return the start of each latent in seconds and pixels, scaled to [-1, 1] over the trained size."""
+    """Return the start of each latent in seconds and pixels, scaled to [-1, 1] over the training size."""
     return _of_trained(video(shape).rescale((steps[0] / fps, *steps[1:])), trained)
 
 

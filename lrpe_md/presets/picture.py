@@ -93,7 +93,7 @@ def _draw_frequencies(ax: Any, omega: Tensor) -> None:
         ax.plot(turned.numpy(), omega[turned, axis].abs().numpy(), ".", label=letter, markersize=3)
     ax.set_yscale("log")
     ax.set_xlabel("channel or pair")
-    ax.set_title("|ω|, radians a unit", fontsize=9)
+    ax.set_title("|ω|, radians per unit", fontsize=9)
     ax.legend(fontsize=8)
 
 

@@ -564,8 +564,8 @@ def preset(
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
-            f"{key}: expected None, because {name} has none (it takes "
-            f"{' and '.join(sorted(frequencies.takes))}), got {changes[key]!r}"
+            f"{key}: expected None, because {name} doesn't use it (it uses {' and '.join(sorted(frequencies.takes))}), "
+            f"got {changes[key]!r}"
         )
     changes.pop("seed", None)
     if split is not None and len(split) != frequencies.num_axes:
@@ -573,7 +573,7 @@ def preset(
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
-            f"num_heads: expected the number of key heads, because each head of {name} has "
-            f"{'a phase' if made.phase else 'frequencies'} of its own, got None; pass num_heads=, or 1 to share one"
+            f"num_heads: expected the number of key heads, because each head of {name} has its own "
+            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, or 1 to share one"
         )
     return made

@@ -67,7 +67,7 @@ class Axial:
         if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
             raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
         if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
-            raise ValueError(f"scaling: expected one for each of {self.num_axes} axes, got {len(self.scaling)}")
+            raise ValueError(f"scaling: expected one scaling for each of {self.num_axes} axes, got {len(self.scaling)}")
 
     @property
     def num_axes(self) -> int:
@@ -100,7 +100,7 @@ class Axial:
     def blocks(self, num_channels: int) -> tuple[int, ...]:
         """Return the number of channels of each block, in channel order."""
         if self.axis_map != "block" or any(self.gaps or ()) or isinstance(self.remainder, str):
-            raise ValueError(f"pairs: expected axes in blocks without gaps for pairs in blocks, got {self.axis_map!r}")
+            raise ValueError(f"pairs: 'blocks' needs axis_map='block' without gaps, got {self.axis_map!r}")
         sections = self.sections(num_channels)
         return tuple(n for n in (sections if self.axis_order == "major_first" else sections[::-1]) if n)
 
@@ -119,7 +119,8 @@ class Axial:
         if self.by_head and num_heads % self.least:
             shares = " : ".join(map(str, self.split))
             raise ValueError(
-                f"num_heads: expected a multiple of {self.least}, to be shared {shares} among the axes, got {num_heads}"
+                f"num_heads: expected a multiple of {self.least}, because the axes share the heads {shares}, got "
+                f"{num_heads}"
             )
         wide = num_channels * num_heads if self.across_heads else num_channels
         sections, gaps = self._shared_out(num_heads if self.by_head else wide)
@@ -189,7 +190,9 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
     except TypeError as error:
         raise TypeError(f"{name}: expected a function of {args[:3]}, got {function}: {error}") from error
     if not isinstance(found, Tensor):
-        raise TypeError(f"{name}: expected a function that returns a tensor, got {type(found).__name__} of {function}")
+        raise TypeError(
+            f"{name}: expected a function that returns a tensor, got {type(found).__name__} from {function}"
+        )
     return found
 
 
@@ -403,7 +406,8 @@ class Preset:
             taken = list(inspect.signature(scheme.grid).parameters)[1:]
             for option in options.keys() - set(taken):
                 raise TypeError(
-                    f"{option}: {self.name}'s grids take {' and '.join(taken) or 'no options'}, got {options[option]!r}"
+                    f"{option}: {self.name}'s grids accept {' and '.join(taken) or 'no options'}, got "
+                    f"{options[option]!r}"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
         reference = scheme.reference if reference is None else reference
@@ -422,7 +426,7 @@ class Preset:
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
-                            f"reference: {self.name} expects None, because positions are a table, got {reference}"
+                            f"reference: expected None with {self.name}, whose positions are a table, got {reference}"
                         )
                     grid = grid.interpolate(reference)
                 if scheme.apart is not None and number:
@@ -457,7 +461,7 @@ def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) 
     step = 2 if scheme.map == "rotate" else 1
     if by != 1 or not 0 <= start < stop <= head_dim or (stop - start) % step:
         kind = "an even number of channels" if step == 2 else "channels"
-        raise ValueError(f"rotary_dim: expected {kind} of head_dim = {head_dim}, got {part}")
+        raise ValueError(f"rotary_dim: expected {kind} out of head_dim = {head_dim}, got {part}")
     width = stop - start
     if isinstance(scheme.frequencies, Axial):
         width = step * scheme.frequencies.usable(width // step)
@@ -511,7 +515,7 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except ValueError as error:
-        raise ValueError(f"head_dim: {name} can't have {head_dim}: {error}") from error
+        raise ValueError(f"head_dim: {name} doesn't support {head_dim}: {error}") from error
 
 
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:

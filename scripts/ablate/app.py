@@ -61,14 +61,14 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding to train: NAME or NAME:KEY=VALUE,.. as in `train`, or ATTENTION/NAME; repeatable.",
+            help="Encoding to train: NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable.",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or kinds by layer as linear,softmax; for recall softmax, add, "
-            "decay, delta; repeatable."
+            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall softmax, "
+            "add, decay or delta; repeatable."
         ),
     ] = None,
     seeds: Annotated[
@@ -86,7 +86,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
     ] = None,
-    shard: Annotated[str, typer.Option(help="Train every n-th run, starting with the i-th: i/n.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
     ] = None,

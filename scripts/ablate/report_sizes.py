@@ -19,7 +19,7 @@ POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
-    """Return the sizes as they were tested, the trained one first."""
+    """Return the test sizes, beginning with the training size."""
     return list(dict.fromkeys(results["size"]))
 
 
@@ -199,7 +199,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the trained size: every seed, mean and standard deviation."""
+    """Plot the measure at the training size: every seed, mean and standard deviation."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]

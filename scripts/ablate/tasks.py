@@ -25,7 +25,7 @@ from ..train.config import Training, settings_of
 from ..train.tasks import diffusion, digits, image, lm, recall, video
 from ..train.weights import EXPORT
 
-Values = dict[str, dict[str, float]]  # series (such as positions) → size → value, the trained size first
+Values = dict[str, dict[str, float]]  # series (such as positions) → size → value, the training size first
 CHOSEN = (
     "out",
     "data",
@@ -102,7 +102,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # both kinds of positions coincide at the trained size
+            for each in [positions] if positions else found:  # both kinds of positions coincide at the training size
                 found[each][size] = value["loss"]
     return found
 
@@ -238,7 +238,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name not in known or "=" not in each:
             raise typer.BadParameter(
-                f"--set: expected NAME=VALUE, NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
+                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
             )
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if hints[name] is bool else hints[name](text)

@@ -98,7 +98,7 @@ def main(
     old: Annotated[str, typer.Argument(help="Commit to compare with.")],
     new: Annotated[str | None, typer.Argument(help="Newer commit. (default: the working tree)")] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Largest accepted increase of a time, as a fraction.")
+        float, typer.Option(min=0, callback=finite, help="Largest allowed increase in time, as a fraction.")
     ] = 0.03,
 ) -> None:
     """List measurements of lrpe-md that became slower between two commits; exit with 1 if there are any."""

@@ -143,7 +143,7 @@ def main(
     blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls per measurement.")] = 30,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Time few calls to test that everything runs.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Time only a few calls to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
     """Measure the host time of compiled calls. Each row is written to the CSV at once."""
@@ -151,7 +151,8 @@ def main(
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
+            "test on a CPU"
         )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     maps = choose_in_order("--map", map, MAPS, MAPS)

@@ -267,12 +267,13 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
-    """Measure rotation and key-cache update of a decoding step. Each row is written to the CSV at once."""
+    """Measure the rotation and key-cache update in a decoding step. Each row is written to the CSV at once."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
+            "test on a CPU"
         )
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     works = choose_in_order("--workload", workload, WORKLOADS, WORKLOADS)

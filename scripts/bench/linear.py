@@ -155,7 +155,7 @@ def main(
         str | None, typer.Option(help=f"Implementations: {'; '.join(NAMES)}. (default: all installed)")
     ] = None,
     other: Annotated[
-        Path | None, typer.Option(help="Another checkout of this repository, timed beside lrpe-md.")
+        Path | None, typer.Option(help="Another checkout of this repository to time next to lrpe-md.")
     ] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
@@ -170,7 +170,8 @@ def main(
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
+            "test on a CPU"
         )
     OtherCheckout.package = None if other is None else import_checkout(other)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

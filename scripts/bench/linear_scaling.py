@@ -240,12 +240,13 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="Use a tiny model and a batch of one.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Time training steps of softmax and linear attention from few tokens to many."""
+    """Time training steps of softmax and linear attention at increasing numbers of tokens."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
+            "test on a CPU"
         )
     names = choose("--backbones", backbones.split(","), BACKBONES)
     kinds = choose("--attention", attention.split(","), ATTENTIONS)

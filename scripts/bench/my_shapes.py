@@ -141,18 +141,18 @@ def installed() -> dict[str, Path]:
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
     """Return the peers that support these shapes, and notes about the others. On a CPU the reference is timed."""
     known, broken = load_peers(dict(installed()))
-    messages = [f"without {name}: {why}" for name, why in broken.items()]
-    messages += [f"without {name}: not installed" for name in PACKAGES if name not in installed()]
+    messages = [f"skipping {name}: {why}" for name, why in broken.items()]
+    messages += [f"skipping {name}: not installed" for name in PACKAGES if name not in installed()]
     wrong = [name for name, peer in known.items() if shapes.pairs not in peer.pairs]
-    messages += [f"without {name}: it has no {shapes.pairs} pairs" for name in wrong]
+    messages += [f"skipping {name}: it does not support {shapes.pairs} pairs" for name in wrong]
     chosen = {name: replace(peer, text=False) for name, peer in known.items() if name not in wrong}
     if len(shapes.shape) > 1:
         chosen = {name: peer for name, peer in chosen.items() if not known[name].text}
     if device.type == "cuda":
         return chosen, messages
     messages.append(
-        "PyTorch finds no GPU, so the kernels can't be measured. The following times are of the PyTorch reference that "
-        "replaces them on a CPU, and of the others on that CPU; they say nothing about a GPU. torch.compile is left out"
+        "PyTorch finds no GPU, so the kernels can't be measured. The times below are CPU times, with the PyTorch "
+        "reference instead of the kernels; they say nothing about a GPU. torch.compile is left out"
     )
     ours = {STAND_IN: chosen[OURS]}
     return ours | {n: p for n, p in chosen.items() if n not in (OURS, "torch, eager") and not p.compiled}, messages
@@ -165,7 +165,7 @@ def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
         fits = shapes.batch * free // needed
         raise typer.BadParameter(
             f"--batch {shapes.batch}: q, k and their gradients need {needed / 2**30:,.1f} GiB ({one / 2**30:,.1f} GiB "
-            f"each), and {free / 2**30:,.1f} GiB are free; "
+            f"each), but only {free / 2**30:,.1f} GiB are free; "
             + (f"use --batch {fits} and scale the times by the batch" if fits else "use a smaller grid")
         )
     return 1 if needed > COLD else TURNS
@@ -213,7 +213,7 @@ def collect(session: Session, run: Run | None) -> Found:
     found = Found()
     for row in session.rows:
         if row.get("op"):
-            note = "" if row.get("in_budget", True) else "less exact than float32 allows; "
+            note = "" if row.get("in_budget", True) else "outside the float32 error budget; "
             note += row.get("note", "").partition(": RMS")[0]
             peer = FLOOR if row["peer"] == COPY else row["peer"]
             found.times.append(Time(row["op"], peer, row["mode"], row.get("p50"), note))
@@ -287,7 +287,7 @@ def plot(found: Found, path: Path, title: str) -> bool:
             axis.set_title(what, fontsize=10, loc="left")
         handles = dict(zip(*reversed(axes[0, 0].get_legend_handles_labels()), strict=True))
         figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
-        axes[-1, 0].set_xlabel("milliseconds a layer")
+        axes[-1, 0].set_xlabel("milliseconds per layer")
         figure.suptitle(title, fontsize=9)
         save_whole(path, lambda part: figure.savefig(part, dpi=120, format="png"))
         plt.close(figure)

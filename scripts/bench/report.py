@@ -110,7 +110,7 @@ def adapters(folder: Path) -> str:
         counts.append([file.stem, *(str(len(part)) for part in of.values())])
         taken = table(["", "adapted"], group_names([row.model for row in of["adapted"].itertuples()]), words=2)
         others = [
-            [f"`{row.model}`", shown, row.reason.removeprefix("refused ").replace("|", "\\|")]
+            [f"`{row.model}`", shown, row.reason.removeprefix("refused ").removeprefix("rejected ").replace("|", "\\|")]
             for outcome, shown in (("refused", "rejected"), ("untried", "not tried"))
             for row in sorted(of[outcome].itertuples(), key=lambda row: row.model.lower())
         ]

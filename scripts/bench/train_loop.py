@@ -202,7 +202,8 @@ def main(
     choose("--device", [device], ("cuda", "cpu"))
     if device == "cpu" and not smoke:
         raise typer.BadParameter(
-            "--device: expected cuda, got cpu, but CPU times say nothing about a GPU; add --smoke to test on a CPU"
+            "--device: expected cuda, got cpu; CPU times say nothing about a GPU, so add --smoke if you only want to "
+            "test on a CPU"
         )
     here = measured_on(choose_device(device), commit)
     out.parent.mkdir(parents=True, exist_ok=True)

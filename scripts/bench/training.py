@@ -253,7 +253,7 @@ def compare(
         attention[name], peak[name] = observed_step(trainees[name])
         breaks[name] = len(counters["graph_break"])
         if mode == "graphs" and device.type == "cuda" and counters["inductor"]["cudagraph_skips"] > skipped:
-            raise RuntimeError(f"graphs: {name} runs without them; TORCH_LOGS=perf_hints says why")
+            raise RuntimeError(f"CUDA graphs: {name} runs without them; set TORCH_LOGS=perf_hints to see why")
     # With the cosine map, q and k are wider than v, which needs other kernels; linear attention uses none.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
         raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one with --backend")
@@ -337,10 +337,10 @@ def main(
 
     ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
     ViTs only: linear-axial, linear-cosine.
-    image, video_model, dit: the encodings of their train scripts, presets included.
+    image, video_model, dit: the encodings of their training programs, including presets.
     Other libraries' models: stock, adapted, adapted-other.
 
-    The baselines of the encodings that you choose are added.
+    The baselines of the chosen encodings are added automatically.
     """
     known = {name for workload in MODELS.values() for name in workload.baselines}
     wanted = None if encodings is None else split_list(encodings)
@@ -375,4 +375,4 @@ def main(
                     pd.DataFrame({"model": model, "mode": mode, "encoding": name, **table, **here}),
                 )
                 table["kernel"] = table.kernel.str.slice(0, 90)
-                show(f"{model}, {mode}, {name}: kernels of a step", table)
+                show(f"{model}, {mode}, {name}: kernels in one step", table)

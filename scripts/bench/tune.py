@@ -363,7 +363,7 @@ def main(
         list[str] | None, typer.Option(help="Tune only tiles whose name contains this; repeatable.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Fail if a tile of the table is over 3% slower than the best.")
+        bool, typer.Option("--check", help="Fail if a tile in the table is over 3% slower than the best.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Output CSV with all times.")] = Path("scripts/results/tune.csv"),
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 30,

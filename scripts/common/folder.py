@@ -170,7 +170,9 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> No
         ]
         if differ:
             text = "; ".join(differ)
-            raise typer.BadParameter(f"--out {out} holds runs with other settings ({text}); choose another folder")
+            raise typer.BadParameter(
+                f"--out {out} contains runs with different settings ({text}); choose another folder"
+            )
     elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
         raise typer.BadParameter(f"--out {out} is not empty and has no config.json; choose an empty or new folder")
     environments += [] if here in environments else [here]

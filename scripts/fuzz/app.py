@@ -78,7 +78,9 @@ def main(
     kind = choose_device(device).type
     interpreting = impl == "triton" and kind == "cpu"
     if interpreting and not (TESTS / "interpreting.py").is_file():
-        raise typer.BadParameter("--impl triton: Triton's interpreter needs a checkout of the repository, or a GPU")
+        raise typer.BadParameter(
+            "--impl triton: expected a GPU, or a checkout of the repository for Triton's interpreter"
+        )
     if interpreting:
         os.environ["TRITON_INTERPRET"] = "1"  # inherited by new processes, before they import triton
     repeat = repeat or (20 if kind == "cuda" else 1)
@@ -95,7 +97,7 @@ def main(
     (largest, at), (mean, mean_at) = (max(getattr(r, name) for r in results) for name in ("largest", "mean"))
     print(
         f"{done} configurations, {failed} mismatches, {time.monotonic() - begun:.0f} s. Largest error {largest:.2f} "
-        f"({at}), RMS {mean:.2f} ({mean_at}) times what rounding explains"
+        f"({at}), RMS {mean:.2f} ({mean_at}) times the error that rounding explains"
     )
     if failed or not done:
         raise typer.Exit(1)

@@ -40,8 +40,8 @@ class Mismatch(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.name}{list(self.place)} is {self.actual:g}, expected {self.expected:g}: {self.times:.3g} times "
-            f"what rounding explains (RMS of all elements {self.mean:.3g})"
+            f"{self.name}{list(self.place)} is {self.actual:g}, expected {self.expected:g}: {self.times:.3g} times the "
+            f"error that rounding explains (RMS over all elements: {self.mean:.3g})"
         )
 
 

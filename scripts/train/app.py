@@ -15,15 +15,15 @@ from ..common.lazy import lazy_app
 TRAININGS = {
     "digits": ("DigitsTraining", "Train a small ViT on scikit-learn's digits, in seconds on a CPU."),
     "image": ("ImageTraining", "Train a ViT on labelled images."),
-    "video": ("VideoTraining", "Train a video transformer on clips, with labels or without."),
-    "recall": ("RecallTraining", "Train a video model to recall symbols of earlier frames."),
+    "video": ("VideoTraining", "Train a video transformer on clips, with or without labels."),
+    "recall": ("RecallTraining", "Train a video model to recall symbols from earlier frames."),
     "diffusion": ("DiffusionTraining", "Train a diffusion transformer on images, latents or videos."),
-    "vae": ("VaeTraining", "Train an autoencoder whose latents `train latents` writes."),
+    "vae": ("VaeTraining", "Train an autoencoder to use with `train latents`."),
     "lm": ("LmTraining", "Train a causal language model on text."),
 }
 OTHERS: dict[str, tuple[str, str]] = {
-    "latents": ("latents", "Encode images or videos with an autoencoder of diffusers."),
-    "features": ("text_features", "Encode captions with a text model of transformers."),
+    "latents": ("latents", "Encode images or videos with a diffusers autoencoder."),
+    "features": ("text_features", "Encode captions with a transformers text model."),
     "sample": ("sample", "Generate text or images with a trained model."),
 }
 

@@ -44,7 +44,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # unpickling other data can raise anything
         raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise typer.BadParameter(f"{path} is not a checkpoint of this version; choose another --out")
+        raise typer.BadParameter(f"{path} is not a checkpoint from this version; choose another --out")
     if state.pop("digest", None) != digest_of(state):
         raise typer.BadParameter(f"{path} is damaged: its content differs from what was saved; delete it to start over")
     return state

@@ -30,7 +30,7 @@ class Condition(Protocol):
 
     Attributes:
         settings: JSON values that :func:`build_encoder` needs.
-        names: one name per sample, to show beside it.
+        names: one name per sample, to show next to it.
     """
 
     @property

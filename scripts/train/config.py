@@ -71,18 +71,18 @@ class Training:
     backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
-        1000, "Number of optimiser steps. A finished run continues if the number is larger.", least=1, panel=OPTIMISER
+        1000, "Number of optimiser steps. A finished run continues if you raise it.", least=1, panel=OPTIMISER
     )
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
     )
     batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
-    opt: str = option("adamw", "Optimiser: any optimiser in timm.", panel=OPTIMISER)
+    opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
     betas: str = option("", "Betas of the optimiser, such as 0.9,0.95. Default: the optimiser's own.", panel=OPTIMISER)
     weight_decay: float = option(
-        0.05, "Weight decay; biases, norms and frequencies have none.", least=0, off=True, panel=OPTIMISER
+        0.05, "Weight decay, not applied to biases, norms and frequencies.", least=0, off=True, panel=OPTIMISER
     )
     schedule: str = option(
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
@@ -93,7 +93,7 @@ class Training:
     )
     clip: float = option(1.0, "Gradient clipping norm; 0 disables clipping.", least=0, off=True, panel=OPTIMISER)
     ema: float = option(
-        0.999, "Decay of the averaged weights (EMA) that are evaluated; 0 averages nothing.", least=0, below=1,
+        0.999, "EMA decay of the weights that are evaluated; 0 disables averaging.", least=0, below=1,
         panel=OPTIMISER,
     )  # fmt: skip
     weights: str = option(
@@ -102,9 +102,9 @@ class Training:
     precision: str = option("no", "Precision: no (float32), bf16, fp16, or auto (bf16 on a GPU).", panel=RUN)
     compile: bool = option(False, "Compile the model with torch.compile.", panel=RUN)
     cuda_graphs: bool = option(
-        False, "Run the compiled model as CUDA graphs, if the host is slower than the GPU.", panel=RUN
+        False, "Run the compiled model as CUDA graphs; faster if the CPU is the bottleneck.", panel=RUN
     )
-    sharding: str = option("ddp", "With several processes: ddp, or fsdp (FSDP2).", panel=RUN)
+    sharding: str = option("ddp", "Training with several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
         0, "Number of workers that prepare batches ahead; 0 prepares them in the main process.", free=True, least=0,
         off=True, panel=RUN,
@@ -122,11 +122,11 @@ class Training:
     )  # fmt: skip
     progress: bool = option(True, "Show a progress bar.", free=True, panel=RUN)
     tensorboard: bool = option(
-        True, "Log to TensorBoard if it is installed and --log-with names nothing else.", free=True, panel=RUN
+        True, "Log to TensorBoard if it is installed and --log-with is not set.", free=True, panel=RUN
     )
     log_with: str = option(
         "",
-        "Trackers to log to, separated by commas: tensorboard, wandb, or any other that accelerate supports.",
+        "Trackers to log to, separated by commas: tensorboard, wandb, or any other tracker that accelerate supports.",
         free=True,
         panel=RUN,
     )
@@ -185,7 +185,7 @@ class Training:
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Refuse an encoding that the model does not support, before anything is read or written.
+        """Reject an encoding that the model does not support, before anything is read or written.
 
         Args:
             build, arguments: build the model. One block of it is built on the meta device, or all blocks if their kinds
@@ -233,7 +233,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Refuse a value of an option outside of its range, or a number that is not finite."""
+    """Reject a value of an option outside of its range, or a number that is not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf
@@ -259,7 +259,10 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
                 typer.echo(f"Interrupted; {remedy}, run the same command.", err=True)
                 raise typer.Exit(130) from None
             except SaveError as error:
-                typer.echo(f"{error}; make room, and the same command goes on from the last checkpoint", err=True)
+                typer.echo(
+                    f"{error}; free some disk space, then run the same command to resume from the last checkpoint",
+                    err=True,
+                )
                 raise typer.Exit(1) from error
             PartialState().destroy_process_group()
 

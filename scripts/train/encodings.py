@@ -102,8 +102,8 @@ def known_options(encoding: str | None) -> set[str]:
 
 
 MEMORY_HELP = (
-    "How linear layers forget, as KEY=VALUE,..: rule (add, delta), decay (retnet, lightning), learnable (true, false), "
-    "directions (forward, both). Default: they forget nothing."
+    "How linear attention layers forget, as KEY=VALUE,...: rule (add, delta), decay (retnet, lightning), learnable "
+    "(true, false), directions (forward, both). By default, they forget nothing."
 )
 
 
@@ -140,7 +140,7 @@ class Backbone:
     """Capabilities of a task's model.
 
     Args:
-        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text beside the
+        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text next to the
             image), "table" (a learned absolute table), "sincos" (a computed absolute one), "memory" (linear
             attention whose denominator depends on the encoding).
         base: default base of the frequencies.
@@ -168,7 +168,7 @@ class Backbone:
         """Help text of --encoding."""
         return (
             f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options "
-            "follow the name, as rotate:base=100,axis_order=major_first."
+            "follow the name, as in rotate:base=100,axis_order=major_first."
         )
 
     @property
@@ -176,7 +176,7 @@ class Backbone:
         """The help of --attention."""
         return (
             f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
-            "repeated over the depth, as linear,linear,linear,softmax."
+            "repeated over the depth, as in linear,linear,linear,softmax."
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:

@@ -23,7 +23,7 @@ BATCH = 64
 
 
 class Setting(NamedTuple):
-    """Size to evaluate at, in pixels, and whether positions are rescaled to the trained grid."""
+    """Size to evaluate at, in pixels, and whether positions are rescaled to the training grid."""
 
     name: str
     size: int
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def settings(self) -> list[Setting]:
-        """The trained sizes, and a larger one, if there is one, with extrapolated and with rescaled positions."""
+        """Return the training sizes, and a larger size if there is one, with extrapolated and rescaled positions."""
         train_sizes = self.source.train_sizes
         found = [Setting(self._name(size), size) for size in train_sizes]
         for size in self.source.values.sizes[len(train_sizes) :]:
@@ -69,7 +69,7 @@ class Evaluation:
         return "x".join(map(str, (*frames, size, size)))
 
     def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
-        """Return the grid to which a batch's positions are rescaled: that of its bucket at the trained size."""
+        """Return the grid to which a batch's positions are rescaled: that of its bucket at the training size."""
         if not setting.is_rescaled:
             return None
         shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))

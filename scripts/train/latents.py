@@ -63,11 +63,15 @@ def main(
             "of about --size² pixels.",
         ),
     ] = 1.0,
-    patch: Annotated[int, typer.Option(min=1, help="Patch size of the model, which must divide the latents.")] = 1,
+    patch: Annotated[
+        int, typer.Option(min=1, help="Patch size of the model, which must divide the sides of the latents.")
+    ] = 1,
     condition: Annotated[
-        str, typer.Option(help="captions, labels, none, or auto: captions or labels if the data has them.")
+        str, typer.Option(help="Conditions: captions, labels, none, or auto (captions or labels if the data has them).")
     ] = "auto",
-    without: Annotated[str, typer.Option(help="Field of the caption table; rows where it is true are left out.")] = "",
+    without: Annotated[
+        str, typer.Option(help="Boolean field of the caption table; rows where it is true are left out.")
+    ] = "",
     label: Annotated[
         str, typer.Option(help="Field that holds the class, in a table, in .json files of shards, or in a data set.")
     ] = "",
@@ -77,10 +81,10 @@ def main(
         bool, typer.Option(help="Store one sample of each latent instead of its mean and standard deviation.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="Precision of the stored latents: float16 or float32.")] = "float16",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of --sampled.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for --sampled.")] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
-    """Encode images or videos by a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
+    """Encode images or videos with a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
     choose("--dtype", [dtype], DTYPES)
     choose("--condition", [condition], CONDITIONS)
     on = choose_device(device)

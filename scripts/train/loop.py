@@ -15,7 +15,7 @@ run continues if ``--steps`` is larger; with a constant schedule the result is t
 **Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
 loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. Halfway to the end,
 and halfway again, it corrects the plan from the latest steps. Runs on one device that need the same time share a file
-(``--turn``): they compile in parallel but train one after the other.
+(``--turn``): they compile in parallel but train one at a time.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
 ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is one
@@ -92,8 +92,8 @@ def start(config: Training) -> Accelerator:
     parts = config.accumulate * accelerator.num_processes
     if config.batch % parts:
         raise typer.BadParameter(
-            f"--batch {config.batch}: expected a multiple of {parts}, --accumulate {config.accumulate} × "
-            f"{accelerator.num_processes} processes"
+            f"--batch {config.batch}: expected a multiple of {parts} (--accumulate {config.accumulate} × "
+            f"{accelerator.num_processes} processes)"
         )
     return accelerator
 
@@ -354,7 +354,7 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps; the last checkpoint is older: try a "
+                f"the loss is {reduced.item()} after {self.step} steps (the last checkpoint was saved earlier); try a "
                 "lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
@@ -397,10 +397,10 @@ class Trainer:
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:
             return state
-        differ = [f"{key}: {there.get(key)} there, {here.get(key)} now" for key in keys]
+        differ = [f"{key}: was {there.get(key)}, is now {here.get(key)}" for key in keys]
         if differ:
             raise typer.BadParameter(
-                f"--out {out} holds a run with other settings ({'; '.join(differ)}); choose another folder, or "
+                f"--out {out} contains a run with different settings ({'; '.join(differ)}); choose another folder, or "
                 "pass the same settings"
             )
         return state
@@ -415,11 +415,11 @@ class Trainer:
             self.history.pop()
         if not self.accelerator.is_main_process:
             return
-        text = f"Continuing the run of {steps} steps at step {self.step}, to {config.steps}."
+        text = f"Continuing the {steps}-step run from step {self.step} to step {config.steps}."
         if not same:
             text += (
-                f" Its {config.schedule} schedule had {steps} steps, so the result differs from that of a run of "
-                f"{config.steps} steps; with --schedule constant it would not."
+                f" Its {config.schedule} schedule was planned for {steps} steps, so the result differs from a single "
+                f"run of {config.steps} steps; --schedule constant avoids this."
             )
         typer.echo(text, err=True)
 
@@ -439,7 +439,7 @@ class Trainer:
             )
             differ = sorted(there ^ here)  # torch ignores missing entries
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} only in one")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} missing on one side")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:

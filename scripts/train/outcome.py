@@ -23,7 +23,7 @@ from .weights import EXPORT
 # Numbers of a result to show in the summary, and their labels.
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
-    "params": "parameters", "loss": "training loss", "chance": "accuracy of chance, %",
+    "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     write(out / "result.json", f"{text}\n")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(summarize(result))
-    console.print(f"{out}: result.json and history.csv have all numbers, {EXPORT} the weights.")
+    console.print(f"{out}: result.json and history.csv have all numbers; {EXPORT} has the weights.")
 
 
 def summarize(result: dict[str, Any]) -> Table:
@@ -97,7 +97,7 @@ def is_series(value: Any) -> bool:
 def placements(model: Any) -> Iterator[str]:
     """Set each way to place tokens at another size on the model, and yield its name.
 
-    "extrapolated" uses one unit per token, "rescaled" interpolates to the trained grid."""
+    "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
         model.reference = reference
         yield name

@@ -37,7 +37,7 @@ class Sheet:
     """Options of sampling.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels; None: the trained size.
+        size: "HEIGHTxWIDTH" in pixels; None: the training size.
         scale: guidance scale.
         steps: number of sampling steps.
         images: number per prompt; all prompts share the same noises.
@@ -70,7 +70,8 @@ class Sheet:
         height, width = int(found[1]), int(found[2])
         if height % multiple or width % multiple or not height * width:
             raise typer.BadParameter(
-                f"--size: expected multiples of {multiple}, the model's patch size, got {self.size}; the next is "
+                f"--size: expected multiples of {multiple}, the model's patch size, got {self.size}; the next valid "
+                "size is "
                 f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
             )
         return height, width
@@ -97,7 +98,7 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
             raise typer.BadParameter(
-                f"--prompt: expected at most {length - 1} bytes, like the captions in training, got {bytes_of}: "
+                f"--prompt: expected at most {length - 1} bytes, as in the training captions, got {bytes_of}: "
                 f"{prompt!r}; shorten it"
             )
     known = run / "words.txt"
@@ -105,8 +106,8 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
         unknown = sorted(words_of(prompts) - set(known.read_text(encoding="utf-8").split()))
         if unknown:
             console.print(
-                f"No caption of the training had {', '.join(map(repr, unknown))}: the model reads such words letter by "
-                f"letter and has not learned what they look like; {known} has those that it knows"
+                f"No training caption contains {', '.join(map(repr, unknown))}: the model has not learned what these "
+                f"words look like; {known} lists the words that it knows"
             )
 
 
@@ -193,11 +194,13 @@ class Painter:
             return torch.tensor([self._class(prompt) for prompt in prompts], device=self.device)
         if kind == "none":
             if any(prompts):
-                raise typer.BadParameter("--prompt: expected none, the model was trained without captions or classes")
+                raise typer.BadParameter(
+                    "--prompt: expected none, because the model was trained without captions or classes"
+                )
             return None
         if self.encoder is None:
             raise typer.BadParameter(
-                "--encoder: expected the text model that computed the features for the training "
+                "--encoder: expected the text model that computed the training features "
                 f"({self.condition['encoder']}), got none"
             )
         return Text(*(None if value is None else value.float() for value in self.encoder(prompts)))

@@ -59,20 +59,20 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
     task = task_of(state["settings"])
     if task is None:
         raise typer.BadParameter(
-            f"RUN: {run} holds a run of another task, which can't generate anything; expected a run of `train lm` "
-            "or `train diffusion`"
+            f"RUN: {run} was trained for a different task and can't generate anything; expected a run of `train lm` or "
+            "`train diffusion`"
         )
     return task, state
 
 
 def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of this kind of run, and refuse those of the other kind."""
+    """Return the options of this kind of run, and reject options of the other kind."""
     wrong = [name for name, value in given.items() if value is not None and name not in OWN[task]]
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         known = ", ".join(f"--{name.replace('_', '-')}" for name in OWN[task])
         raise typer.BadParameter(
-            f"{names}: not available for a run of `train {task}`, which takes {known}; leave it out"
+            f"{names}: not supported for a run of `train {task}`, which accepts {known}; leave it out"
         )
     return {name: default if given[name] is None else given[name] for name, default in OWN[task].items()}
 
@@ -99,7 +99,7 @@ def main(
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the trained size)")
+        str | None, typer.Option(help="Images: HEIGHTxWIDTH in pixels. (default: the training size)")
     ] = None,
     scale: Annotated[
         float | None,
@@ -113,7 +113,7 @@ def main(
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Images: positions at another size: rescaled (to the trained grid) or extrapolated."),
+        typer.Option(help="Images: positions at other sizes: rescaled (to the training grid) or extrapolated."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
     vae: Annotated[
@@ -129,7 +129,7 @@ def main(
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model. Averaged weights are used if the training kept them."""
+    """Generate text or images with a trained model. Uses averaged weights if the training kept them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,

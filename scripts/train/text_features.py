@@ -1,4 +1,4 @@
-"""Compute features of captions once, with T5, CLIP or another text model of transformers.
+"""Compute features of captions once, with T5, CLIP or another transformers text model.
 
 lrpe-md train features --encoder google/t5-v1_1-base --data emoji64.zip --out features
 lrpe-md train diffusion --data emoji64.zip --text-features features --out runs/emoji
@@ -53,8 +53,8 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
-            f"--encoder {name}: expected a text model of transformers with its tokenizer (a folder or a hub "
-            f"id), got none ({first_line(error)}); pass another path"
+            f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), found "
+            f"none ({first_line(error)}); pass another path"
         ) from error
     return PretrainedEncoder(model.to(device), tokenizer, length)
 
@@ -71,17 +71,19 @@ def records_of(path: Path, split: Split, without: str = "") -> Records:
 def main(
     data: Annotated[Path, typer.Option(help="Images or videos with captions, or their latents.")],
     out: Annotated[Path, typer.Option(help="New folder for the features.")],
-    encoder: Annotated[str, typer.Option(help="Text model of transformers with its tokenizer: a folder or a hub id.")],
-    without: Annotated[str, typer.Option(help="Field of the caption table; rows where it is true are left out.")] = "",
+    encoder: Annotated[str, typer.Option(help="Transformers text model with its tokenizer: a folder or a hub id.")],
+    without: Annotated[
+        str, typer.Option(help="Boolean field of the caption table; rows where it is true are left out.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=0, help="Number of images or videos to use; 0 uses all.")] = 0,
     max_length: Annotated[int, typer.Option(min=1, help="Maximum length of a caption, in tokens.")] = 77,
-    batch: Annotated[int, typer.Option(min=1, help="Number of captions encoded at a time.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Number of captions to encode at a time.")] = 32,
     dtype: Annotated[str, typer.Option(help="Precision of the stored features: float16 or float32.")] = "float16",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
     """Compute text features of captions, for `train diffusion --text-features`.
 
-    Each caption is encoded once, and so is the empty one, which guidance needs.
+    Each caption is encoded once, plus the empty caption, which guidance needs.
     """
     choose("--dtype", [dtype], DTYPES)
     on = choose_device(device)

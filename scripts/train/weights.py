@@ -55,7 +55,7 @@ def start_from(model: nn.Module, path: Path) -> str:
     # Skip a head with another number of rows, because its classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
-        f"{name} is {tuple(found[name].shape)} there and {tuple(own[name].shape)} here"
+        f"{name} is {tuple(found[name].shape)} in the file and {tuple(own[name].shape)} in the model"
         for name in found.keys() & own.keys() - fits.keys()
         if not name.startswith(("head.", "encoding."))
     ]
@@ -64,8 +64,8 @@ def start_from(model: nn.Module, path: Path) -> str:
     wrong += [f"{name} is only in the model" for name in missing if not name.endswith(".decay.logit")]
     if wrong:
         raise typer.BadParameter(
-            f"--weights {path}: the weights belong to another architecture ({'; '.join(sorted(wrong)[:3])}); pass the "
-            "--dim, --depth and --qk-norm of that model"
+            f"--weights {path}: the weights are for a different architecture ({'; '.join(sorted(wrong)[:3])}); pass "
+            "the --dim, --depth and --qk-norm of that model"
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
@@ -115,10 +115,12 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
 
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
-    """Refuse weights of a run with another number of heads, which does not show in the weights' shapes."""
+    """Reject weights of a run with another number of heads, which does not show in the weights' shapes."""
     heads = settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
-        raise typer.BadParameter(f"--weights {path}: the weights belong to another architecture; pass --heads {heads}")
+        raise typer.BadParameter(
+            f"--weights {path}: the weights are for a different architecture; pass --heads {heads}"
+        )
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:

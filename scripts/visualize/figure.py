@@ -48,9 +48,9 @@ SMALL: Any = {
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
 ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
 FOOT = (
-    "Similarity with a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k over that at no "
-    "distance.\n"
-    "Rotate: for q and k of equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, alike in all channels."
+    "Similarity to a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k relative to "
+    "distance 0.\nRotate: for q and k with equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, equal in "
+    "all channels."
 )
 
 
@@ -155,7 +155,7 @@ def _draw_sequence(view: View) -> Figure:
         score.plot(range(length), values[layout.text :].tolist(), label=_variant_name(view, names), **one)
         score.plot(range(-before, -before + layout.text), values[: layout.text].tolist(), marker=".", **one)
     score.axvline(view.token[0], color="black", lw=0.8, ls=":")
-    score.set(xlabel=label, ylabel="similarity", title=f"similarity with token {view.token[0]} (dotted)")
+    score.set(xlabel=label, ylabel="similarity", title=f"similarity to token {view.token[0]} (dotted)")
     score.legend(**LEGEND)
     _wavelengths(wave, view, 2.2)
     _head_and_foot(figure, view)
@@ -279,7 +279,7 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
     parts += [f"{layout.text} text tokens"] if layout.text else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
-    parts += ["phase taken as 0"] if made.scheme.phase else []
+    parts += ["phase set to 0"] if made.scheme.phase else []
     parts += ["frequencies before training"] if made.scheme.learned else []
     at: Any = {"x": 0.008, "ha": "left"}
     name = made.name.replace("_", r"\_").replace("-", r"\text{-}")

@@ -215,7 +215,9 @@ def norms(mesh, impl):
     with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
     table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
-    with pytest.raises(ValueError, match=r"norm\.weight: expected one for all tokens if the tokens of Coordinates"):
+    with pytest.raises(
+        ValueError, match=r"norm\.weight: expected one weight for all tokens, because the tokens of Coordinates"
+    ):
         rotate(split, omega=omega, positions=table, norm=Norm(weight=groups["weight"]))
 
 
@@ -356,7 +358,9 @@ def refused(mesh, impl):
     uneven = DTensor.from_local(
         x[:, :, : 2 + 3 * dist.get_rank()], mesh, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
     )
-    with pytest.raises(ValueError, match=r"x: expected shards as DTensor makes them, .* Grid\(start=, length=\)"):
+    with pytest.raises(
+        ValueError, match=r"x: expected shards of the size that DTensor chooses, .* Grid\(start=, length=\)"
+    ):
         rotate(uneven, omega=omega, positions=GRID)
     one_and_three = x[:, :1] if dist.get_rank() == 0 else x[:, 1:4]
     cut = DTensor.from_local(
@@ -364,7 +368,7 @@ def refused(mesh, impl):
     )
     by_head = normal(mesh, 4, 4, 2)
     for tables in ({"omega": by_head}, {"omega": by_head[:1], "phase": by_head[..., 0]}):
-        with pytest.raises(ValueError, match=r"x: expected shards .*, here 2 of 4 heads, got [13]; .* of its heads"):
+        with pytest.raises(ValueError, match=r"x: expected shards .*, 2 of 4 heads, got [13]; .* of its heads"):
             rotate(cut, positions=GRID, **tables)
     with pytest.raises(ValueError, match=r"x: expected shards .* heads"):  # q's shards are valid, k's are not
         rotate(distribute_tensor(x[:, :4], mesh, [Shard(1)]), cut, omega=by_head, positions=GRID)
@@ -375,7 +379,7 @@ def refused(mesh, impl):
     table = normal(mesh, 2, 7, 2)
     origins = torch.tensor([[0, 0], [5, 5]], device=x.device)
     for where in (table, Grid((2, 3), prefix=1, origin=origins)):
-        with pytest.raises(ValueError, match=r"x: expected shards .*, here 1 of 2 samples, got [02]; .* its samples"):
+        with pytest.raises(ValueError, match=r"x: expected shards .*, 1 of 2 samples, got [02]; .* its samples"):
             rotate(cut, omega=omega[:1], positions=where)
 
 

@@ -68,7 +68,7 @@ CASES = {  # beginning of a symptom: how to get it
     "act: expected": lambda: RotateMd(64, act="gelu"),
     "block: expected": blocks_that_do_not_fit,
     "model: expected a timm": lambda: adapt(torch.nn.Linear(2, 2), "rotate"),
-    "model: expected one that calls": lambda: adapt_rotary(torch.nn.Linear(2, 2)),
+    "model: expected a model that calls": lambda: adapt_rotary(torch.nn.Linear(2, 2)),
     "encoding: expected": lambda: adapt(timm_vit(), "rotat"),
 }
 SOURCES = {  # beginning of a symptom: a part of it that the source of a package has

@@ -542,11 +542,11 @@ INVALID = {
     "head_dim": ({"change": lambda m: delattr(m.blocks[0].attn, "num_heads")}, "expected both as arguments"),
     "heads": (
         {"change": lambda m: setattr(m.blocks[0].attn, "head_dim", 8)},
-        r"modules: expected attentions with one head_dim and num_heads, got \[\(8, 2\), \(16, 2\)\]",
+        r"modules: expected attention modules with the same head_dim and num_heads, got \[\(8, 2\), \(16, 2\)\]",
     ),
     "torch": (
         {"change": lambda m: setattr(m.blocks[0], "attn", torch.nn.MultiheadAttention(32, 2))},
-        "modules: expected attentions that call scaled_dot_product_attention, got blocks.0.attn, an nn.Multi",
+        "modules: expected attention modules that call scaled_dot_product_attention, got blocks.0.attn, an nn.Multi",
     ),
 }  # fmt: skip
 
@@ -650,7 +650,7 @@ def test_attentions_whose_forward_is_not_called():
         for block in model.blocks:
             block.__class__ = Direct
 
-    with pytest.raises(RuntimeError, match=r"modules: expected attentions that the forward of Dit calls, got"):
+    with pytest.raises(RuntimeError, match=r"modules: expected attention modules that the forward of Dit calls, got"):
         invalid(change)(*plain.dit_inputs((8, 12)))
 
 

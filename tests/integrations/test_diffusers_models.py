@@ -39,7 +39,7 @@ def test_models_are_adapted_whole(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Ideogram4Transformer2DModel", "refused .*_rotate_half, which"),
+        ("Ideogram4Transformer2DModel", "rejected .*_rotate_half, which"),
     ],
 )  # fmt: skip
 def test_others_are_refused_with_the_reason(name, reason):

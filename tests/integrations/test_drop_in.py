@@ -467,7 +467,7 @@ def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
     monkeypatch.setattr(drop_ins, "_GPU", "cpu:0")
     args = torch.randn(2, 6, 4, 32), torch.randn(6, 16), torch.randn(6, 16)
     check_equal(rf.flash_attn, drop_in(rf.flash_attn), args, {}, launches)
-    with pytest.raises(TypeError, match="angles of its own"):
+    with pytest.raises(TypeError, match="uses other angles"):
         drop_in(own_angles)
 
 
@@ -712,7 +712,7 @@ def dropout(x, cos, sin):
     return nn.functional.dropout(x * cos + rf.quarter_turn(x) * sin, 0.5)
 
 
-@refused("angles of its own")
+@refused("uses other angles")
 def own_angles(x, pos):
     angles = torch.arange(x.shape[-2])[:, None] * 0.8 ** torch.arange(x.shape[-1])
     return x * angles.cos() + rf.quarter_turn(x) * angles.sin()

@@ -772,12 +772,14 @@ def test_nothing_is_imported_before_it_is_needed():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     first, second = done.stdout.splitlines()
     assert first == ""
-    assert second.startswith("model: expected one that calls a function to rotate q and k by cos and sin, got torch")
+    assert second.startswith(
+        "model: expected a model that calls a function to rotate q and k by cos and sin, got torch"
+    )
     assert second.endswith("Linear; found no such function")
 
 
 def test_argument_errors():
-    with pytest.raises(TypeError, match=r"model: expected an nn.Module or a pipeline of diffusers, got str"):
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module or a diffusers pipeline, got str"):
         adapt_rotary("eva02")
     model = timm_vit()
     with pytest.raises(ValueError, match=r"impl: expected one of .*got 'cuda'"):

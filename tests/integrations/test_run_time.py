@@ -604,22 +604,28 @@ def test_times_of_a_stream():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"model: expected an nn.Module or a pipeline of diffusers, got str"):
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module or a diffusers pipeline, got str"):
         set_scaling("pipe", None)
-    with pytest.raises(ValueError, match="model: expected one with encodings, got none in Linear"):
+    with pytest.raises(ValueError, match="model: expected a model with encodings, found none in Linear"):
         set_scaling(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
         set_scaling(dit(), (None, None, None))
     with pytest.raises(ValueError, match="RotateMd: expected frequencies with one axis per channel"):
         set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
     for scaled, found in ((lambda theta: theta[..., :3], r"\(3,\)"), (lambda theta: theta[:1], r"\(1,\)")):
-        with pytest.raises(ValueError, match=rf"scaling: expected it to return theta of shape \(4,\), got {found}"):
+        with pytest.raises(
+            ValueError, match=rf"scaling: expected a function that returns theta of shape \(4,\), got {found}"
+        ):
             set_scaling(dit(), lambda theta, scaled=scaled: (scaled(theta), 1.0))
-    with pytest.raises(ValueError, match=r"scaling: expected it to return theta of shape \(2, 8\), got \(1, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"scaling: expected a function that returns theta of shape \(2, 8\), got \(1, 8\)"
+    ):
         set_scaling(RotateMd(16, 1, num_heads=2, learnable=True), lambda theta: (theta[:1], 1.0))
     with pytest.raises(ValueError, match=r"scaling: .* amplitude .* number or \(8,\), got \(3,\)"):
         set_scaling(RotateMd(16, 1), lambda theta: (theta, theta[:3]))
-    with pytest.raises(ValueError, match=r"scaling: expected it to return theta of shape \(4,\), got \(8,\)"):
+    with pytest.raises(
+        ValueError, match=r"scaling: expected a function that returns theta of shape \(4,\), got \(8,\)"
+    ):
         set_scaling(RotateMd(8, 1), lambda theta: (theta.repeat(2), 1.0))
     for model in (RotateMd(16, 2), dit()):
         for places in (torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.complex64)):
@@ -632,7 +638,7 @@ def test_errors():
         set_places(dit(), 2, torch.arange(3.0))
     with pytest.raises(ValueError, match=r"places: expected a tensor of numbers \(n,\), or None, got .*\(2, 2\)"):
         set_places(dit(), 0, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="model: expected a model with encodings of images or videos, got none"):
+    with pytest.raises(ValueError, match="model: expected a model with image or video encodings, found none"):
         set_places(
             CausalLm(LmConfig(vocab_size=16, dim=32, depth=1, num_heads=2, num_kv_heads=1)), 0, torch.arange(3.0)
         )

@@ -56,7 +56,7 @@ def test_models_are_adapted_whole(own, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("vjepa2", "refused .*rotate_queries_or_keys, which"),
+        ("vjepa2", "rejected .*rotate_queries_or_keys, which"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -234,8 +234,10 @@ def test_the_command(capsys, tmp_path):
     assert command.main(["eva02_tiny_patch14_224"]) == 0
     assert "adapted: blocks.0.attn (EvaAttention): apply_rot_embed_cat" in capsys.readouterr().out
     assert command.main(["vit_tiny_patch16_224"]) == 1
-    assert capsys.readouterr().out.startswith("refused: model: expected one that calls a function to rotate q and k")
+    assert capsys.readouterr().out.startswith(
+        "not supported: model: expected a model that calls a function to rotate q and k"
+    )
     assert command.main(["no_such_model"]) == 2
-    assert "expected a configuration, or a model of timm.list_models()" in capsys.readouterr().err
+    assert "expected a configuration, or a model from timm.list_models()" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([])

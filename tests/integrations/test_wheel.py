@@ -179,7 +179,7 @@ def test_programs_of_a_checkout_say_so_in_a_wheel(installed, tmp_path):
     code = "import sys; from lrpe_md.scripts.cli import main; sys.argv = ['lrpe-md', {!r}]; main()"
     for name in ("bench", "fuzz", "adapters"):
         error = run(python, "-c", code.format(name), cwd=tmp_path, fails=True)
-        assert error.strip() == f"lrpe-md {name}: only in a checkout of lrpe-md, not in its wheel. Run it there."
+        assert error.strip() == f"lrpe-md {name}: expected a checkout of lrpe-md, got its wheel; run it in a checkout"
     shown = run(python, "-c", code.format("--help"), cwd=tmp_path)
     assert "train" in shown
     assert "bench" not in shown.replace("benchmark", "")
@@ -279,7 +279,7 @@ def test_without_extras_the_library_runs_and_knows_no_model(bare, tmp_path):
             print(error)
     """
     assert run(bare, "-c", textwrap.dedent(code), cwd=tmp_path).startswith(
-        "model: expected one that calls a function to rotate q"
+        "model: expected a model that calls a function to rotate q"
     )
 
 

@@ -67,7 +67,7 @@ def test_offsets_beyond_the_cache_are_not_written(form):
         job.check(job.run("triton", out=job.out(caches), out_start=start), caches, starts)
     for impl, starts in itertools.product(["reference", "auto"], ([LENGTH, 0], [0, -1], [LENGTH], [2**40, 0])):
         caches = job.caches()
-        with pytest.raises(IndexError, match=r"out_start: expected places from 0 to \d, where .* got \["):
+        with pytest.raises(IndexError, match=r"out_start: expected rows from 0 to \d, so that .* got \["):
             job.run(impl, out=job.out(caches), out_start=torch.tensor(starts))
         assert all(c is None or c.isnan().all() for c in caches), "the cache was written"
 
@@ -84,7 +84,7 @@ def test_offset_that_fits_only_one_output(form):
         options |= {"omega": torch.rand(1, 4, 1), "rotary_dim": 4}
         outs = tuple(t[..., :20] for t in outs)
     start = torch.tensor([LENGTH - 2])
-    with pytest.raises(IndexError, match="out_start: expected places from 0 to"):
+    with pytest.raises(IndexError, match="out_start: expected rows from 0 to"):
         cosine(q, k, out=outs, out_start=start, **options)
     assert all(t.isnan().all() for t in outs)
 

@@ -507,10 +507,10 @@ def test_texts_that_do_not_fit():
     for message, call in (
         (r"text: expected features of 16 channels, .*got 3; .*text_width=", lambda: model(x, t, narrow)),
         (r"text: expected pooled of 8 channels, .*got None", lambda: model(x, t, text._replace(pooled=None))),
-        (r"text: expected precomputed features, as .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
+        (r"text: expected precomputed features as a .*Text\(.*got Tensor", lambda: model(x, t, text.features)),
         (r"drop: expected bool \(2,\), got torch.int64", lambda: model(x, t, text, drop=torch.ones(2).long())),
         (r"drop: .*no text_encoder", lambda: dit(text=False)(x, t, drop=torch.tensor([True, False]))),
-        (r"negative: expected 1 or 2 texts", lambda: guided(model, text, 2.0, precomputed(2, 3))),
+        (r"negative: expected 1 text, or 2 as in text", lambda: guided(model, text, 2.0, precomputed(2, 3))),
         (r"empty: expected the Text of one", lambda: TextFeatures(16, 8, text)),
         (r"text: expected integer class labels \(B,\), got .*int64 \(2, 1\)", lambda: labels(torch.ones(2, 1).long())),
         (r"text: expected class labels from 0 to 2, .* got 0 to 4", lambda: labels(torch.tensor([0, 4]))),
@@ -520,7 +520,7 @@ def test_texts_that_do_not_fit():
             call()
     wrong = dit(text=False, text_encoder=Foreign())
     wrong.text_encoder.forward = lambda labels: torch.ones(2, 1, 16)
-    with pytest.raises(TypeError, match=r"text_encoder: expected it to return a .*Text\(.*, got Tensor"):
+    with pytest.raises(TypeError, match=r"text_encoder: expected an encoder that returns a .*Text\(.*, got Tensor"):
         wrong(x, t, torch.tensor([1, 2]))
 
 

@@ -211,8 +211,8 @@ def test_memories_of_videos_that_have_no_order(kwargs, message):
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"num_axes": 2, "patch_size": 2}, "memory: expected None for images, whose tokens have no order"),
     ({"memory": DELTA}, "directions: expected 'both', because all frames are denoised at once, got 'forward'"),
-    ({"text_width": 8}, "text_attention: expected 'cross' with a memory, .* got 'joint'"),
-    ({"text_width": 8, "text_attention": "single"}, "text_attention: expected 'cross' with a memory, .* got 'single'"),
+    ({"text_width": 8}, "text_attention: expected 'cross', because a memory .* got 'joint'"),
+    ({"text_width": 8, "text_attention": "single"}, "text_attention: expected 'cross', .* got 'single'"),
     ({"qk_norm": "none"}, "qk_norm: expected 'head' or 'heads' with rule='delta'"),
     ({"attention": "softmax"}, "memory: expected None without linear attention"),
     ({"attention": ("linear",) * 3}, "attention: .* over the 4 layers, got 3 values"),
@@ -392,7 +392,7 @@ def test_weights_without_decays_load():
     """Decays that a checkpoint lacks keep their initial values, and adapting again replaces them."""
     plain = LrpeVideoTransformer(**{**VIDEO, **CAUSAL, "attention": PATTERN})
     model = LrpeVideoTransformer(**{**VIDEO, **CAUSAL, "attention": PATTERN, "memory": DELTA})
-    with pytest.warns(UserWarning, match=r"state_dict: has no \*.decay.logit; the decays stay as they are"):
+    with pytest.warns(UserWarning, match=r"state_dict: \*.decay.logit is missing; the decays stay unchanged"):
         model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(model.blocks[2].attn.decay(), HeadDecay(2, "retnet", learnable=True)())
     assert model.blocks[1].attn.decay is None

@@ -381,10 +381,10 @@ def test_sampling_draws_from_the_distribution(temperature: float, top_p: float, 
     ({"attention": "linear", "memory": Memory(directions="both")}, "memory: expected rule='add' and directions='forw"),
     ({"num_heads": 5}, "dim: expected a multiple of num_heads = 5, got 32"),
     ({"num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, got 4"),
-    ({"encoding": "none", "phase": True}, "encoding: 'none' has no phase"),
+    ({"encoding": "none", "phase": True}, "phase, learnable: expected False with encoding='none'"),
     ({"num_kv_heads": 0}, "num_kv_heads: expected an integer of at least 1, got 0"),
     ({"depth": 1.5}, "depth: expected an integer of at least 1, got 1.5"),
-    ({"dim": 36}, "dim: rotation needs an even head_dim, got 36 / 4"),
+    ({"dim": 36}, "dim: expected an even head_dim for a rotation, got 36 / 4"),
 ])  # fmt: skip
 def test_config_errors(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -406,8 +406,10 @@ def test_errors() -> None:
         "top_p: expected more than 0": lambda: generate(model, tokens, 2, top_p=0),
         "cuda_graph: expected a model on a GPU": lambda: generate(model, tokens, 2, cuda_graph=True),
         r"padding: expected integers \(2,\)": lambda: generate(model, tokens, 2, padding=torch.zeros(3).long()),
-        "prompts: expected tokens": lambda: left_pad([tokens[0], tokens[0, :0]]),
-        "scaling: expected it to return theta of shape": lambda: model.rescale(lambda theta: (theta[..., :1], 1.0)),
+        "prompts: expected at least one prompt": lambda: left_pad([tokens[0], tokens[0, :0]]),
+        "scaling: expected a function that returns theta of shape": lambda: model.rescale(
+            lambda theta: (theta[..., :1], 1.0)
+        ),
         "batch: expected an integer of at least 1, got 0": lambda: model.new_cache(0, 4),
         "max_length: expected an integer of at least 1, got 1.5": lambda: model.new_cache(1, 1.5),
     }.items():
@@ -427,7 +429,7 @@ def test_errors_of_a_cache(attention: str) -> None:
         r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(1, 1\)": lambda: model(tokens[:1, :1], cache),
         r"tokens: expected integers \(2, N\), N > 0, got torch.int64 \(2, 0\)": lambda: model(tokens[:, :0], cache),
         "tokens: expected integers .* torch.float32": lambda: model(tokens[:, :1] + 0.7, cache),
-        "cache: expected a cache of this model, with 2 layers, got 1": lambda: model(
+        "cache: expected a cache for this model, with 2 layers, got 1": lambda: model(
             tokens, replace(cache, layers=cache.layers[:1])
         ),
         r"token: expected integers \(2,\), got torch.float32 \(2,\)": lambda: decoder.step(tokens[:, 3] + 0.7),
@@ -441,8 +443,10 @@ def test_errors_of_a_cache(attention: str) -> None:
             call()
     if attention in WITH_SOFTMAX:
         for message, call in {
-            "cache: expected at most 2 more tokens, of 5, got 3": lambda: model(tokens[:, :3], cache),
-            "cache: expected at most 5 more tokens, of 5, got 6": lambda: decoder.prefill(tokens.repeat(1, 2)[:, :6]),
+            r"cache: expected at most 2 more tokens \(max_length is 5\), got 3": lambda: model(tokens[:, :3], cache),
+            r"cache: expected at most 5 more tokens \(max_length is 5\), got 6": lambda: decoder.prefill(
+                tokens.repeat(1, 2)[:, :6]
+            ),
         }.items():
             with pytest.raises(IndexError, match=message):
                 call()
@@ -451,7 +455,7 @@ def test_errors_of_a_cache(attention: str) -> None:
     torch.testing.assert_close(decoder.step(tokens[:, 3]), expected)
     decoder.step(tokens[:, 3])
     if attention in WITH_SOFTMAX:
-        with pytest.raises(IndexError, match="cache: expected at most 0 more tokens, of 5, got 1"):
+        with pytest.raises(IndexError, match=r"cache: expected at most 0 more tokens \(max_length is 5\), got 1"):
             decoder.step(tokens[:, 3])
 
 

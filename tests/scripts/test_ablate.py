@@ -92,7 +92,7 @@ def test_settings_must_match_the_folder(tmp_path: Path, change: tuple[str, str],
     assert invoke(*SMALL, "--out", str(tmp_path)).exit_code == 130
     refused = invoke(*SMALL, *change, "--out", str(tmp_path))
     assert refused.exit_code == 2
-    assert "other settings" in refused.output
+    assert "different settings" in refused.output
     assert {"-e": "encodings", "--set": change[1].split("=")[0]}.get(change[0], change[0].strip("-")) in refused.output
 
 

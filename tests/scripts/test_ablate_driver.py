@@ -95,7 +95,7 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
     for change in (["--seeds", "3"], ["--set", "dim=32"], ["-e", "cosine"]):
         refused = invoke(*command(images, out, *change))
         assert refused.exit_code == 2
-        assert "other settings" in refused.output
+        assert "different settings" in refused.output
 
 
 def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monkeypatch):

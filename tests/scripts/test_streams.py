@@ -195,7 +195,7 @@ def test_hugging_face_data_sets(hub, tmp_path):
     with pytest.raises(StreamError, match="can't be opened as a data set"):
         streams.open_source(Path("hf:./nothing"))
     two = datasets.Dataset.from_dict({"text": ["a"], "caption": ["b"]})
-    with pytest.raises(StreamError, match="expected one column each"):
+    with pytest.raises(StreamError, match="expected at most one column each"):
         HubSource(two, "two")
 
 
@@ -429,7 +429,7 @@ def test_unsuitable_models_of_timm(tmp_path):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_bas_patch16_224")
     with pytest.raises(typer.BadParameter, match=r"expected a timm VisionTransformer.*got ResNet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
-    with pytest.raises(typer.BadParameter, match="learned table of positions"):
+    with pytest.raises(typer.BadParameter, match="a learned position table"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")
 
 
@@ -449,7 +449,9 @@ def test_layer_decay_scales_the_rate_of_each_layer(shards, tmp_path):
 
 
 def test_mixup_needs_pairs(shards, tmp_path):
-    with pytest.raises(typer.BadParameter, match="--batch 9: mixup and cutmix mix pairs; expected a multiple of 2"):
+    with pytest.raises(
+        typer.BadParameter, match=r"--batch 9: expected a multiple of 2 .*, because mixup and cutmix mix pairs"
+    ):
         train_image.run(ImageTraining(out=tmp_path / "run", **{**SMALL, "batch": 9, "mixup": 0.5, "data": shards}))
     assert not (tmp_path / "run").exists()
 

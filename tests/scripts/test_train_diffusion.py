@@ -143,7 +143,7 @@ BAD = {
         lambda f: [_break(f, **{"captions.csv": ""}), load(f)],
     ),
     "no text beside": (
-        r"a caption in NAME.txt beside each of 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ..\); add",
+        r"a caption in NAME.txt next to each of 24 images, got 0 \(none for blue0.png, blue1.png, blue2.png, ..\); add",
         lambda f: [(f / "metadata.jsonl").unlink(), load(f)],
     ),
     "text without image": (
@@ -161,13 +161,13 @@ BAD = {
         r"green1.png can't be read as an image",
         lambda f: [(f / "green1.png").write_bytes((f / "green1.png").read_bytes()[:50]), load(f)],
     ),
-    "unknown field": (r"--without even: metadata.jsonl, line 1 has file_name", lambda f: load(f, without="even")),
+    "unknown field": (r"--without even: metadata.jsonl, line 1 has only file_name", lambda f: load(f, without="even")),
     "few texts beside": (
-        r"beside each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
+        r"next to each of 24 images, got 2 \(none for .*; add the missing ones, or pass --condition none or labels",
         lambda f: [(f / "metadata.jsonl").unlink(), _break(f, **{"red0.txt": "", "red1.txt": ""}), load(f)],
     ),
     "one caption": (
-        r"samples to hold out, got 0 and 1 of 1 with 1 different captions; add", lambda f: load(f, limit=1),
+        r"held-out samples, got 0 and 1 of 1 with 1 different captions; add", lambda f: load(f, limit=1),
     ),
 }  # fmt: skip
 
@@ -267,10 +267,10 @@ def test_a_checkpoint_of_another_encoding_or_data_is_refused(folder, tmp_path):
     done = config(folder, tmp_path / "run", steps=1, batch=2)
     run(done)
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    with pytest.raises(typer.BadParameter, match=r"encoding: rotate there, cosine now.*choose another folder"):
+    with pytest.raises(typer.BadParameter, match=r"encoding: was rotate, is now cosine.*choose another folder"):
         run(replace(done, encoding="cosine"))
     Image.new("RGB", (8, 8), "black").save(folder / "red0.png")
-    with pytest.raises(typer.BadParameter, match=r"digest: \d+ there, \d+ now"):
+    with pytest.raises(typer.BadParameter, match=r"digest: was \d+, is now \d+"):
         run(done)
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
 
@@ -283,8 +283,8 @@ def test_command_line(folder, tmp_path):
         (["--size", "9"], "--size: expected a multiple of 2"),
         (["--parts", "4", "--fold", "4"], "--fold: expected 0 to --parts - 1 = 3"),
         (["--drop-text", "1"], "--drop-text: expected"),
-        (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 can't have 8"),
-        (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: there are"),
+        (["--dim", "32", "--heads", "4", "--encoding", "flux1", "--parts", "4"], "flux1 doesn't support 8"),
+        (["--batch", "64", "--parts", "4", "--dim", "16", "--heads", "2"], "--batch 64: expected at most"),
         (["--data", str(tmp_path / "absent")], "no such file or folder"),
     ):
         result = CliRunner().invoke(app, ["diffusion", *command, *more], env={**os.environ, "COLUMNS": "400"})

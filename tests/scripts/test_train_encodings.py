@@ -96,7 +96,7 @@ def test_options_reach_the_model():
         ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
         ("digits", "rotate:base=-1", r"^--encoding rotate:base=-1 --attention softmax: base: expected"),
         ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
-        ("digits", "flux1", r"head_dim: flux1 can't have 16"),
+        ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
         ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
         ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
         ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it takes act, base, learnable, phase"),
@@ -130,7 +130,7 @@ def test_help_says_what_it_takes():
 def test_ablate_tries_every_encoding_before_it_trains_the_first(tmp_path, monkeypatch):
     run = ("run", "digits", "--out", tmp_path / "out", "--seeds", "1", "--device", "cpu", "--attention", "softmax")
     for wrong, message in (
-        ("flux1", "flux1 can't have 16"), ("rope", "unknown 'rope'"), ("rotate:bas=3", "did you mean 'base'"),
+        ("flux1", "flux1 doesn't support 16"), ("rope", "unknown 'rope'"), ("rotate:bas=3", "did you mean 'base'"),
         ("softmax/cosine:act=gelu", "got 'gelu'"),
     ):  # fmt: skip
         refused = invoke(ablate, *run, "-e", "none", "-e", wrong)

@@ -95,12 +95,12 @@ def outside(folder: Path) -> None:
 
 
 WRONG = {
-    "outside of a class": (outside, {}, "expected each image in the folder of its class, like cats/1.png, got 1"),
-    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt beside each of 24 images"),
-    "all held out": (lambda folder: None, {"parts": 1}, "to hold out, got 0 and 24 of 24 with 24 different names"),
-    "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: there are"),
+    "outside of a class": (outside, {}, "expected each image in a class folder, such as cats/1.png, got 1"),
+    "no captions": (lambda folder: None, {"condition": "captions"}, "a caption in NAME.txt next to each of 24 images"),
+    "all held out": (lambda folder: None, {"parts": 1}, "held-out samples, got 0 and 24 of 24 with 24 different names"),
+    "too large a batch": (lambda folder: None, {"batch": 64}, "--batch 64: expected at most"),
     "features of classes": (
-        lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected data with captions",
+        lambda folder: None, {"text_features": Path("absent")}, "--text-features absent: expected --data with captions",
     ),
     "condition": (lambda folder: None, {"condition": "label"}, "--condition: unknown 'label'"),
     "sampler": (lambda folder: None, {"sampler": "dpm"}, "--sampler: unknown 'dpm'"),
@@ -280,7 +280,7 @@ def test_wrong_features_are_refused(data, tmp_path):
     for encoder in (tmp_path / "absent", data["labels"]["data"]):
         refused = invoke("features", "--encoder", encoder, "--data", data["features"]["data"], "--out", tmp_path / "f")
         assert refused.exit_code == 2
-        assert "expected a text model of transformers" in refused.output
+        assert "expected a transformers text model" in refused.output
 
 
 # --- videos ----------------------------------------------------------------------------------------------------------
@@ -499,8 +499,12 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
     [
         ("labels", ["--prompt", "rde"], "--prompt: unknown 'rde' (did you mean 'red'?); choose from: blue; green; red"),
         ("labels", ["--prompt", "3"], "--prompt: unknown '3'"),
-        ("none", ["--prompt", "red"], "--prompt: expected none, the model was trained without captions or classes"),
-        ("features", ["--prompt", "a tile"], "--encoder: expected the text model that computed the features"),
+        (
+            "none",
+            ["--prompt", "red"],
+            "--prompt: expected none, because the model was trained without captions or classes",
+        ),
+        ("features", ["--prompt", "a tile"], "--encoder: expected the text model that computed the training features"),
         ("latents", ["--prompt", "green", "--size", "10x8"], ""),
         (
             "latents",

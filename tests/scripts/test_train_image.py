@@ -302,7 +302,7 @@ def test_invalid_options(data, tmp_path):
     assert "unknown 'rope'" in output_of(*run, "--encoding", "rope")
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "multiples of 4" in output_of(*run, "--test-sizes", "10")
-    assert "there are only 48 images" in output_of(*run, "--batch", "64")
+    assert "expected at most 48, the number of training images" in output_of(*run, "--batch", "64")
     assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in output_of(*run, "--erase", "1.5")
     assert "--shift" in output_of(*run, "--shift", "-1")
@@ -310,7 +310,7 @@ def test_invalid_options(data, tmp_path):
     assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "encoding: rotate there, cosine now" in output_of(*run, "--encoding", "cosine")
+    assert "encoding: was rotate, is now cosine" in output_of(*run, "--encoding", "cosine")
     other = write_idx(tmp_path / "other", train=32)
     assert "digest" in output_of(*run, "--data", str(other))
 
@@ -441,7 +441,7 @@ def test_training_starts_from_a_run(data, tmp_path, capsys):
             (tmp_path / "other").mkdir()
             torch.save(state["average"], tmp_path / "other" / "weights.pt")
             weights = str(tmp_path / "other" / "weights.pt")
-        with pytest.raises(typer.BadParameter, match=r"other settings.*weights"):
+        with pytest.raises(typer.BadParameter, match=r"different settings.*weights"):
             train_image.run(ImageTraining(data=data, out=tmp_path / "folder", weights=weights, **still))
 
 
@@ -519,9 +519,9 @@ def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, en
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 24}, r"another architecture \(.* is \(24,.*\) there and \(48,.*\) here.*--dim"),
-        ({"depth": 2}, r"another architecture \(blocks\.1\..* is only in the file"),
-        ({"qk_norm": True}, r"another architecture \(blocks\.0\.attn\..*norm.* is only in the file"),
+        ({"dim": 24}, r"different architecture \(.* is \(24,.*\) in the file and \(48,.*\) in the model.*--dim"),
+        ({"depth": 2}, r"different architecture \(blocks\.1\..* is only in the file"),
+        ({"qk_norm": True}, r"different architecture \(blocks\.0\.attn\..*norm.* is only in the file"),
         ("nothing", "no such file"),
         ("folder", "no checkpoint.pt in the folder"),
         (b"no weights", "expected named tensors.* can't be read"),
@@ -529,7 +529,7 @@ def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, en
         (b"PK\x03\x04 half of an npz", "expected named tensors.* can't be read"),
         ([1.0], "expected named tensors.* can't be read"),
         ({"epoch": 3}, "expected named tensors"),
-        ("video", "another architecture"),
+        ("video", "different architecture"),
     ],
 )
 def test_unsuitable_weights(tmp_path, change, message):
@@ -552,7 +552,7 @@ def test_unsuitable_weights(tmp_path, change, message):
 
 def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
-    with pytest.raises(typer.BadParameter, match="another architecture; pass --heads 2"):
+    with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1

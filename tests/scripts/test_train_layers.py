@@ -101,10 +101,10 @@ def test_a_language_model_resumes_and_samples(text, tmp_path, monkeypatch):
     done = invoke("sample", tmp_path / "part", "--prompt", "1 says", "--tokens", 5)
     assert done.exit_code == 0, done.output
     command = ["lm", *flags({**given, "out": tmp_path / "whole"})]
-    assert "memory: decay=retnet,learnable=true there, decay=retnet now" in output_of(
+    assert "memory: was decay=retnet,learnable=true, is now decay=retnet" in output_of(
         *command, "--memory", "decay=retnet"
     )
-    assert "attention: linear,softmax there, linear now" in output_of(*command, "--attention", "linear")
+    assert "attention: was linear,softmax, is now linear" in output_of(*command, "--attention", "linear")
 
 
 @needs_decoder
@@ -167,7 +167,7 @@ def test_images_and_digits_by_layer(tmp_path):
     ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected 'both' with causal=None"),
     ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "qk_norm: expected True"),
     ("video", {"window": 2}, "window: expected None unless causal='frames' and attention='softmax' in a layer"),
-    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: expected it without --drop, got --drop 0.5"),
+    ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: only works without --drop, got --drop 0.5"),
     ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected None for images"),
 ])  # fmt: skip
 def test_wrong_layers_and_memories(tmp_path, task, given, message):

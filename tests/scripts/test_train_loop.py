@@ -228,7 +228,7 @@ def test_every_epoch_is_a_permutation_shared_by_the_processes():
         joined = [part[3 * k + m] for m in range(3) for part in parts]
         assert np.concatenate([i for i, _ in joined]).tolist() == single[2 + k][0].tolist()
         assert np.concatenate([d for _, d in joined]).tolist() == single[2 + k][1].tolist()
-    with pytest.raises(typer.BadParameter, match="there are 5 samples"):
+    with pytest.raises(typer.BadParameter, match="expected at most 5, the number of samples"):
         next(shuffle(5, 6, 0))
 
 

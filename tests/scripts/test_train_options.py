@@ -92,7 +92,7 @@ def test_more_steps_equal_a_longer_run_if_the_rate_is_constant(tmp_path, accumul
         continued = toy_train(Training(out=tmp_path / "parts", **{**options, "steps": steps}))
     same(continued, whole)
     said = capsys.readouterr().err
-    assert "Continuing the run of 4 steps at step 4, to 7." in said
+    assert "Continuing the 4-step run from step 4 to step 7." in said
     assert "differs" not in said
 
 
@@ -102,8 +102,8 @@ def test_more_steps_of_another_schedule_are_announced(tmp_path, capsys):
     assert first.step == 7
     assert longer.step == 12
     assert longer.history[-5]["lr"] > 1e-3  # the rate rises again
-    assert "cosine schedule had 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(typer.BadParameter, match="steps: 12 there, 8 now"):
+    assert "cosine schedule was planned for 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(typer.BadParameter, match="steps: was 12, is now 8"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 8}))
 
 
@@ -126,7 +126,7 @@ def test_options_newer_than_a_checkpoint_had_their_default(tmp_path):
     del state["settings"]["schedule"], state["settings"]["betas"]
     save_checkpoint(state, tmp_path / "checkpoint.pt", 1)
     assert toy_train(config).step == 7
-    with pytest.raises(typer.BadParameter, match="schedule: cosine there, constant now"):
+    with pytest.raises(typer.BadParameter, match="schedule: was cosine, is now constant"):
         toy_train(Training(out=tmp_path, **TOY, schedule="constant"))
 
 
@@ -162,7 +162,7 @@ def test_weights_fit_models_that_are_no_vision_transformers(tmp_path):
     start_from(models[1], tmp_path / "lm.safetensors")
     weights = models[0].state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in models[1].state_dict().items())
-    with pytest.raises(typer.BadParameter, match="another architecture"):
+    with pytest.raises(typer.BadParameter, match="different architecture"):
         start_from(models[2], tmp_path / "lm.safetensors")
 
 
@@ -221,7 +221,7 @@ def test_unknown_and_missing_trackers(tmp_path, monkeypatch):
     assert "unknown 'tensorbord'" in said
     assert "did you mean 'tensorboard'" in said
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["tensorboard"])
-    assert "expected installed trackers, got wandb" in output_of(*command, "--log-with", "wandb")
+    assert "expected installed trackers, but not installed: wandb" in output_of(*command, "--log-with", "wandb")
     assert not (tmp_path / "run").exists()
 
 

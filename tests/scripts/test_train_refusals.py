@@ -173,7 +173,7 @@ def test_file_that_is_not_a_checkpoint(content, tmp_path):
 
 def test_list_is_not_a_checkpoint(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "checkpoint.pt")
-    with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is not a checkpoint of this version"):
+    with pytest.raises(typer.BadParameter, match=r"checkpoint\.pt is not a checkpoint from this version"):
         digits.run(DigitsTraining(out=tmp_path, **TINY))
 
 
@@ -261,7 +261,7 @@ def test_a_full_disk(tmp_path, monkeypatch, error):
     assert said.exit_code == 1
     assert isinstance(said.exception, SystemExit)  # no traceback
     assert "can't be written" in said.output
-    assert "goes on from the last checkpoint" in said.output
+    assert "to resume from the last checkpoint" in said.output
     assert torch.load(tmp_path / "run" / "checkpoint.pt")["step"] == 1
 
 
@@ -292,7 +292,7 @@ def test_json_lines_only_end_at_newlines(sign, tmp_path):
 
 def test_captions_must_be_text(tmp_path):
     rows = "".join(f'{{"file_name": "{i}.png", "text": "\\ud800 {i}"}}\n' for i in range(24))
-    with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: expected text, got half a surrogate pair"):
+    with pytest.raises(typer.BadParameter, match=r"metadata\.jsonl, line 1: expected text, got an unpaired surrogate"):
         load(write_captions(tmp_path / "data", rows), 8, parts=4)
 
 
@@ -324,7 +324,7 @@ def write_zip(path: Path, twice: bool = False, method: int = zipfile.ZIP_STORED)
 
 
 def test_a_zip_with_one_name_twice(tmp_path):
-    with pytest.raises(typer.BadParameter, match=r"3\.txt is in it twice"):
+    with pytest.raises(typer.BadParameter, match=r"3\.txt appears twice"):
         load(write_zip(tmp_path / "a.zip", twice=True), 8, parts=4)
 
 

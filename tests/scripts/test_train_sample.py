@@ -91,7 +91,7 @@ def test_a_negative_prompt(run_folder, tmp_path):
     arguments = ("--prompt", "red tile", "--negative", "pink tile", "--steps", 1, "--device", "cpu")
     done = invoke(run_folder, *arguments, "--out", tmp_path / "s.png")
     assert done.exit_code == 0, done.output
-    assert "No caption of the training had 'pink'" in done.output
+    assert "No training caption contains 'pink'" in done.output
     refused = invoke(run_folder, "--prompt", "a", "--negative", "x" * 99, "--out", tmp_path / "s.png")
     assert "expected at most" in refused.output
 
@@ -157,7 +157,7 @@ def test_unknown_words_are_named(run_folder, tmp_path):
     ]
     command = [run_folder, "--steps", 1, "--images", 1, "--out", tmp_path / "sheet.png"]
     said = invoke(*command, "--prompt", "Red zebra", "--prompt", "blue sky").output
-    assert "No caption of the training had 'sky', 'zebra': the model reads such words letter by letter" in said
+    assert "No training caption contains 'sky', 'zebra': the model has not learned" in said
     assert "No caption" not in invoke(*command, "--prompt", "Red tile").output
 
 
@@ -182,14 +182,14 @@ def bare(folder, settings):
 
 REFUSED = {
     "no checkpoint": (["--prompt", "a"], "expected a run's folder with a checkpoint.pt"),
-    "another task": (["--prompt", "a"], "holds a run of another task"),
+    "another task": (["--prompt", "a"], "was trained for a different task"),
     "size": (
         ["--size", "9x8", "--prompt", "a"],
-        "--size: expected multiples of 2, the model's patch size, got 9x8; the next is 10x8",
+        "--size: expected multiples of 2, the model's patch size, got 9x8; the next valid size is 10x8",
     ),
     "no size": (["--size", "big", "--prompt", "a"], "--size: expected HEIGHTxWIDTH in pixels, such as 96x64"),
     "nothing": (["--size", "0x8", "--prompt", "a"], "--size: expected multiples of 2"),
-    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, like the captions in training, got 24"),
+    "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
         ["--tokens", "5"],
         "--tokens: not available for a run of `train diffusion`, which takes --size, --scale",

@@ -383,7 +383,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
     (["--frequencies", "axial", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
     (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
-    (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 can't have 66"),
+    (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 doesn't support 66"),
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),

@@ -114,7 +114,7 @@ BAD = {
         ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),
     ),
     "k of another batch in a pair": (
-        ValueError, r"k: expected q's batch",
+        ValueError, r"k: expected the same batch",
         lambda: rotate(x, x[:1], omega=pairs, positions=(grid, grid)),
     ),
     "a phase for k without k": (
@@ -158,7 +158,7 @@ BAD = {
         lambda: cosine(x, x.half(), omega=omega, positions=grid),
     ),
     "k of another length": (
-        ValueError, r"k: expected q's batch",
+        ValueError, r"k: expected the same batch",
         lambda: cosine(x, x[:, :, :5], omega=omega, positions=grid),
     ),
     "omega in bfloat16": (TypeError, r"omega: .*16 bits", lambda: cosine(x, omega=omega.bfloat16(), positions=grid)),

@@ -79,7 +79,7 @@ def test_clamp_applies_per_axis():
     assert ids.coords.tolist() == [[3, 0]]
     with pytest.raises(ValueError, match=r"low: expected a number or None for each of 2 axes, got \(1,\)"):
         grid.clamp((1,))
-    with pytest.raises(ValueError, match="low, high: expected low at most high on each axis, got 3, 2"):
+    with pytest.raises(ValueError, match="low, high: expected low <= high on each axis, got 3, 2"):
         grid.clamp(3, 2)
 
 

@@ -58,7 +58,7 @@ def test_series():
     [
         (lambda: log_linspace_theta(0, 1.0, 2.0), "num: .*got 0"),
         (lambda: log_linspace_theta(3, 1.0, -2.0), "first, last: .*-2.0"),
-        (lambda: split_channels(30, (2, 7, 7)), r"multiple of 16, to be shared 2 : 7 : 7, got 30"),
+        (lambda: split_channels(30, (2, 7, 7)), r"multiple of 16 for shares 2 : 7 : 7, got 30"),
         (lambda: split_channels(30, (0, 0)), "shares"),
         (lambda: axial_omega(geometric_theta(4), 8, 2, axis_map="spiral"), "axis_map: .*'spiral'"),
         (lambda: axial_omega(geometric_theta(8), 8, 2, sections=(4, 4, 4)), "sections: .*2 axes"),
@@ -66,8 +66,14 @@ def test_series():
             lambda: axial_omega(geometric_theta(8), 8, 2, sections=(5, 4)),
             r"sections: .*8 channels in total, got \(5, 4",
         ),
-        (lambda: axial_omega(geometric_theta(4), 8, 2, sections=(3, 5)), "theta: axis 1 takes 5 members.*got 4"),
-        (lambda: axial_omega(geometric_theta(7), 8, 2, axis_map="chunk"), "theta: axis 0 takes 8 members"),
+        (
+            lambda: axial_omega(geometric_theta(4), 8, 2, sections=(3, 5)),
+            "theta: expected at least 5 frequencies for axis 1 with .*got 4",
+        ),
+        (
+            lambda: axial_omega(geometric_theta(7), 8, 2, axis_map="chunk"),
+            "theta: expected at least 8 frequencies for axis 0 with axis_map='chunk'",
+        ),
         (lambda: dense_omega(torch.ones(3), torch.ones(4, 2)), "theta: .*4 directions"),
         (lambda: golden_directions(4, 5), "num_axes: .*2 or 3, got 5"),
         (lambda: simplex_directions(4, 0), "num_axes"),
@@ -484,7 +490,7 @@ def test_gaps_before_between_and_after():
         (r"axis_map: expected one of .*or groups of axes, got 'spiral'", {"axis_map": "spiral"}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0,),)}),
         (r"axis_map: expected groups that contain each of the 2 axes once", {"axis_map": ((0, 1), (1,))}),
-        (r"gaps: expected 3 numbers of channels, before, between and after 2 blocks, got \(1,\)", {"gaps": (1,)}),
+        (r"gaps: expected 3 channel counts \(before, between and after 2 blocks\), got \(1,\)", {"gaps": (1,)}),
         (r"gaps: expected at most 8 channels in total, got \(9, 0, 0\)", {"gaps": (9, 0, 0)}),
         (r"num_heads: expected None unless axis_map is 'head', got 4", {"num_heads": 4}),
         (

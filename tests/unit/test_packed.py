@@ -109,11 +109,11 @@ def test_a_packed_projection_of_the_modules():
         (lambda qkv: rotate(qkv=qkv[:, :, 0], num_key_heads=True, omega=OMEGA, positions=GRID), "num_key_.*True"),
         (
             lambda qkv: rotate(qkv=torch.ones(2, 7, 12, 8), num_key_heads=5, omega=OMEGA, positions=GRID),
-            "num_key_heads: expected H_k .* the 12 heads are H_q .*, H_q a multiple of H_k, got 5",
+            r"num_key_heads: expected H_k >= 1 with H_q \+ 2 H_k = 12 heads and H_q a multiple of H_k, got 5",
         ),
         (lambda qkv: rotate(qkv=[qkv], omega=OMEGA, positions=GRID), "qkv: expected a tensor.*list"),
         (lambda qkv: rotate(qkv[:, :, 0], num_key_heads=1, omega=OMEGA, positions=GRID), "num_key_heads: .*out qkv"),
-        (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected no other tensors next to qkv"),
+        (lambda qkv: RotateMd(8)(qkv, qkv=qkv, positions=GRID), "qkv: expected no other tensors with qkv"),
         (lambda qkv: RotateMd(16)(qkv=qkv, positions=GRID), "q: expected the module's head_dim, 16, got 8"),
         (lambda qkv: Rotate1d(8)(qkv=qkv, cu_seqlens=SEQLENS), r"cu_seqlens: expected sequences packed in x \(1"),
         (lambda qkv: rotate(qkv[0, :, 0], omega=OMEGA, positions=GRID), r"x: expected shape \(B, H, N, D\).*pack"),
@@ -241,7 +241,7 @@ def test_part_of_the_channels_in_16_bits_is_rounded_once(dtype, act, dim):
     [
         ({"rotary_dim": 9}, "rotary_dim: expected a width from 1 to head_dim = 8, got 9"),
         ({"rotary_dim": 0}, "rotary_dim: expected a width from 1 to head_dim = 8, got 0"),
-        ({"rotary_dim": slice(0, 8, 2)}, "rotary_dim: expected a slice of step 1"),
+        ({"rotary_dim": slice(0, 8, 2)}, "rotary_dim: expected a slice with step 1"),
         ({"rotary_dim": 3}, r"omega: expected shape .*3, 2\), got \(1, 4, 2\)"),
         ({"rotary_dim": 4, "act": "square"}, "act: expected one of"),
         ({"rotary_dim": 4, "positions": Grid((3, 3))}, "positions: expected 7 tokens"),
@@ -418,7 +418,7 @@ def test_zigzag_for_text():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((Grid((7,)), 0, 2), "positions: expected a number of tokens divisible by 2 · 2 chunks, got 7; pad"),
+        ((Grid((7,)), 0, 2), "positions: expected a number of tokens divisible into 2 · 2 equal chunks, got 7; pad"),
         ((Grid((8,)), 2, 2), "rank: expected 0 to 1, got 2"),
         ((Grid((8,)), -1, 2), "rank: expected 0 to 1, got -1"),
         ((Grid((8,)), 0, 0), "num_ranks: expected an integer of at least 1, got 0"),

@@ -123,10 +123,10 @@ BAD = {
         lambda x, w, p: call(x.repeat(1, 1, 1, 2), w.repeat(1, 2, 1), p),
     ),
     "other heads": (
-        r"phase\[0\]: expected 1 head or the key heads", lambda x, w, p: call(x, w, p.repeat(1, 2, 1)[:, :3]),
+        r"phase\[0\]: expected 1 head or the number of key heads", lambda x, w, p: call(x, w, p.repeat(1, 2, 1)[:, :3]),
     ),
     "numbers that differ": (
-        r"phase: expected as many groups for q as for k, got \[\(3, 2, 4\), \(2, 2, 4\)\]",
+        r"phase: expected the same number of groups for q and k, got \[\(3, 2, 4\), \(2, 2, 4\)\]",
         lambda x, w, p: cosine(x, x, omega=w, positions=GRID, phase=(p, p[:2])),
     ),
 }  # fmt: skip
@@ -179,7 +179,7 @@ def test_module_with_a_phase_on_the_keys(groups):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"phase_groups": 2}, "phase_groups: expected at least 1, and 1 without a phase, got 2"),
+        ({"phase_groups": 2}, r"phase_groups: expected at least 1 \(exactly 1 without a phase\), got 2"),
         ({"phase": True, "phase_groups": 0}, "phase_groups: .*got 0"),
         ({"phase": "q"}, "phase: expected True, False or 'k'.*got 'q'"),
     ],

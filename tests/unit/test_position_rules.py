@@ -64,7 +64,9 @@ def test_rules_on_a_single_row_and_on_none(n):
 
 def test_a_crop_runs_forwards():
     """A few positions far from 0 would run backwards; from 0, a single position or a full-size crop never does."""
-    with pytest.raises(ValueError, match=r"start, stop: expected the last of 2 positions, stop \(2 - 1\) / 2 = 8, not"):
+    with pytest.raises(
+        ValueError, match=r"start, stop: expected the last of 2 positions, stop \(2 - 1\) / 2 = 8, to be"
+    ):
         Grid((4, 2)).crop((0, 14), (4, 16))
     for n in range(1, 30):
         steps = Grid((n,)).crop((14,), (14 + n,)).coordinates().diff(dim=0) if 14 + n <= n * n else torch.ones(1)
@@ -264,7 +266,7 @@ def test_integers_past_2_to_24_keep_their_value(impl, dtype):
 
 def test_casts_that_would_round():
     coords = torch.tensor([[2**24 + 1, -3]])
-    message = r"dtype: expected float64 for positions up to 16777217, where float32 holds .* up to 16777216 only"
+    message = r"dtype: expected float64 for positions up to 16777217, because float32 represents .* only up to 16777216"
     for cast in (
         lambda: Coordinates(coords).to(dtype=torch.float32),
         lambda: Coordinates(-coords).to(dtype=torch.float32),

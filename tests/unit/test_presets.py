@@ -459,32 +459,35 @@ def test_changes():
 BAD = {
     "unknown name": (r"name: .*got 'flux' \(did you mean 'flux2'", lambda: preset("flux")),
     "head_dim that can't be shared": (
-        r"head_dim: flux1 can't have 60: .*multiple of 16, to be shared 2 : 7 : 7, got 30", lambda: preset("flux1", 60),
+        r"head_dim: flux1 doesn't support 60: .*multiple of 16 for shares 2 : 7 : 7, got 30",
+        lambda: preset("flux1", 60),
     ),
     "odd head_dim": (r"head_dim: expected an even number, got 63", lambda: preset("wan", 63)),
     "no head_dim": (r"head_dim: expected a positive number, got 0", lambda: preset("pope", 0)),
     "no heads": (r"num_heads: .*got 0", lambda: preset("mochi", num_heads=0)),
     "heads of mochi not said": (
-        r"num_heads: .* each head of mochi has frequencies of its own, got None; pass num_heads=",
+        r"num_heads: .* each head of mochi has its own frequencies, got None; pass num_heads=",
         lambda: preset("mochi"),
     ),
-    "heads of rope_vit_mixed": (r"num_heads: .*has frequencies of its own", lambda: preset("rope_vit_mixed", 48)),
-    "heads of transnormer": (r"num_heads: .*has frequencies of its own", lambda: preset("transnormer")),
-    "heads of pope": (r"num_heads: .*has a phase of its own", lambda: PresetMd("pope", head_dim=48)),
+    "heads of rope_vit_mixed": (r"num_heads: .*has its own frequencies", lambda: preset("rope_vit_mixed", 48)),
+    "heads of transnormer": (r"num_heads: .*has its own frequencies", lambda: preset("transnormer")),
+    "heads of pope": (r"num_heads: .*has its own phase", lambda: PresetMd("pope", head_dim=48)),
     "split of a dense scheme": (
-        r"split: expected None, because mochi has none \(it takes base and seed\), got \(1, 1, 1\)",
+        r"split: expected None, because mochi doesn't use it \(it uses base and seed\), got \(1, 1, 1\)",
         lambda: preset("mochi", split=(1, 1, 1)),
     ),
-    "scaling of a dense scheme": (r"scaling: .*mochi has none", lambda: preset("mochi", scaling=(None, None, None))),
-    "base of a scheme without": (
-        r"base: .*cosformer has none \(it takes scaling\), got 500", lambda: preset("cosformer", base=500.0),
+    "scaling of a dense scheme": (
+        r"scaling: .*mochi doesn't use it", lambda: preset("mochi", scaling=(None, None, None)),
     ),
-    "split of one axis": (r"split: .*pope has none", lambda: preset("pope", split=(1,))),
+    "base of a scheme without": (
+        r"base: .*cosformer doesn't use it \(it uses scaling\), got 500", lambda: preset("cosformer", base=500.0),
+    ),
+    "split of one axis": (r"split: .*pope doesn't use it", lambda: preset("pope", split=(1,))),
     "split for other axes": (
         r"split: expected a share for each of wan's 3 axes, got \(1, 1\)", lambda: preset("wan", split=(1, 1)),
     ),
     "seed of what is not random": (
-        r"seed: .*eva02 has none.*base and scaling and split", lambda: preset("eva02", seed=3),
+        r"seed: .*eva02 doesn't use it.*base and scaling and split", lambda: preset("eva02", seed=3),
     ),
     "crop of a sliver": (
         r"start, stop: expected the last of 2 positions.*= 8.*start = 14",
@@ -500,7 +503,8 @@ BAD = {
         r"segments: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
     ),
     "reference of a table": (
-        r"reference: qwen2_vl_vision expects None", lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
+        r"reference: expected None with qwen2_vl_vision",
+        lambda: preset("qwen2_vl_vision").positions((4, 4), reference=8),
     ),
 }  # fmt: skip
 
@@ -540,7 +544,7 @@ def test_options_have_an_effect_or_are_refused(name):
             if (name, key) != ("cosformer", "scaling"):
                 assert not torch.equal(changed.omega, preset(name, size, heads).omega), key
         else:
-            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} has none"):
+            with pytest.raises(ValueError, match=rf"{key}: expected None, because {name} doesn't use it"):
                 preset(name, num_heads=plain.num_heads, **{key: value})
     # Grid options.
     shape = SHAPES.get(name) or next(s for s in SEGMENTS[name] if isinstance(s, tuple))
@@ -549,7 +553,7 @@ def test_options_have_an_effect_or_are_refused(name):
         assert not torch.equal(table(plain.positions(shape, **{option: value})), table(plain.positions(shape)))
     for option in {o for options in OPTIONS.values() for o in options} | {"prefix", "reach"}:
         if option not in own:
-            with pytest.raises(TypeError, match=rf"{option}: {name}'s grids take .*, got"):
+            with pytest.raises(TypeError, match=rf"{option}: {name}'s grids accept .*, got"):
                 plain.positions(shape, **{option: 2})
 
 

@@ -93,7 +93,7 @@ def test_invalid_registrations():
             register_scheme(name, OWN)
     with pytest.raises(TypeError, match=r"scheme: expected a lrpe_md.Scheme, got Axial"):
         register_scheme("ours", OWN.frequencies)
-    with pytest.raises(ValueError, match="head_dim: ours can't have 14"):
+    with pytest.raises(ValueError, match="head_dim: ours doesn't support 14"):
         register_scheme("ours", replace(OWN, head_dim=14))
     assert list_presets() == before
 
@@ -139,7 +139,7 @@ def test_a_part_of_a_head():
     cosine = preset(replace(OWN, map="cosine", rotary=(0, 0.5)), 8)
     assert PresetMd(cosine)(x[..., :8], positions=positions).shape == (1, 1, 6, 12)
     for bad in (3, 18, 0, -4, slice(2, 2), slice(0, 8, 2)):
-        with pytest.raises(ValueError, match=r"rotary_dim: expected an even number of channels of head_dim = 16"):
+        with pytest.raises(ValueError, match=r"rotary_dim: expected an even number of channels out of head_dim = 16"):
             preset(OWN, 16, rotary_dim=bad)
 
 
@@ -158,7 +158,7 @@ def test_pairs_in_blocks_at_any_head_dim():
                 for part, omega in zip(x.split([2 * n for n in widths], -1), made.omega.split(widths, 1), strict=True)
             ]
             torch.testing.assert_close(encode(made, x, positions), torch.cat(apart, dim=-1))
-    with pytest.raises(ValueError, match="pairs: expected axes in blocks without gaps"):
+    with pytest.raises(ValueError, match="pairs: 'blocks' needs axis_map='block' without gaps"):
         preset(replace(OWN, pairs="blocks", frequencies=Axial((1, 1), axis_map="alternate")))
 
 
@@ -173,7 +173,7 @@ def test_channels_that_are_not_rotated():
         assert preset(scheme, 8).rotary_dim is None
     scheme = replace(OWN, frequencies=Axial((1, 1, 1), remainder="cut"), grid=FUNCTIONS["video"])
     assert preset(scheme, 8).rotary_dim == slice(0, 6)
-    with pytest.raises(ValueError, match=r"head_dim: this scheme can't have 4: rotary_dim: expected at least 6"):
+    with pytest.raises(ValueError, match=r"head_dim: this scheme doesn't support 4: rotary_dim: expected at least 6"):
         preset(scheme, 4)
 
 
@@ -190,7 +190,7 @@ def test_heads_that_differ():
     assert preset(by_head).num_heads == 4
     assert (preset(by_head, num_heads=8).omega != 0).any(1).sum(0).tolist() == [2, 6]
     with pytest.raises(
-        ValueError, match="num_heads: expected a multiple of 4, to be shared 1 : 3 among the axes, got 6"
+        ValueError, match="num_heads: expected a multiple of 4, because the axes share the heads 1 : 3, got 6"
     ):
         preset(by_head, num_heads=6)
     across = replace(OWN, frequencies=Axial((1, 1), across_heads=True), num_heads=2)

@@ -269,7 +269,7 @@ BAD = {
         lambda: compose(Tokens(3), Grid((2, 4)), start=5, length=7),
     ),
     "other number of axes": (
-        ValueError, r"segments: expected 2 axes each, got 3 at index 1",
+        ValueError, r"segments: expected 2 axes in each segment, got 3 at index 1",
         lambda: compose(Grid((2, 2)), Grid((1, 2, 2))),
     ),
     "no number of axes": (ValueError, r"num_axes: .*None", lambda: compose(Tokens(3))),
@@ -299,7 +299,8 @@ BAD = {
         ValueError, r"samples: .*\(2, 3, 2\)", lambda: pack([Coordinates(torch.rand(2, 3, 2))]),
     ),
     "samples of other axes": (
-        ValueError, r"samples: expected 2 axes each, got 1 at index 1", lambda: pack([Grid((2, 2)), Grid((2,))]),
+        ValueError, r"samples: expected 2 axes in each sample, got 1 at index 1",
+        lambda: pack([Grid((2, 2)), Grid((2,))]),
     ),
     "padded too short": (ValueError, r"num_tokens: expected at least 4.*got 3", lambda: pad([Grid((2, 2))], 3)),
 }  # fmt: skip

@@ -419,12 +419,12 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: packed_positions(torch.zeros(2), 5), ValueError, "cu_seqlens: .*float32"),
         (
             lambda: packed_positions(torch.tensor([1, 5]), 5), ValueError,
-            r"cu_seqlens: expected offsets that start at 0, never decrease and end at most at 5, .*, got \[1, 5\]",
+            r"cu_seqlens: expected offsets from 0 to at most 5 .* that never decrease, got \[1, 5\]",
         ),
         (lambda: packed_positions(torch.tensor([0, 4, 2]), 5), ValueError, r"cu_seqlens: .*, got \[0, 4, 2\]"),
         (
             lambda: Rotate1d(8)(X[:1], cu_seqlens=torch.tensor([0, 6])), ValueError,
-            r"cu_seqlens: .* at most at 5, .*, got \[0, 6\]",
+            r"cu_seqlens: .* at most 5 .*, got \[0, 6\]",
         ),
         (
             lambda: lrpe_rotate_1d(X[:1], torch.rand(4), cu_seqlens=torch.tensor([0, 2**32 + 5])), ValueError,
@@ -446,19 +446,19 @@ X = torch.zeros(2, 4, 5, 8)
         ),
         (
             lambda: Rotate1d(8, theta=torch.rand(4), num_heads=3).set_frequencies(torch.rand(3, 4)), ValueError,
-            r"theta: .*of 1 heads",
+            r"theta: expected 1 head or the module's number of heads, 1, got",
         ),
         (lambda: Rotate1d(8)(), TypeError, "x: expected one tensor"),
         (lambda: Rotate1d(8)(torch.randn(4, 8)), ValueError, "x: expected shape"),
         (lambda: lrpe_rotate_1d(torch.randn(4, 8), torch.rand(4)), ValueError, "x: expected shape"),
-        (lambda: lrpe_rotate_1d((), torch.rand(4)), TypeError, "x: expected a tensor"),
+        (lambda: lrpe_rotate_1d((), torch.rand(4)), TypeError, "x: expected one tensor or two"),
         (lambda: lrpe_rotate_1d(torch.randn(1, 1, 4, 8), [1.0]), TypeError, "theta: expected a tensor"),
         (lambda: convert_pairs(torch.randn(8, 2), "half", "interleaved", head_dim=0), ValueError, "head_dim: "),
         (lambda: Grid((3,), prefix=1.0), ValueError, "prefix: expected an integer"),
         (lambda: Grid(3.0), ValueError, "shape: "),
         (
             lambda: Rotate1d(8, learnable=True, num_heads=2).set_frequencies(torch.ones(4)), ValueError,
-            r"theta: expected \(2, 4\), as learned, got \(4,\)",
+            r"theta: expected the shape of the learned frequencies, \(2, 4\), got \(4,\)",
         ),
         (
             lambda: convert_pairs(torch.ones(20, 3), "half", "interleaved", head_dim=8), ValueError,

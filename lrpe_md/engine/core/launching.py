@@ -50,7 +50,9 @@ def make_readable(call: Call) -> Call:
         return call if weights is call.weights else call._replace(weights=weights)
     if max(layout.num_grid_tokens, layout.start + layout.num_tokens) > MAX_INDEX:
         if call.weights.token_groups > 1:
-            raise ValueError("norm.weight: expected one for all tokens of a grid of 2^31 tokens or more")
+            raise ValueError(
+                "norm.weight: expected one weight for all tokens of a grid with 2^31 or more tokens, got one per group"
+            )
         coords, rotated = layout.positions(call.tables, omega.device)
         rotated = rotated.expand(coords.shape[:-1])
         affine, origin, layout = None, None, Layout(layout.num_tokens, 0, layout.num_tokens, 0, ())

@@ -142,8 +142,8 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
     if transformed:
         if is_required:
             raise ValueError(
-                "impl: 'triton' runs first-order reverse mode only, but a torch.func transform or a dual number is "
-                "active; use impl='auto'"
+                "impl: 'triton' supports only first-order reverse mode, but a torch.func transform or a dual number "
+                "is active; use impl='auto'"
             )
         return False
     if INTERPRETING and not torch.compiler.is_compiling():
@@ -329,7 +329,7 @@ class Operator(ABC):
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
         """Return the options for a forward that is followed by a backward, and the number of results for the user."""
-        raise NotImplementedError("an operator with options defines it")
+        raise NotImplementedError("expected an operator with options to override this method")
 
     # --- a call, from the choice of the path to a launch
 

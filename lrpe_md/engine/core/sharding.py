@@ -115,8 +115,8 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
-            "norm.weight: expected one for all tokens if the tokens of Coordinates are sharded, got one per group; "
-            "use a Grid, or redistribute x"
+            "norm.weight: expected one weight for all tokens, because the tokens of Coordinates are sharded, got one "
+            "per group; use a Grid, or redistribute x"
         )
     shards: list[Tensor | None] = []
     for t in weights:
@@ -189,7 +189,7 @@ def local_part(x: Any, dim: int) -> tuple[int, int]:
     if local != length:
         noun, advice = _SHARDED_DIMS[dim]
         raise ValueError(
-            f"x: expected shards as DTensor makes them, here {length} of {x.shape[dim]} {noun}, got {local}; call "
-            f"on the local tensor with {advice}"
+            f"x: expected shards of the size that DTensor chooses, {length} of {x.shape[dim]} {noun}, got {local}; "
+            f"call on the local tensor with {advice}"
         )
     return start, length

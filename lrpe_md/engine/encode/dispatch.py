@@ -242,7 +242,9 @@ def _count_groups(phase: Any) -> int:
     """Return the number of groups of phases, which must be the same for q and k."""
     group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(group_counts) > 1:
-        raise ValueError(f"phase: expected as many groups for q as for k, got {[tuple(phi.shape) for phi in phase]}")
+        raise ValueError(
+            f"phase: expected the same number of groups for q and k, got {[tuple(phi.shape) for phi in phase]}"
+        )
     return max(group_counts, default=1)
 
 

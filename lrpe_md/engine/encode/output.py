@@ -76,8 +76,7 @@ def _check_start(start: Any) -> Tensor:
     if not isinstance(start, Tensor):
         raise TypeError(
             "out_start: expected a tensor of integers, which the kernel reads on the device, got "
-            f"{type(start).__name__}; for a "
-            "number slice out"
+            f"{type(start).__name__}; to start at a fixed row, slice out instead"
         )
     if start.ndim > 1 or start.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -107,8 +106,7 @@ def check_target(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*xs, *sources)):
         raise ValueError(
             "out: expected no gradient to be recorded, because writing into out is not differentiable; call under "
-            "torch.no_grad() or "
-            "torch.inference_mode(), or leave out out"
+            "torch.no_grad() or torch.inference_mode(), or omit out"
         )
     if start is not None and (start.shape[0] not in (1, xs[0].shape[0]) or start.device != xs[0].device):
         raise ValueError(
@@ -246,8 +244,8 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
     for i, (out, length) in enumerate(zip(target.outs, lengths, strict=True)):
         if out is not None and length and not 0 <= first <= last <= out.shape[2] - length:
             raise IndexError(
-                f"out_start: expected places from 0 to {out.shape[2] - length}, where {length} tokens fit into the "
-                f"{out.shape[2]} of {target.name(i)}, got {start.tolist()}; nothing was written"
+                f"out_start: expected rows from 0 to {out.shape[2] - length}, so that {length} tokens fit into the "
+                f"{out.shape[2]} rows of {target.name(i)}, got {start.tolist()}; nothing was written"
             )
 
 

@@ -42,8 +42,8 @@ def take_tables(
     if tables is None:
         if omega is None:
             raise TypeError(
-                "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(..) and "
-                "positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
+                "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(...) "
+                "and positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
             )
         if positions is None:
             raise TypeError(f"{NO_POSITIONS}, or tables=(cos, sin) instead of omega and positions")
@@ -118,7 +118,8 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
     if t.ndim == 4 and any(shape[1] < 1 or tensor.shape[1] % shape[1] for tensor in xs):
         heads = ", ".join(str(tensor.shape[1]) for tensor in xs)
         raise ValueError(
-            f"{name}: expected 1 head or the key heads, a divisor of x's heads ({heads}), got {shape[1]} ({shape})"
+            f"{name}: expected 1 head or the number of key heads, a divisor of x's heads ({heads}), got {shape[1]} "
+            f"({shape})"
         )
 
 

@@ -191,7 +191,7 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> 
     if t.ndim != 4:
         raise ValueError(
             f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}"
-            + ("; tokens packed end to end (N, H, D) take cu_seqlens, or what pack gives as positions" * (t.ndim == 3))
+            + ("; for packed tokens (N, H, D), pass cu_seqlens, or positions from lrpe_md.pack" * (t.ndim == 3))
         )
     if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
@@ -201,8 +201,8 @@ def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> 
         raise ValueError(f"{name}: expected q's dtype and device, {x.dtype} on {x.device}, got {t.dtype} on {t.device}")
     if t.shape[0] != x.shape[0] or t.shape[3] != x.shape[3] or not (other_length or t.shape[2] == x.shape[2]):
         raise ValueError(
-            f"{name}: expected q's batch, tokens and head_dim, {x.shape[0]}, {x.shape[2]}, {x.shape[3]}, "
-            f"got shape {tuple(t.shape)}; tensors of different lengths need separate positions"
+            f"{name}: expected the same batch, tokens and head_dim as q ({x.shape[0]}, {x.shape[2]}, {x.shape[3]}), "
+            f"got shape {tuple(t.shape)}; for tensors of different lengths, pass separate positions"
         )
 
 
@@ -210,10 +210,9 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     check_dense(name, t, form)
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}; where "
-            "FSDP2's mixed "
-            "precision cast it, call fully_shard on the module that owns it first, without param_dtype; for FSDP1 take "
-            "MixedPrecision(buffer_dtype=torch.float32), and ignored_modules for the module where it is learned"
+            f"{name}: expected float32 or float64 (16 bits are too coarse for distant tokens), got {t.dtype}; if "
+            "FSDP2's mixed precision cast it, first call fully_shard without param_dtype on the module that owns it; "
+            "with FSDP1, use MixedPrecision(buffer_dtype=torch.float32), and ignored_modules if it is learned"
         )
     if t.device != xs[0].device:
         raise ValueError(f"{name}: expected a tensor on x's device {xs[0].device}, got {t.device}")
@@ -222,8 +221,8 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
     for tensor in xs:
         if t.shape[0] < 1 or tensor.shape[1] % t.shape[0]:
             raise ValueError(
-                f"{name}: expected 1 head or the key heads, a divisor of x's {tensor.shape[1]} heads, "
-                f"got {t.shape[0]} ({tuple(t.shape)})"
+                f"{name}: expected 1 head or the number of key heads, a divisor of x's {tensor.shape[1]} heads, got "
+                f"{t.shape[0]} ({tuple(t.shape)})"
             )
 
 
@@ -233,7 +232,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
         start, stop = 0, head_dim
     elif isinstance(rotary_dim, slice):
         if rotary_dim.step not in (None, 1):
-            raise ValueError(f"rotary_dim: expected a slice of step 1, got {rotary_dim}")
+            raise ValueError(f"rotary_dim: expected a slice with step 1, got {rotary_dim}")
         start, stop, _ = rotary_dim.indices(head_dim)
     else:
         start, stop = 0, None if isinstance(rotary_dim, bool) else as_integer(rotary_dim)
@@ -253,7 +252,7 @@ def remedy(x: Tensor, positions: Any) -> str:
     """Return advice for an error about the number of tokens, if the shapes show the mistake; else ""."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
-        return "; for position ids (B, N), coordinates on one axis, pass positions[..., None]"
+        return "; for position ids (B, N) on one axis, pass positions[..., None]"
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
     if x.shape[1] == getattr(positions, "num_tokens", num_tokens):
         return TRANSPOSE

@@ -32,7 +32,7 @@ def encode_qkv(
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
     if xs:
-        raise TypeError(f"qkv: expected no other tensors next to qkv, got {len(xs)}")
+        raise TypeError(f"qkv: expected no other tensors with qkv, got {len(xs)}")
     num_key_heads = _check_projection(qkv, num_key_heads)
     is_batched = qkv.ndim == (5 if num_key_heads is None else 4)
     out_argument = {} if out is None else {"out": tuple(map(order_heads, out)) if type(out) is tuple else out}
@@ -101,8 +101,8 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
     heads, total = None if isinstance(num_key_heads, bool) else as_integer(num_key_heads), qkv.shape[-2]
     if heads is None or heads < 1 or total - 2 * heads < 1 or total % heads:
         raise ValueError(
-            f"num_key_heads: expected H_k of at least 1 such that the {total} heads are H_q + 2 H_k, H_q a multiple of "
-            f"H_k, got {num_key_heads!r}"
+            f"num_key_heads: expected H_k >= 1 with H_q + 2 H_k = {total} heads and H_q a multiple of H_k, got "
+            f"{num_key_heads!r}"
         )
     return heads
 

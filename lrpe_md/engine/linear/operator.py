@@ -212,7 +212,7 @@ def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     elif not q.is_cuda:
         return True
     elif attention.mask == "causal" and _is_learned_by_head(decay):
-        reason = "a causal mask with a decay by head that needs a gradient"
+        reason = "a causal mask with a per-head decay that needs a gradient"
     else:
         features = call.spec.out_dim(q.shape[3])
     if features and not fits_kernels(v.shape[3], features, q.element_size(), attention.rule == "delta"):

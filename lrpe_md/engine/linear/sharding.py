@@ -168,8 +168,8 @@ def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
         all_keys = ours.is_shard(TOKENS) and call.attention.mask == "full" and call.cu_seqlens is None
         if ours != theirs and not (theirs.is_replicate() and (one_head or all_keys)):
             raise ValueError(
-                f"k: expected q's placements {tuple(q.placements)}, or Replicate() for a single key head or for all "
-                f"keys of queries that are sharded over tokens, got {tuple(k.placements)}; call k.redistribute first"
+                f"k: expected q's placements {tuple(q.placements)}, or Replicate() (with one key head, or if the "
+                f"queries' tokens are sharded), got {tuple(k.placements)}; call k.redistribute first"
             )
     if call.cu_seqlens is not None and count_ranks(q, TOKENS) * count_ranks(q, BATCH) > 1:
         raise ValueError(

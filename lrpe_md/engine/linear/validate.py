@@ -59,9 +59,7 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         mask_name = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
-        raise ValueError(
-            f"k: expected as many tokens as q's {q.shape[2]} with a causal or block mask, got {k.shape[2]}"
-        )
+        raise ValueError(f"k: expected q's {q.shape[2]} tokens with a causal or block mask, got {k.shape[2]}")
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
     spec, q_side, k_side = _place_sides(options, arguments, sides)
     if attention.mask == "block":
@@ -105,8 +103,8 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
         raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
     if rule == "delta" and (mask == "causal" or block == 1):
         raise ValueError(
-            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for the delta "
-            "rule token by token use the library flash-linear-attention (fla)"
+            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for a "
+            "token-by-token delta rule, use the flash-linear-attention library (fla)"
         )
     if directions == "both" and mask != "block":
         raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
@@ -176,11 +174,11 @@ def check_eps(eps: Any) -> None:
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
     """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
     reasons = {
-        "is_causal": (options.is_causal, "lets a token see later ones"),
-        "block": (options.block is not None, "lets a token see later ones"),
+        "is_causal": (options.is_causal, "lets tokens see later tokens"),
+        "block": (options.block is not None, "lets tokens see later tokens"),
         "cu_seqlens": (arguments.cu_seqlens is not None, "would run over all sequences at once"),
         "state": (bool(arguments.state) or options.return_state, "needs the whole sequence at once"),
-        "gate": (arguments.gate is not None, "counts the tokens that a gate takes out"),
+        "gate": (arguments.gate is not None, "includes the tokens that a gate removes"),
     }
     for name, (is_passed, reason) in reasons.items():
         if is_passed:
@@ -194,8 +192,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
     check_dense("v", v, "(B, H, N, D_v)")
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and a head_dim of its own, got "
-            f"{tuple(v.shape)}"
+            f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and any head_dim, got {tuple(v.shape)}"
         )
     if v.shape[3] < 1:
         raise ValueError(f"v: expected a head_dim of at least 1, got {tuple(v.shape)}")

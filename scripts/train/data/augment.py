@@ -1,4 +1,4 @@
-"""Batches of decoded and augmented images, each by its own draw, whatever process makes them."""
+"""Decode and augment batches of images. An image's draw determines its augmentation, in whatever process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
 
     Args:
         size: height and width, or one number for both.
-        policy: of timm, such as rand-m9-mstd0.5-inc1; "" for none.
-        scale: smallest share of the image's area that a crop shows; 1 takes the largest central part.
+        policy: a timm augmentation policy, such as rand-m9-mstd0.5-inc1; "" for none.
+        scale: smallest fraction of the image's area in a crop; 1 takes the largest central part.
 
     Raises:
         typer.BadParameter: timm does not know the policy.

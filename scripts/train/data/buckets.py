@@ -20,7 +20,7 @@ class Buckets:
     """Shapes of samples.
 
     Args:
-        shapes: by size, the shape of each bucket.
+        shapes: shape of each bucket, by size.
         of: bucket of each sample, (N,).
     """
 
@@ -46,16 +46,16 @@ class Buckets:
         return np.flatnonzero(self.of == bucket)
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps of a training at all sizes, each of one size and one bucket.
+        """Return the steps of a training. The samples of a step have one size and come from one bucket.
 
-        A sample's number in a step is its index, plus N for each size before that of the step.
+        A sample's number in a step is its index + N · (index of the step's size).
         """
         parts = [self.members(bucket) for bucket in np.unique(self.of)]
         groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
         return order_groups(groups, batch, seed)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, Shape]:
-        """Return the samples of a batch and their shape; numbers: as :meth:`order` yields them."""
+        """Return the samples of a batch and their shape. numbers: those that :meth:`order` yields."""
         turn, indices = int(numbers[0]) // len(self.of), numbers % len(self.of)
         return indices, list(self.shapes.values())[turn][self.find(indices)]
 
@@ -73,7 +73,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes to train and to test at. A size is the square root of an image's area, in pixels.
+    """Sizes for training and testing. A size is the square root of an image's area, in pixels.
 
     Args:
         train: sizes to train at; each batch has one of them.
@@ -89,7 +89,7 @@ class Sizes:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """All sizes, those of the training first."""
+        """All sizes, the training sizes first."""
         return tuple(dict.fromkeys((*self.train, *self.test)))
 
     def shapes(self, size: int) -> list[Shape]:

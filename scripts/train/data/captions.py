@@ -26,7 +26,7 @@ from .streams import measure_image
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
 REMEDY = (
-    f"expected a folder or a .zip with images ({', '.join(SUFFIXES)}) and either a NAME.txt beside each NAME.png, or "
+    f"expected a folder or a .zip with images ({', '.join(SUFFIXES)}) and either a NAME.txt next to each NAME.png, or "
     f"one of {', '.join(TABLES)} with file_name and text"
 )
 
@@ -38,9 +38,9 @@ UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZ
 def load_classes(
     path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
 ) -> Labelled:
-    """Load the images of a table, with one of its fields as their class.
+    """Load the images of a table. One of its fields is the class.
 
-    An image is for tests where a hash of its name, modulo ``parts``, is 0.
+    An image is for tests if the hash of its name is 0 modulo ``parts``.
     """
     files = list_files(path)
     pairs = sorted(pair_up(path, files, without, label).items())[:limit]
@@ -59,7 +59,7 @@ def load_classes(
 
 
 def list_files(path: Path) -> dict[str, Read]:
-    """Return the files of a folder or a zip by name, relative and with forward slashes."""
+    """Return the files of a folder or a zip by name, as relative paths with forward slashes."""
     if path.is_dir():
         return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
     if not path.exists():
@@ -71,7 +71,7 @@ def list_files(path: Path) -> dict[str, Read]:
     files: dict[str, Read] = {}
     for info in archive.infolist():
         if info.filename in files:
-            raise typer.BadParameter(f"--data {path}: {info.filename} is in it twice; remove one")
+            raise typer.BadParameter(f"--data {path}: {info.filename} appears twice; remove one")
         if not info.is_dir():
             files[info.filename] = partial(archive.read, info)
     return files
@@ -95,7 +95,7 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
         raise typer.BadParameter(
-            f"--data {path}: expected a caption in NAME.txt beside each of {len(beside)} images, got "
+            f"--data {path}: expected a caption in NAME.txt next to each of {len(beside)} images, got "
             f"{len(beside) - len(alone)} (none for {_name_some(alone)}); add the missing ones, or pass --condition "
             "none or labels to train without captions"
         )
@@ -113,12 +113,12 @@ def _from_table(
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got half a surrogate pair: {row!a}")
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got an unpaired surrogate: {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
-            raise typer.BadParameter(f"--without {without}: {table}, line {line} has {', '.join(row)} alone")
+            raise typer.BadParameter(f"--without {without}: {table}, line {line} has only {', '.join(row)}")
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)
         else:
@@ -151,7 +151,7 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
 
 
 def read_text(path: Path, name: str, read: Read) -> str:
-    """Read a file of text in UTF-8."""
+    """Read a UTF-8 text file."""
     try:
         return read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -178,7 +178,7 @@ def _name_some(names: list[str]) -> str:
 
 @contextmanager
 def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
-    """Name the image of ``path`` that can't be read."""
+    """Raise an error that names the image that can't be read."""
     try:
         yield
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -186,7 +186,7 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Return an image of ``path``, upright, in RGB; what is transparent becomes white."""
+    """Return an image of ``path``, upright, in RGB; transparent pixels become white."""
     with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
         rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")

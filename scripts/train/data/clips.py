@@ -1,4 +1,4 @@
-"""Labelled videos for training, in memory: folders by class, and the frames of a clip by its draw."""
+"""Labelled videos in memory, from one folder per class. The draw of a clip determines its frames."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Sampling:
     """Choice of the frames of a clip.
 
     Args:
-        kind: "dense" takes every ``every``-th frame from a random one on; "uniform" takes one frame of each of as many
-            equal parts of the video.
+        kind: "dense" takes every ``every``-th frame, starting with a random frame; "uniform" divides the video into
+            ``frames`` equal parts and takes one frame from each part.
         frames: number of frames.
         every: distance between frames, for "dense".
     """
@@ -38,7 +38,7 @@ class Sampling:
     every: int
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return frame numbers (B, frames) in videos of these lengths, by places (B,) from 0 to less than 1.
+        """Return frame numbers (B, frames) for videos of these lengths and places (B,) in [0, 1).
 
         A video that is too short repeats its last frame.
         """
@@ -54,7 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LabelledVideos:
-    """Videos one after the other.
+    """Frames of all videos, concatenated.
 
     Args:
         frames: uint8 (F, 3, S, S).
@@ -92,16 +92,16 @@ class LabelledVideos:
 
 
 def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path | None = None) -> LabelledVideos:
-    """Decode the videos of a folder with a folder for each class.
+    """Decode the videos of a folder with one subfolder per class.
 
     Args:
         paths: one folder.
-        size: videos are cropped to their central square and resized to this.
-        parts: without a folder for tests one video in ``parts`` is held out, by a hash of its name.
-        cache: a folder for frames that other runs decoded.
+        size: height and width after cropping to the central square and resizing.
+        parts: if there is no folder for tests, one video in ``parts`` is held out, chosen by a hash of its name.
+        cache: folder for decoded frames, shared by runs.
 
     Raises:
-        VideoError: no such folder, a class without videos, a video that can't be read, nothing held out.
+        VideoError: no such folder, a class without videos, a video that can't be read, or no held-out videos.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         raise VideoError(f"--data {' '.join(map(str, paths))}: expected one folder; {REMEDY}")

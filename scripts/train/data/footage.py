@@ -1,4 +1,4 @@
-"""Videos for generative training, with captions, with class labels, or alone."""
+"""Videos for generative training, with captions, with class labels, or without conditions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .videos import SUFFIXES, Footage, decode, find_videos, measure, segments
 
 
 def is_footage(path: Path) -> bool:
-    """Tell whether a path is a video, or a folder of videos.
+    """Return whether a path is a video or a folder of videos.
 
     Raises:
         typer.BadParameter: a folder with both videos and images.
@@ -41,9 +41,9 @@ class Films:
     lengths: list[int]
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the clips of ``span`` frames: first frames, the number of their video, and which are held out.
+        """Return clips of ``span`` frames: their first frames, the numbers of their videos, and which are held out.
 
-        Videos are cut into segments of ``segment`` frames, with a gap between trained and held-out ones, as
+        Videos are cut into segments of ``segment`` frames, with a gap between training and held-out segments, as
         :func:`.videos.segments` does.
         """
         cut = segments(self.lengths, segment, split.parts, split.fold, span)
@@ -57,7 +57,7 @@ class Films:
 def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Records]:
     """Return the videos of a file or a folder, and their records.
 
-    A caption is in NAME.txt beside NAME.mp4; else the folder of a video is its class, if there are several.
+    Captions are in NAME.txt next to NAME.mp4. Otherwise, if there are several folders, each folder is a class.
     """
     found = find_videos([path])
     files = [found[i] for i in split.some(len(found))]
@@ -73,8 +73,8 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     """Decode the videos of a file or a folder.
 
     Returns:
-        their records and lengths; the buckets of all frames; and the frames of each bucket, uint8 (F, 3, height,
-        width), at the largest size.
+        The records and lengths of the videos, the buckets of all frames, and the frames of each bucket at the largest
+        size, uint8 (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)
     films = sort_films(files, sizes)

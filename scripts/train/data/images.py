@@ -1,4 +1,4 @@
-"""Labelled images for training: idx files as MNIST's, folders of classes and timm's data sets in memory, or streams."""
+"""Labelled images for training: idx files (as in MNIST), class folders and timm data sets in memory, or streams."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
-    "expected a folder with train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same of t10k (Debian's "
-    "dataset-fashion-mnist), with CLASS/*.png, with train/CLASS/*.png and one of "
-    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, with webdataset shards (.tar) or a Hugging Face "
-    "data set, or --dataset and the root of a data set of timm's"
+    "expected a folder with CLASS/*.png, with train/CLASS/*.png and one of "
+    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, with webdataset shards (.tar), or with "
+    "train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same files for t10k (as in Debian's "
+    "dataset-fashion-mnist); or a Hugging Face data set; or --dataset and the root of a timm data set"
 )
 PARTS = 5  # of a folder without tests one image in so many is held out
 STREAM_PARTS = 20  # of a stream without tests
@@ -76,7 +76,7 @@ class Labelled:
         return self.test.images.shape[1]
 
     def to(self, device: torch.device) -> Labelled:
-        """Move the images that are in memory; those of a stream are moved batch by batch."""
+        """Move images in memory to the device; streams move theirs batch by batch."""
         train = self.train.to(device) if isinstance(self.train, Images) else self.train
         return replace(self, train=train, test=self.test.to(device))
 
@@ -86,14 +86,14 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
 
     Args:
         path: a folder; see ``REMEDY``.
-        size: images of folders and of timm are cropped to their central square and resized to this; those of idx
-            files stay as they are.
-        dataset: a name of ``timm.data.create_dataset``, "torch/cifar10", with ``path`` as its root; it must be there
-            already.
-        limit: take this many of each at most, chosen at random, the same at every call.
+        size: height and width after cropping to the central square and resizing; images in idx files stay
+            unchanged.
+        dataset: a name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. It must
+            already be downloaded.
+        limit: largest number of training images and of test images, a random choice that is the same in every call.
 
     Raises:
-        ImageError: nothing of the kind there, an image that can't be read, more than fits into memory.
+        ImageError: no such images, an image that can't be read, or images that don't fit into memory.
     """
     if not path.is_dir():
         raise ImageError(f"--data {path}: no such folder; {REMEDY}")
@@ -118,7 +118,7 @@ def is_idx(path: Path) -> bool:
 
 
 def _some(num: int, limit: int | None) -> np.ndarray:
-    """Numbers of the images to take, in order."""
+    """Return the numbers of the chosen images, in order."""
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
@@ -136,8 +136,10 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of bytes, gzipped or not: two zeros, the type (8: uint8), the number of axes, their sizes as 32-bit
-    big-endian integers, the data (http://yann.lecun.com/exdb/mnist)."""
+    """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
+
+    It holds two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the data.
+    """
     try:
         raw = path.read_bytes()
         data = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -169,7 +171,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
-    """Return the files for training and tests, of train/CLASS and val/CLASS, or of CLASS, which is divided."""
+    """Return the training and test files: from train/CLASS and val/CLASS, or from CLASS, which is split."""
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
     found = [sorted(p for p in root.glob("*/**/*") if p.suffix.lower() in SUFFIXES) for root in roots]
@@ -208,9 +210,9 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     """Return training images as a stream, and test images in memory.
 
     Args:
-        path: shards or a Hugging Face data set, see :func:`.streams.open_source`, or a folder of classes.
+        path: shards or a Hugging Face data set, see :func:`.streams.open_source`, or class folders.
         size, limit: see :func:`load_images`.
-        label: the field that is the class. Default: .cls of shards, the ClassLabel of a data set.
+        label: field that holds the class. Default: .cls in shards, the ClassLabel of a data set.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
     train, test, num_classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
@@ -234,7 +236,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
 
 
 def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: int) -> Images:
-    """RGB squares of sample(0) .. sample(num - 1), images or their files, and labels."""
+    """Return labels and RGB squares of sample(0) to sample(num - 1), which are images or their files."""
     if (needed := num * 3 * size**2) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
@@ -264,7 +266,7 @@ def _square(source: Path | Image.Image, size: int) -> Tensor:
 
 
 def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """uint8 (B, C, H, W) → float (B, C, *size) in [-1, 1], bilinear with antialias."""
+    """Resize uint8 (B, C, H, W) to float (B, C, *size) in [-1, 1], bilinearly with antialiasing."""
     x = x.float()
     if tuple(x.shape[-2:]) != size:
         x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
@@ -272,8 +274,10 @@ def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
-    """Each image (B, C, H, W) moved by up to ``shift`` pixels each way, zeros (black) behind it, and half of them
-    mirrored, as its draw says."""
+    """Shift each image (B, C, H, W) by up to ``shift`` pixels in each direction, and mirror half of the images.
+
+    An image's draw determines both. Uncovered pixels are black.
+    """
     height, width, ways = x.shape[-2], x.shape[-1], 2 * shift + 1
     mirrored, draws = draws % 2 == 1, draws // 2
     down, right = draws % ways, draws // ways % ways

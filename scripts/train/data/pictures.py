@@ -1,4 +1,4 @@
-"""Images for generative training, with captions, with class labels, or alone. They are decoded on request."""
+"""Images for generative training, decoded on demand, with captions, with class labels, or without conditions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Pictures:
     """Images and their records.
 
     Args:
-        records: of the images.
-        open: returns the image of a number, in RGB.
-        measure: returns height and width of the image of a number.
-        content: hash of what a stream says about its content.
+        records: names and conditions of the images.
+        open: returns the image with a number, in RGB.
+        measure: returns height and width of the image with a number.
+        content: hash of a stream's description of its content.
     """
 
     records: Records
@@ -46,14 +46,14 @@ class Pictures:
 
     @property
     def digest(self) -> int:
-        """Hash the names, the captions or classes, and what a stream says about its content."""
+        """Hash the names, the captions or classes, and a stream's description of its content."""
         return zlib.crc32(repr((self.records.names, self.records.digest, self.content)).encode())
 
     def __len__(self) -> int:
         return len(self.records.names)
 
     def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
-        """Decode images, all unless told otherwise: uint8 (N, 3, height, width), the central part of each.
+        """Decode images (by default, all) and crop them to the central part: uint8 (N, 3, height, width).
 
         size: height and width, or one number for both.
         """
@@ -95,15 +95,15 @@ def open_pictures(
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`); CLASS/*.png, or train/CLASS/*.png and
-            val/CLASS/*.png; idx files as MNIST's; an .npz with images (N, H, W[, 3]) and labels (N,); images alone; or
-            what :func:`.streams.open_source` opens.
-        split: which images to take.
-        condition: one of ``CONDITIONS``. "auto": captions if there are any, else classes if there are any.
-        without: a field of the table of captions; rows where it is true are left out.
-        label: a field of a table or of a stream that is the class.
+            val/CLASS/*.png; idx files, as in MNIST; an .npz with images (N, H, W[, 3]) and labels (N,); only images; or
+            a path for :func:`.streams.open_source`.
+        split: choice of images.
+        condition: one of ``CONDITIONS``. "auto": captions if the data has them, otherwise classes if it has them.
+        without: boolean field of the caption table; rows where it is true are left out.
+        label: field of a table or a stream that holds the class.
 
     Raises:
-        typer.BadParameter: nothing of the kind there.
+        typer.BadParameter: no such images.
     """
     if path.suffix == ".npz" and path.is_file():
         found = _from_npz(path)
@@ -157,8 +157,8 @@ def _classes(path: Path, images: list[str]) -> Records:
     outside = [name for name, each in zip(images, parts, strict=True) if len(each) < 2]
     if outside:
         raise typer.BadParameter(
-            f"--data {path}: expected each image in the folder of its class, like cats/1.png, got {len(outside)} "
-            f"outside any: {outside[0]}; move them, or pass --condition none"
+            f"--data {path}: expected each image in a class folder, such as cats/1.png, got {len(outside)} outside any "
+            f"class folder: {outside[0]}; move them, or pass --condition none"
         )
     classes = tuple(sorted({each[0] for each in parts}))
     labels = np.array([classes.index(each[0]) for each in parts], np.int64)

@@ -17,14 +17,14 @@ CONDITIONS = ("auto", "captions", "labels", "none")
 
 @dataclass(frozen=True)
 class Split:
-    """Choice of samples: one in ``parts`` is held out, the ``fold``-th; ``limit``: take this many at most."""
+    """Choice of samples: one in ``parts`` is held out, the ``fold``-th. limit: largest number of samples."""
 
     parts: int
     fold: int = 0
     limit: int | None = None
 
     def some(self, num: int) -> np.ndarray:
-        """Return numbers of the samples to take, in order: a random choice, the same at every call."""
+        """Return the numbers of the chosen samples, in order: a random choice that is the same in every call."""
         if self.limit is None or self.limit >= num:
             return np.arange(num)
         return np.sort(np.random.default_rng(0).permutation(num)[: self.limit])
@@ -36,8 +36,8 @@ class Records:
 
     Args:
         names: one for each sample, unique.
-        captions: one for each sample, if they have any.
-        labels: (N,) int64, if they have classes.
+        captions: one for each sample, or None.
+        labels: (N,) int64, or None without classes.
         classes: names of the classes.
         tests: (N,) bool, True for the test part of data that has one.
     """
@@ -59,7 +59,7 @@ class Records:
         )
 
     def with_condition(self, condition: str, path: Path) -> Records:
-        """Return the records with this condition alone, one of ``CONDITIONS``; "auto": as they are."""
+        """Return the records with only this condition, one of ``CONDITIONS``; "auto" changes nothing."""
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:
@@ -69,15 +69,15 @@ class Records:
         return replace(self, captions=captions, labels=labels, classes=classes)
 
     def held_out(self, path: Path, split: Split) -> np.ndarray:
-        """Return which samples are held out, (N,) bool: the test part of the data, if it has one.
+        """Return which samples are held out, (N,) bool: the data's test part if it has one.
 
-        Otherwise a sample is held out where a hash of its caption, or of its name if there are no captions, modulo
-        ``parts`` is ``fold``. Equal captions stay together. Equal images under different captions do not, nor captions
-        that differ beyond the text's length. In a small set without such a sample, the one with the smallest hash is
-        held out.
+        Otherwise a sample is held out if the hash of its caption (without captions, of its name) is ``fold`` modulo
+        ``parts``. Equal captions stay together. Equal images with different captions do not, and neither do captions
+        that only differ after the maximum text length. If a small set has no such sample, the sample with the
+        smallest hash is held out.
 
         Raises:
-            typer.BadParameter: all samples are held out, or none of a test part of the data.
+            typer.BadParameter: all samples are held out, or the data's test part is empty.
         """
         keys = self.names if self.captions is None else self.captions
         found = self.tests
@@ -90,7 +90,7 @@ class Records:
         if found.all() or not found.any():
             different = f"{len(set(keys))} different {'names' if self.captions is None else 'captions'}"
             raise typer.BadParameter(
-                f"--data {path}: expected samples to train on and samples to hold out, got {(~found).sum()} and "
+                f"--data {path}: expected training samples and held-out samples, got {(~found).sum()} and "
                 f"{found.sum()} of {len(keys)} with {different}; add samples, or choose other --parts and --fold"
             )
         return found
@@ -117,5 +117,5 @@ class Records:
 
 
 def _mix(name: bytes) -> int:
-    """Hash a name. A CRC would not do: it is linear, so that all of a numbered series can end alike."""
+    """Hash a name. A CRC is linear, so all names of a numbered series could have the same last bits."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""Data of generative trainings: options that they share, and how to open what ``--data`` names."""
+"""Data for generative training: the common options, and functions that open ``--data``."""
 
 from __future__ import annotations
 
@@ -34,27 +34,31 @@ class GenerativeTraining(Training):
             free=True,
         )
     )
-    condition: str = option("auto", "captions, labels, none, or auto: captions or labels if the data has them.")
-    without: str = option("", "Field of the caption table; rows where it is true are left out.")
+    condition: str = option(
+        "auto", "Conditions: captions, labels, none, or auto (captions or labels if the data has them)."
+    )
+    without: str = option("", "Boolean field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
-    label: str = option("", "Field that is the class, of .json in shards or of a Hugging Face data set.")
-    parts: int = option(20, "Hold out one in this many images, or segments of videos.", least=1)
-    fold: int = option(0, "Which part is held out: 0 to --parts - 1.")
+    label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face data set.")
+    parts: int = option(20, "Hold out one in this many images or video segments.", least=1)
+    fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
     mix_sizes: str = option(
-        "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size. Latents keep theirs."
+        "",
+        "Other sizes to train at, in pixels, separated by commas. Each batch has one size. Latents keep their "
+        "own sizes.",
     )
     max_ratio: float = option(
         1.0,
         "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
-        "--size² pixels, and each batch comes from one bucket. Latents keep theirs.",
+        "--size² pixels, and each batch comes from one bucket. Latents keep their own sizes.",
         least=1,
     )
     stream: bool = option(
         False,
-        "Decode images when they are needed, by --workers, instead of all before the training. Always so for "
-        "webdataset shards and Hugging Face data sets.",
+        "Decode images on demand, in --workers, instead of all before training. Webdataset shards and Hugging Face "
+        "data sets are always streamed.",
     )
     frames: int = option(16, "Frames per clip.", least=1)
     every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
@@ -68,7 +72,7 @@ class GenerativeTraining(Training):
 
     @property
     def train_sizes(self) -> tuple[int, ...]:
-        """Sizes to train at, in pixels; latents keep theirs."""
+        """Training sizes, in pixels; latents have fixed sizes."""
         return parse_mixed(self.mix_sizes, self.size, 1)
 
     @property
@@ -82,11 +86,11 @@ class Source:
 
     Args:
         values: what the model generates.
-        condition: what it is told about each sample.
+        condition: the model's condition for each sample.
         train, held_out: numbers of the samples.
         digest: hash of the data.
         latents: latents.json, for latents.
-        num_train_sizes: how many of the sizes of the values are trained at, the first ones.
+        num_train_sizes: number of training sizes, which are the first sizes of the values.
     """
 
     values: Values
@@ -99,37 +103,37 @@ class Source:
 
     @property
     def train_sizes(self) -> tuple[int, ...]:
-        """Sizes to train at."""
+        """Training sizes."""
         return self.values.sizes[: self.num_train_sizes]
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the samples of the steps, for :meth:`train_batch`. A step has samples of one size and one bucket."""
+        """Return the samples of each step, all of one size and one bucket, for :meth:`train_batch`."""
         buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return values and conditions of training samples; those from ``len(train)`` on have the next size."""
+        """Return values and conditions of training samples; numbers from ``len(train)`` on mean the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
     @property
     def is_streamed(self) -> bool:
-        """True if worker processes make the batches on the CPU."""
+        """True if worker processes prepare the batches on the CPU."""
         return isinstance(self.values, Decoded)
 
     def check_batch(self, batch: int) -> None:
-        """Refuse a batch that is larger than the training part."""
+        """Raise an error if a batch is larger than the training part."""
         if batch > len(self.train):
             raise typer.BadParameter(
-                f"--batch {batch}: there are only {len(self.train)} samples to train on; make it smaller"
+                f"--batch {batch}: expected at most {len(self.train)}, the number of training samples; make it smaller"
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
-        """Return values and conditions of these samples, see :meth:`.values.Values.batch`."""
+        """Return values and conditions of these samples (see :meth:`.values.Values.batch`)."""
         return self.values.batch(indices, size, draws), self.condition.inputs(indices, self.values.device)
 
     def names(self, indices: np.ndarray) -> list[str]:
-        """Return what to show beside each sample."""
+        """Return the text to show next to each sample."""
         names: Any = self.condition.names
         return [names[i] for i in indices]
 
@@ -138,8 +142,8 @@ class Encoding(NamedTuple):
     """Encoders of the conditions.
 
     Args:
-        size: of the encoder of captions; the embeddings of classes have its width.
-        features: folder of ``train features``, in place of an encoder of captions.
+        size: size of the caption encoder, whose width class embeddings have too.
+        features: folder of ``train features``, instead of a caption encoder.
     """
 
     size: EncoderSize
@@ -151,7 +155,9 @@ def make_condition(records: Records, encoding: Encoding) -> Condition:
     size, features = encoding
     if features is not None:
         if records.captions is None:
-            raise typer.BadParameter(f"--text-features {features}: expected data with captions; leave it out")
+            raise typer.BadParameter(
+                f"--text-features {features}: expected --data with captions, got none; leave out --text-features"
+            )
         return Features(records.captions, FeatureFolder(features))
     if records.captions is not None:
         return Captions(records.captions, size)
@@ -169,8 +175,8 @@ def load_source(
     """Open the data of a training.
 
     Args:
-        sizes: of images.
-        encoding: of the conditions.
+        sizes: sizes of the images.
+        encoding: encoders of the conditions.
 
     Raises:
         typer.BadParameter: data that can't be used.

@@ -1,4 +1,4 @@
-"""Images of webdataset shards and Hugging Face data sets as pictures, decoded when they are needed."""
+"""Pictures from webdataset shards and Hugging Face data sets, decoded on demand."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Streams = Sequence[Stream]
 
 
 def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
-    """Open a stream: the records, functions from a number to the image and to its height and width, and a hash.
+    """Open a stream. Return the records, functions that return an image and its height and width, and a hash.
 
     Args:
-        condition: one of :data:`.records.CONDITIONS`. "auto": captions if there are any, else classes if there are any.
-        label: the field that is the class. Default: .cls of shards, the ClassLabel of a data set.
+        condition: one of :data:`.records.CONDITIONS`. "auto": captions if the data has them,
+            otherwise classes if it has them.
+        label: field that holds the class. Default: .cls in shards, the ClassLabel of a data set.
 
     Raises:
-        typer.BadParameter: no images there.
+        typer.BadParameter: no images.
     """
     train, test = open_source(path)
     sources = [train] if test is None else [train, test]
@@ -50,7 +51,7 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
 
 
 def _number(values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the number of each sample's class, and the names of the classes, sorted; integers are their own number."""
+    """Return each sample's class number, and the sorted class names. Integer classes keep their numbers."""
     unique = set(values)
     if all(isinstance(value, int) for value in unique) and min(unique) >= 0:
         return np.array(values, np.int64), tuple(map(str, range(max(unique) + 1)))

@@ -1,7 +1,7 @@
-"""Samples that are read when they are needed: webdataset shards, Hugging Face data sets, and folders of files.
+"""Samples that are read on demand: webdataset shards, Hugging Face data sets, and folders of files.
 
-Every source knows how many samples it has and where each of them is, so the order of a training stays a function of
-(seed, step, process), and a run resumes at any step without reading what came before.
+Every source knows the number and the location of its samples. So the order of a training depends only on (seed, step,
+process), and a run can resume at any step without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StreamError(typer.BadParameter):
 
 
 class Source(Protocol):
-    """Samples by number, as dictionaries of fields: image, label, caption, and others by their own name."""
+    """Samples by number, as dictionaries of fields: image, label, caption, and other fields by name."""
 
     @property
     def fields(self) -> set[str]:
@@ -57,11 +57,11 @@ class Source(Protocol):
         ...
 
     def locate(self, index: int) -> str:
-        """Return where the sample is, for an error."""
+        """Return where the sample is, for an error message."""
         ...
 
     def list_keys(self) -> list[str]:
-        """Return a name for each sample, which stays the same when others are added."""
+        """Return a name for each sample that stays the same when samples are added."""
         ...
 
     def list_values(self, name: str) -> list[Any]:
@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
     def class_names(self, name: str) -> tuple[str, ...] | None:
-        """Return the names of the classes that a field numbers; None: the samples do not say."""
+        """Return the class names for the numbers in a field, or None if they are unknown."""
         ...
 
     def hash_content(self) -> int:
@@ -83,7 +83,7 @@ class Stream:
 
     Args:
         source: the samples.
-        indices: numbers of those that belong to this stream.
+        indices: numbers of the samples in this stream.
     """
 
     source: Source
@@ -96,7 +96,7 @@ class Stream:
         """Return a sample.
 
         Raises:
-            DataError: it can't be read; the message says where it is.
+            DataError: the sample can't be read; the message says where it is.
         """
         return self._try(self.source.read, index)
 
@@ -162,7 +162,7 @@ class Shard:
         return self.offsets[sample, self.fields.index(name)] >= 0
 
     def read(self, sample: int, name: str, file: Any = None) -> bytes:
-        """Return the bytes of a field; file: the tar, if it is open."""
+        """Return the bytes of a field. file: the tar, if it is open."""
         offset, size = (int(table[sample, self.fields.index(name)]) for table in (self.offsets, self.sizes))
         with nullcontext(file) if file else self.path.open("rb") as opened:
             opened.seek(offset)
@@ -173,10 +173,10 @@ class Shard:
 
 
 def index_shard(path: Path, cache: Path | None = None) -> Shard:
-    """Find the samples of a tar; cache: a folder for indices, which other runs read.
+    """Find the samples of a tar. cache: folder for indices, shared by runs.
 
     Raises:
-        StreamError: the tar is damaged or incomplete; the message names the last whole sample.
+        StreamError: the tar is damaged or incomplete; the message names the last complete sample.
     """
     stat = path.stat()
     name = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {INDEX}"
@@ -239,14 +239,14 @@ def _scan(path: Path) -> Shard:
 
 
 def _where(name: str) -> str:
-    """Return where shards have a field, for an error."""
+    """Return where shards store a field, for an error message."""
     if name == "caption":
         return "a caption in .txt"
     return "a class in .cls, or --label and that field in .json"
 
 
 class ShardSource:
-    """Samples of webdataset tars: NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy are one sample NAME."""
+    """Samples of webdataset tars: NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy form the sample NAME."""
 
     def __init__(self, paths: Sequence[Path], cache: Path | None = None) -> None:
         self.shards = [index_shard(path, cache) for path in paths]
@@ -331,7 +331,7 @@ class ShardSource:
 
 
 def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the tars for training and for tests of a folder, a tar, or a pattern such as train-{000..009}.tar.
+    """Return the training and test tars of a folder, a tar, or a pattern such as train-{000..009}.tar.
 
     In a folder, shards whose names begin with val, validation or test are for tests.
     """
@@ -355,7 +355,7 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 class HubSource:
-    """A split of a Hugging Face data set; columns of images, of ClassLabel, and "text" get the names of a sample."""
+    """Split of a Hugging Face data set. Image, ClassLabel and "text" columns are renamed to a sample's fields."""
 
     def __init__(self, data: Any, name: str) -> None:
         from datasets import ClassLabel
@@ -368,8 +368,8 @@ class HubSource:
         self.renamed |= {key: "caption" for key in ("text", "caption") if key in data.features}
         if len(set(self.renamed.values())) < len(self.renamed):
             raise StreamError(
-                f"--data {name}: expected one column each of images, classes and captions, got {self.renamed}; remove "
-                "the others with remove_columns"
+                f"--data {name}: expected at most one column each for images, classes and captions, got "
+                f"{self.renamed}; remove the others with remove_columns"
             )
 
     def __len__(self) -> int:
@@ -419,8 +419,7 @@ class HubSource:
 
 
 def open_hub(name: str) -> tuple[Source, Source | None]:
-    """Return the training and the test split of a data set: a folder of save_to_disk or of parquet files, or a name on
-    the hub."""
+    """Return the training and test splits of a save_to_disk folder, a folder of parquet files, or a hub name."""
     import datasets
 
     try:
@@ -484,7 +483,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class LabelledStream:
-    """A stream, and the number of the class of each sample, (N,) int64."""
+    """A stream, and the class number of each sample, (N,) int64."""
 
     stream: Stream
     classes: np.ndarray
@@ -502,7 +501,7 @@ class LabelledStream:
 
 
 def number_classes(train: Stream, test: Stream, label: str) -> tuple[LabelledStream, LabelledStream, int]:
-    """Return both streams with the classes that a field says, and the number of classes. Names are sorted."""
+    """Return both streams with the classes in a field, and the number of classes. Class names are sorted."""
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
     unique = set(found[0]) | set(found[1])
@@ -533,7 +532,7 @@ def is_stream(path: Path) -> bool:
 
 
 def open_source(path: Path) -> tuple[Source, Source | None]:
-    """Return the samples for training, and those for tests if the data separates them."""
+    """Return the training samples, and the test samples if the data separates them."""
     if str(path).startswith(HUB):
         return open_hub(str(path).removeprefix(HUB))
     if path.is_dir() and not any(path.glob("*.tar")):
@@ -544,12 +543,12 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return which samples are for tests, (N,) bool: those where a hash of the name, modulo ``parts``, is 0."""
+    """Return which samples are for tests, (N,) bool: those whose name has a hash of 0 modulo ``parts``."""
     return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
 
 
 def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:
-    """Return the streams for training and tests; without a test source one sample in ``parts`` is held out."""
+    """Return the training and test streams. Without a test source, one sample in ``parts`` is held out."""
     if test is not None:
         return Stream(source, np.arange(len(source))), Stream(test, np.arange(len(test)))
     held_out = hold_out(source.list_keys(), parts)

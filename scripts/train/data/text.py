@@ -1,4 +1,4 @@
-"""The text that ``train lm`` trains on: bytes of a file or a folder, and windows of them."""
+"""Text for ``train lm``: the bytes of a file or a folder, and windows of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALIDATION = 0.05
 
 
 class Text(NamedTuple):
-    """Bytes, (N,) uint8: the validation part is the end."""
+    """Bytes, (N,) uint8. The validation part comes last."""
 
     train: Tensor
     validation: Tensor
@@ -30,7 +30,7 @@ class Text(NamedTuple):
 
 
 def load_text(path: Path) -> Text:
-    """A file, or the .txt and .md files of a folder in the order of their names."""
+    """Load a file, or the .txt and .md files of a folder in the order of their names."""
     if not path.exists():
         raise typer.BadParameter(
             f"TEXT: expected a text file or a folder of .txt and .md files, got {path}, which does not exist; any text "
@@ -41,7 +41,7 @@ def load_text(path: Path) -> Text:
         raise typer.BadParameter(f"TEXT: expected .txt or .md files in {path}, found none")
     raw = b"".join(file.read_bytes() for file in files)
     if not raw:
-        raise typer.BadParameter(f"TEXT: expected text in {path}, got {len(files)} empty files")
+        raise typer.BadParameter(f"TEXT: expected text in {path}, got only empty files ({len(files)})")
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     split = len(data) - int(VALIDATION * len(data))
     return Text(data[:split], data[split:], hashlib.sha256(raw).hexdigest())
@@ -57,12 +57,12 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
 
 
 def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Draw the first byte of each window of each step, with replacement, out of ``num`` places, from step ``start`` on.
+    """Draw the first bytes of each step's windows from ``num`` places, with replacement, starting at step ``start``.
 
-    One generator draws for all steps, so that those before ``start`` are drawn, too, and left out.
+    One generator draws for all steps, so earlier steps are drawn and discarded.
 
     Yields:
-        starts (batch,) int64, and zeros for the draws, which nothing needs.
+        starts (batch,) int64, and zeros for the unused draws.
     """
     generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
     for step in itertools.count():

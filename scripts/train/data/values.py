@@ -29,10 +29,10 @@ class Values(Protocol):
     """Interface of the values.
 
     Attributes:
-        sizes: height and width in pixels, or the square root of their product, first those of training, then a larger
-            one to test at if there is one.
-        channels: of a sample.
-        device: that of the batches.
+        sizes: height and width in pixels, or the square root of their product: the training sizes, then possibly a
+            larger test size.
+        channels: number of channels of a sample.
+        device: device of the batches.
     """
 
     @property
@@ -45,7 +45,7 @@ class Values(Protocol):
     def device(self) -> torch.device: ...
 
     def buckets(self, indices: np.ndarray) -> np.ndarray:
-        """Return the bucket of each sample; those of one bucket have one shape."""
+        """Return the bucket of each sample. Samples in a bucket have the same shape."""
         ...
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
@@ -55,18 +55,18 @@ class Values(Protocol):
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         """Return samples of one bucket, (B, channels, [frames,] height, width), float32.
 
-        draws: (B,) int64, decide the augmentation; None: no augmentation, and the mean of latents.
+        draws: (B,) int64, determine the augmentation; None: no augmentation, and the mean of latents.
         """
         ...
 
 
 def mirrored(draws: np.ndarray) -> np.ndarray:
-    """Return which samples are mirrored by their draws."""
+    """Return which samples are mirrored, according to their draws."""
     return draws % 2 == 1
 
 
 def resize(images: Tensor, shape: tuple[int, int]) -> Tensor:
-    """uint8 (N, 3, H, W) → (N, 3, *shape), bicubic."""
+    """Resize uint8 (N, 3, H, W) to (N, 3, *shape), bicubically."""
     if images.shape[2:] == shape:
         return images
     parts = [F.interpolate(p.float(), size=shape, mode="bicubic", antialias=True) for p in images.split(256)]
@@ -78,7 +78,7 @@ class Pixels:
     """Images of one shape in memory.
 
     Args:
-        images: uint8 (N, 3, height, width) by size, on the device.
+        images: uint8 (N, 3, height, width) for each size, on the device.
         flip: mirror half of the samples of a training.
     """
 
@@ -117,7 +117,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class BucketedPixels:
-    """Images of several shapes in memory; parts: those of each bucket."""
+    """Images of several shapes in memory. parts: the images of each bucket."""
 
     parts: list[Pixels]
     assignment: Buckets
@@ -157,7 +157,7 @@ def load_pixels(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images that are decoded when they are needed, on the CPU, for worker processes."""
+    """Images that worker processes decode on the CPU, on demand."""
 
     pictures: Pictures
     assignment: Buckets
@@ -196,7 +196,7 @@ def array_name(name: str, size: int, bucket: int, is_bucketed: bool) -> str:
 
 
 def read_records(path: Path) -> Records:
-    """Return the records of a folder of latents: of images, or of videos."""
+    """Return the records of a latents folder, for images or videos."""
     return Records.from_json(read_json(path / RECORDS))
 
 
@@ -206,12 +206,12 @@ class Latents:
     Args:
         path: the folder.
         flip: mirror half of the samples of a training; the folder must have been written with --flip.
-        device: that of the batches.
+        device: device of the batches.
 
     Attributes:
-        about: the content of latents.json.
-        records: of the images, or of the videos.
-        lengths: frames of each video; None: images.
+        about: content of latents.json.
+        records: records of the images or videos.
+        lengths: number of frames of each video; None for images.
         assignment: buckets of the images or frames, with their shapes in pixels.
 
     Raises:
@@ -249,7 +249,7 @@ class Latents:
             ) from error
 
     def _array(self, file: str, bucket: int, shape: Shape) -> np.ndarray:
-        """(N, 1 or 2 views, C, h, w)."""
+        """Return an array (N, 1 or 2 views, C, h, w)."""
         factor, number = self.about["factor"], int((self.assignment.of == bucket).sum())
         found = self._load(file)
         wanted = (number, 1 + self.about["flip"], self.about["channels"], *(n // factor for n in shape))
@@ -293,7 +293,7 @@ class Latents:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips of frames: every ``every``-th frame from ``starts`` on, ``length`` of them."""
+    """Clips of ``length`` frames: every ``every``-th frame, beginning with ``starts``."""
 
     frames: Pixels | BucketedPixels | Latents
     starts: np.ndarray
@@ -326,7 +326,7 @@ class Clips:
 
 
 def hash_data(parts: Sequence[Tensor], records: Records) -> int:
-    """Hash the training data; parts: images, of each bucket."""
+    """Hash the training data. parts: the images of each bucket."""
     value = 0
     for images in parts:
         value = zlib.crc32(images.numpy().tobytes(), value)

@@ -1,6 +1,6 @@
-"""Footage for training: video files as small frames in memory, cut into segments of time, and labels for free.
+"""Video files for training, as small frames in memory, cut into segments, with labels from the order of the frames.
 
-Clips of training and test come from different segments, with a gap between them, so that no frame is in both.
+Training and test clips come from different segments with a gap between them, so no frame is in both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VideoError(typer.BadParameter):
 
 
 def find_videos(paths: Sequence[Path]) -> list[Path]:
-    """The files, and the videos in the folders, in the order of their names."""
+    """Return the files, and the videos in the folders, in the order of their names."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -52,21 +52,23 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
         found += inside
     again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
     if again:  # its frames would be trained on and tested
-        raise VideoError(f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} again")
+        raise VideoError(
+            f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} more than once"
+        )
     if not found:
         raise VideoError("--data: expected video files or folders, got none")
     return found
 
 
 def decoder(name: str | None = None) -> str:
-    """The decoder that is installed."""
+    """Return an installed decoder."""
     names = [name] if name else DECODERS
     for each in names:
         if importlib.util.find_spec(DECODERS[each]):
             return each
     raise VideoError(
-        f"PyAV or OpenCV is needed to decode videos, found neither ({', '.join(names)}): pip install av, or everything "
-        "that the scripts need: pip install 'lrpe-md[scripts]'"
+        f"PyAV or OpenCV is needed to decode videos, found neither ({', '.join(names)}): pip install av, or, for all "
+        "commands, pip install 'lrpe-md[scripts]'"
     )
 
 
@@ -83,8 +85,8 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
         raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
     if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
         raise VideoError(
-            f"{path}: {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out or "
-            "encode it again"
+            f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out "
+            "or re-encode it"
         )
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).contiguous()
 
@@ -99,7 +101,7 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the smallest height and width, in the same proportions, that cover a shape; None: as they are."""
+    """Return the smallest height and width, in the same proportions, that cover a shape; None changes nothing."""
     if shape is None:
         return height, width
     factor = max(shape[0] / height, shape[1] / width)
@@ -112,7 +114,7 @@ def _crop(frame: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """The number of frames by the file's head (0: it does not say), and the frames."""
+    """Yield the number of frames in the file's header (0 if unknown), then the frames."""
     import av  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
@@ -129,7 +131,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
                 height, width = _scaled(frame.height, frame.width, shape)
                 yield frame.reformat(width, height, format="rgb24", interpolation="AREA").to_ndarray()
     except (FFmpegError, OSError) as error:
-        raise VideoError(f"{path} can't be read as a video ({error}); leave it out or encode it again") from error
+        raise VideoError(f"{path} can't be read as a video ({error}); leave it out or re-encode it") from error
 
 
 def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
@@ -144,7 +146,7 @@ def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
         del os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"]
         os.environ.update({} if before is None else {"OPENCV_FFMPEG_CAPTURE_OPTIONS": before})
     if not capture.isOpened():
-        raise VideoError(f"{path} can't be read as a video; leave it out or encode it again")
+        raise VideoError(f"{path} can't be read as a video; leave it out or re-encode it")
     try:
         yield max(capture.get(cv2.CAP_PROP_FRAME_COUNT), 0)
         while True:
@@ -159,7 +161,7 @@ def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Frames start .. stop - 1 of the footage, for training or held out."""
+    """Frames from start to stop - 1, for training or held out."""
 
     start: int
     stop: int
@@ -168,7 +170,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Footage:
-    """frames: uint8 (F, 3, S, S), all videos one after the other."""
+    """Concatenated videos. frames: uint8 (F, 3, S, S)."""
 
     frames: Tensor
     segments: tuple[Segment, ...]
@@ -179,18 +181,18 @@ class Footage:
         return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
-        """First frames of all clips of ``span`` frames that lie in one segment."""
+        """Return the first frames of all clips of ``span`` frames within one segment."""
         parts = [np.arange(s.start, s.stop - span + 1) for s in self.segments if s.held_out == held_out]
         found = np.concatenate([np.empty(0, np.int64), *parts])
         if not len(found):
             raise VideoError(
                 f"--data: no {'held-out' if held_out else 'training'} segment is as long as a clip of {span} frames; "
-                "use more footage, a larger --segment, or a smaller --frames or --every"
+                "use longer videos, a larger --segment, or a smaller --frames or --every"
             )
         return found
 
     def clips(self, starts: Tensor, frames: int, every: int, size: int) -> Tensor:
-        """uint8 at ``starts`` (B,) → float (B, 3, frames, size, size) in [-1, 1]."""
+        """Return the clips at ``starts`` (B,) as float (B, 3, frames, size, size) in [-1, 1]."""
         index = starts[:, None] + every * torch.arange(frames, device=starts.device)
         x = self.frames[index.flatten().to(self.frames.device)].float()
         if x.shape[-1] != size:
@@ -199,9 +201,9 @@ class Footage:
 
 
 def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int) -> tuple[Segment, ...]:
-    """Cut videos into segments of time, every ``parts``-th held out, the ``fold``-th first.
+    """Cut videos into segments. Every ``parts``-th segment is held out, beginning with the ``fold``-th.
 
-    A training segment ends ``gap`` frames before a held-out one and begins ``gap`` frames behind it.
+    A training segment ends ``gap`` frames before a held-out one and begins ``gap`` frames after it.
     """
     found, first, number = [], 0, 0
     for length in lengths:
@@ -220,7 +222,7 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 
 
 def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
-    """Return path, bytes and time of the last change of each file."""
+    """Return path, bytes and modification time of each file."""
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in paths))
 
 
@@ -228,9 +230,9 @@ def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
 def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """Decode all frames, and count those of each video. Cached in the process until a file changes.
+    """Decode all frames, and count the frames of each video. The result is cached until a file changes.
 
-    videos: see :func:`describe_files`.
+    videos: result of :func:`describe_files`.
     """
     console, with_ = Console(stderr=True), decoder()
     shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
@@ -250,7 +252,7 @@ def load_footage(
     device: torch.device,
     cache: Path | None = None,
 ) -> Footage:
-    """Decode all videos and cut them; cache: a folder for frames that other runs decoded."""
+    """Decode all videos and cut them into segments. cache: folder for decoded frames, shared by runs."""
     frames, lengths = decode_all(describe_files(find_videos(paths)), size, cache)
     return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
 
@@ -260,13 +262,13 @@ def load_footage(
 
 @dataclass(frozen=True)
 class Task:
-    """Labels for free: the order in which a clip's frames are shown.
+    """Task whose label is the order of a clip's frames.
 
     Args:
-        num_classes: of the labels.
-        order: (label, frames) → which frame of the clip comes when.
-        multiple: what the number of frames must be divisible by.
-        source: of the task.
+        num_classes: number of labels.
+        order: function of (label, frames) that returns the order of the clip's frames.
+        multiple: divisor of the number of frames.
+        source: description and reference, for the help.
     """
 
     num_classes: int
@@ -286,12 +288,12 @@ def _pieces(label: int, frames: int, pieces: int = 4) -> list[int]:
 
 TASKS = {
     "arrow": Task(2, _arrow, 1, "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018"),
-    "order": Task(24, _pieces, 4, "the order of four pieces? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
+    "order": Task(24, _pieces, 4, "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
 }
 
 
 def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:
-    """Clips (B, 3, T, ..) with their frames in the order that the label says."""
+    """Return clips (B, 3, T, ...) with their frames in the order of their labels."""
     table = sent(np.array([task.order(label, x.shape[2]) for label in range(task.num_classes)]), x.device)
     index = table[labels.to(x.device)]
     return x[torch.arange(len(x), device=x.device)[:, None], :, index].transpose(1, 2)

@@ -1,12 +1,12 @@
-"""Train a diffusion transformer on images, videos or latents, by captions, class labels or nothing, and sample from it.
+"""Train a diffusion transformer on images, videos or latents, with captions, labels or neither, and sample from it.
 
     python -m scripts.train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
     torchrun --nproc-per-node 4 -m scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the folder of
 the run; the same command resumes an interrupted run. ``scripts.train sample`` draws your own prompts or classes.
-Emoji with their names: ``npm pack emoji-datasource-google``, its folder img/google/64 beside a metadata.jsonl with
-file_name and text.
+For emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and text
+next to its folder img/google/64.
 """
 
 from __future__ import annotations
@@ -48,31 +48,33 @@ class DiffusionTraining(GenerativeTraining):
 
     Command: python -m scripts.train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
-    Cost: 20.9 M parameters, 256 patches an image at 32×32: 2,500 steps are three to five minutes on an H200 that five
-    share.
+    Cost: 20.9 M parameters, 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200 shared by
+    five runs.
 
-    Expect: a loss of 1 + the images' mean square at first, since the model begins at zero: 1.66 for emoji. At the end
-    0.141 to 0.146 on held-out captions (linear attention 0.171 to 0.175, without positions 0.303). The held-out loss is
-    at the same times and noise for every encoding.
+    Expect: an initial loss of 1 + the images' mean square (1.66 for emoji), because the model outputs zero at first.
+    The final loss on held-out captions is 0.141 to 0.146 (linear attention: 0.171 to 0.175, without positions: 0.303).
+    The held-out loss uses the same times and noise for every encoding.
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
     steps: int = option(2500, "Optimiser steps.", least=1)
     test_size: int = option(
-        48, "Larger size to test and sample at, in pixels; 0 tests at --size alone. Not for latents.", least=0, off=True
+        48, "Larger size to test and sample at, in pixels; 0 tests only at --size. Not for latents.", least=0, off=True
     )
     vae: str = option(
-        "auto", "VAE that decodes latents: a folder or a hub id; auto: the one that made them.", free=True
+        "auto", "VAE that decodes latents: a folder, a hub id, or auto (the VAE that encoded them).", free=True
     )
     text_features: Path | None = field(
         default=None,
-        metadata=describe("Output folder of `train features`: train on them instead of a text encoder.", free=True),
+        metadata=describe(
+            "Output folder of `train features`, for training on text features instead of a text encoder.", free=True
+        ),
     )
     encoding: str = option("rotate", CAPTIONED.help)
     attention: str = option("softmax", CAPTIONED.attention_help)
     memory: str = option("", f"{MEMORY_HELP} Videos only, with directions=both.")
     model: str = option(
-        "", "Published size, such as XL/2, in place of --patch, --dim, --depth and --heads.", panel=MODEL
+        "", "Published size, such as XL/2, instead of --patch, --dim, --depth and --heads.", panel=MODEL
     )
     patch: int = option(2, "Height and width of a patch, in pixels or latents.", least=1)
     dim: int = option(256, "Embedding width.", least=1)
@@ -80,11 +82,15 @@ class DiffusionTraining(GenerativeTraining):
     heads: int = option(4, "Number of attention heads.", least=1)
     mlp: str = option("gelu", "MLP of the blocks: gelu, gelu_tanh or swiglu.", panel=MODEL)
     modulation: str = option(
-        "block", "Layers from time to shifts, scales and gates: one for each block, or one shared.", panel=MODEL
+        "block",
+        "Layers that compute shifts, scales and gates from the time: block (one per block) or shared.",
+        panel=MODEL,
     )
     reg_tokens: int = option(0, "Number of register tokens.", least=0, off=True, panel=MODEL)
     text_attention: str = option(
-        "joint", "How patches read text: joint (weights of their own), single (the same weights) or cross.", panel=MODEL
+        "joint",
+        "How patches attend to text: joint (separate weights), single (the same weights) or cross.",
+        panel=MODEL,
     )
     checkpointing: bool = option(
         False, "Recompute the blocks in the backward pass, to save memory.", free=True, panel=MODEL
@@ -93,7 +99,7 @@ class DiffusionTraining(GenerativeTraining):
     text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
     text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
     drop_text: float = option(
-        0.1, "Share of captions or labels that are emptied in training, for guidance.", least=0, below=1
+        0.1, "Fraction of captions or labels to drop in training, for guidance.", least=0, below=1
     )
     times: str = option("logit-normal", "Distribution of times in training: logit-normal or uniform.", panel=OPTIMISER)
     prediction: str = option("velocity", "What the model predicts: velocity, noise or sample.", panel=OPTIMISER)
@@ -105,7 +111,7 @@ class DiffusionTraining(GenerativeTraining):
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
         0,
-        "Steps between two sheets of samples; 0 draws one at the end alone.",
+        "Steps between two sheets of samples; 0 draws one only at the end.",
         free=True,
         least=0,
         off=True,
@@ -113,7 +119,8 @@ class DiffusionTraining(GenerativeTraining):
     )
     test_samples: int = option(256, "Maximum number of held-out samples to test on.", free=True, least=1, panel=RUN)
     distance_samples: int = option(
-        0, "Samples for a Fréchet distance in random features, at each validation and at the end; 0: none.",
+        0, "Number of samples for the Fréchet distance in random features, at each validation and at the end; 0 "
+            "disables it.",
         free=True, least=0, off=True, panel=RUN,
     )  # fmt: skip
 
@@ -163,7 +170,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @cached_property
     def latents(self) -> dict[str, Any] | None:
-        """The content of latents.json; None: the data is not latents."""
+        """Content of latents.json, or None for other data."""
         return read_json(self.data / LATENTS) if (self.data / LATENTS).is_file() else None
 
     @cached_property
@@ -202,7 +209,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
-    """Build the model for this data; None: for captioned images."""
+    """Build the model for this data (None means captioned images)."""
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
@@ -222,13 +229,13 @@ def open_source(config: DiffusionTraining, device: torch.device) -> Source:
 
 
 def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
-    """Return values, conditions, and which of the samples lose their condition."""
+    """Return values, conditions, and which samples lose their condition."""
     x, text = source.train_batch(indices, draws)
     return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Count the patches of a step, at the first of the sizes."""
+    """Count the patches in a step, at the first size."""
     side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
     side //= 1 if config.latents is None else config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
@@ -243,7 +250,7 @@ def loss(config: DiffusionTraining, model: nn.Module, samples: tuple[Any, ...]) 
 
 
 def open_decoder(config: DiffusionTraining, device: torch.device) -> Decoder | None:
-    """Load the VAE of latents; None: the data is not latents."""
+    """Load the VAE of the latents, or return None for other data."""
     if config.latents is None:
         return None
     found = Decoder(load_vae(config.latents["vae"] if config.vae == "auto" else config.vae), device)
@@ -293,7 +300,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
         return {"frechet_random_features": found}
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out samples, at the trained size."""
+        """Evaluate on the held-out samples, at the training size."""
         losses = evaluation.losses(trainer.averaged, evaluation.settings[0], trainer.accelerator.autocast)
         return {"held_out": sum(losses) / TIMES, **measure_distance(trainer)}
 
@@ -326,7 +333,7 @@ def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
 
 
 def show(config: DiffusionTraining, evaluation: Evaluation, trainer: Trainer, name: str) -> None:
-    """Write samples as NAME.npz and NAME.png, by the first process."""
+    """Write samples as NAME.npz and NAME.png, in the first process."""
     allow_sampling(config, trainer)
     captions, columns = evaluation.draw(
         trainer.averaged, config.sampling, config.samples, trainer.accelerator.autocast

