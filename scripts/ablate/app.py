@@ -67,8 +67,8 @@ def run(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall softmax, "
-            "add, decay or delta; repeatable."
+            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
+            "softmax, add, decay or delta; repeatable."
         ),
     ] = None,
     seeds: Annotated[
