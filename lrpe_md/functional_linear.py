@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear.call import Directions, LinearOptions, MapOrNone, NormalizerName, Rule, Sides, State
-from .engine.linear.dispatch import as_state, run_linear
+from .engine.linear.dispatch import as_state, run_linear_attention
 from .engine.linear.validate import TensorArguments
 from .norm import Norm
 
@@ -159,4 +159,4 @@ def linear_attention(
         rule=rule, directions=directions,
     )  # fmt: skip
     given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
-    return run_linear(options, given, Sides(omega, positions, phase, amplitude), norm)
+    return run_linear_attention(options, given, Sides(omega, positions, phase, amplitude), norm)

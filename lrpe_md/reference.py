@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "ACTIVATIONS", "MAPS", "NORMS", "Act", "Activation", "Map", "MapName", "Scales", "Spec", "activate",
+    "ACTIVATIONS", "MAPS", "NORMS", "Act", "ActivationFunction", "Map", "MapName", "Scales", "Spec", "activate",
     "activate_and_map", "angles", "cos_sin", "cosine", "encode", "encode_tables", "fold", "join_pairs", "no_autocast",
     "normalise", "rotate", "split_pairs",
 ]  # fmt: skip
@@ -101,7 +101,7 @@ def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
     return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
-class Activation(NamedTuple):
+class ActivationFunction(NamedTuple):
     """Activation, x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``.
 
     Softmax is not elementwise; its kernels are in ``engine/kernels/softmax.py``.
@@ -112,16 +112,16 @@ class Activation(NamedTuple):
     dims: tuple[int, ...] = ()  # valid values of dim; empty if elementwise
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "none": Activation(lambda x, dim: x),
-    "relu": Activation(lambda x, dim: torch.relu(x), never_negative=True),
-    "sigmoid": Activation(lambda x, dim: torch.sigmoid(x), never_negative=True),
-    "silu": Activation(lambda x, dim: F.silu(x)),
-    "softplus": Activation(
+ACTIVATIONS: dict[str, ActivationFunction] = {
+    "none": ActivationFunction(lambda x, dim: x),
+    "relu": ActivationFunction(lambda x, dim: torch.relu(x), never_negative=True),
+    "sigmoid": ActivationFunction(lambda x, dim: torch.sigmoid(x), never_negative=True),
+    "silu": ActivationFunction(lambda x, dim: F.silu(x)),
+    "softplus": ActivationFunction(
         lambda x, dim: F.softplus(x, threshold=40.0),  # the default threshold, 20, is off by 2e-9 in float64
         never_negative=True,
     ),
-    "softmax": Activation(
+    "softmax": ActivationFunction(
         lambda x, dim: torch.softmax(x, -1 if dim is None else dim), never_negative=True, dims=(-1, -2)
     ),
 }

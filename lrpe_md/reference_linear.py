@@ -262,7 +262,7 @@ def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
 Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the last token
 
 
-def _sum(terms: _Terms, operands: torch.dtype | None) -> _State:
+def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
     """Sum the states over the tokens of each (.., N, ·)."""
     return _State(
         product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
@@ -274,7 +274,7 @@ def _share(t: Tensor, heads: int) -> Tensor:
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
-def _read(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Return q̂ S and z = z_q · Σ, with one state for all tokens of each (.., N, ·)."""
     heads = terms.q.shape[1]
     rows = product(terms.q, _share(state.products, heads), operands)
@@ -287,9 +287,9 @@ def _attend_full(
     attention: Attention, terms: _Terms, before: _State | None, ends: tuple[int, int], operands: torch.dtype | None,
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    own = _sum(terms, operands)
+    own = _sum_keys(terms, operands)
     state = own if before is None else before.add(own)
-    return *_read(terms, state, operands), state
+    return *_read_state(terms, state, operands), state
 
 
 def _attend_causal(
@@ -309,7 +309,7 @@ def _attend_causal(
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
     weights = None
     if decay is None:
-        through = _accumulate(before, _sum(terms, operands))
+        through = _accumulate(before, _sum_keys(terms, operands))
     else:
         logs = lay_out_decay(decay, num_tokens, terms.k).log()
         logs = torch.nn.functional.pad(logs, (0, pad)).unflatten(2, (chunks, size))
@@ -335,7 +335,7 @@ def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -
     """Sum the tokens of each chunk, decayed to its end. weights: :func:`multiply_decay` of the chunk's tokens."""
     remaining = weights[..., -1, 1:, None]
     z_k = None if terms.z_k is None else remaining * terms.z_k
-    return _sum(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
+    return _sum_keys(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
 
 
 def _within_chunks(
@@ -345,7 +345,7 @@ def _within_chunks(
 
     decay: :func:`multiply_decay` of the tokens of each chunk.
     """
-    rows, z = _read(terms, before, operands)
+    rows, z = _read_state(terms, before, operands)
     if not causal:
         return rows, z
     heads = terms.q.shape[1]
@@ -374,8 +374,8 @@ def _attend_blocks(
     """Attend over the prefix, the blocks and the suffix in turn."""
     state, found = before, []
     for piece in _cut_blocks(terms, ends, attention.block):
-        through = _accumulate(state, _sum(piece, operands))
-        found.append(_read(piece, through.map(lambda t: t[:, :, 1:]), operands))
+        through = _accumulate(state, _sum_keys(piece, operands))
+        found.append(_read_state(piece, through.map(lambda t: t[:, :, 1:]), operands))
         state = through.map(lambda t: t[:, :, -1])
     return *_join_blocks(found), state
 
@@ -422,7 +422,7 @@ def _attend_forgetting(
     before, behind = given
     pieces = _cut_blocks(terms, ends, attention.block)
     sizes = [piece.k.shape[2] for piece in pieces]
-    sums = [_sum(piece, operands) for piece in pieces]
+    sums = [_sum_keys(piece, operands) for piece in pieces]
     parts = _State(
         torch.cat([part.products for part in sums], dim=2),
         None if before.features is None else torch.cat([part.features for part in sums], dim=2),  # pyright: ignore
@@ -441,7 +441,7 @@ def _attend_forgetting(
             [None] * 3 if seen.features is None else seen.features.split(sizes, dim=2), strict=True,
         )
     ]  # fmt: skip
-    found = [_read(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
+    found = [_read_state(piece, state, operands) for piece, state in zip(pieces, states, strict=True)]
     return *_join_blocks(found), last
 
 
@@ -517,7 +517,7 @@ def _attend_packed(
         rows, z = (None if t is None else t.flatten(2, 3).index_select(2, where.place) for t in (rows, z))
         assert rows is not None
         return rows, z, after.map(lambda t: t[:-1])
-    parts = _sum(terms, operands)
+    parts = _sum_keys(terms, operands)
     after = _State(*map(lambda a, b: _add_to(a, b, where.sequence), first, parts))  # pyright: ignore
     if mask == "causal":
         seen = parts.map(lambda t: _sum_before(t, where.sequence))
@@ -544,18 +544,18 @@ def _attend_packed_decaying(
     def see(start: Tensor, part: Tensor) -> Tensor:
         size, heads = part.shape[2], part.shape[1]
         found = product(between.expand(1, heads, size, size), part.flatten(3)).view(part.shape)
-        return found + _scale(_by_chunk(start, sequence), from_start)
+        return found + _scale_rows(_by_chunk(start, sequence), from_start)
 
     def finish(start: Tensor, part: Tensor) -> Tensor:
         whole = start.new_zeros(len(start), by_chunk.shape[1]).index_add(0, sequence, by_chunk[0].T).exp()
-        part = _scale(part, sum_after(by_chunk, sequence).exp())
-        return (_scale(start, whole)).index_add(0, sequence, part[0].transpose(0, 1))
+        part = _scale_rows(part, sum_after(by_chunk, sequence).exp())
+        return (_scale_rows(start, whole)).index_add(0, sequence, part[0].transpose(0, 1))
 
     seen = first.join(parts, see)
     return *_within_chunks(terms, seen, operands, decay=weights), first.join(parts, finish)
 
 
-def _scale(t: Tensor, factors: Tensor) -> Tensor:
+def _scale_rows(t: Tensor, factors: Tensor) -> Tensor:
     """Multiply t by factors that match its first dimensions."""
     return t * factors.reshape(*factors.shape, *(1,) * (t.ndim - factors.ndim))
 

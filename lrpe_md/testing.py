@@ -396,10 +396,10 @@ def check(
     most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be unlucky: the
     reference's error is below half of its mean in one of some hundred draws, or below a third for 16 entries.
     """
-    return _check(lambda seed: _draw(replace(case, seed=seed), impl, device, frequencies), case, ulps)
+    return _check_case(lambda seed: _draw_encoding(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
 
-def _check(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: float) -> list[Violation]:
+def _check_case(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps: float) -> list[Violation]:
     draw = draw_from(case.seed)
     found = _violations(draw, case, ulps)
     if found and all(
@@ -418,7 +418,7 @@ _SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1", "dsums"
 Draw = dict[str, tuple[Tensor, ...]]
 
 
-def _draw(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
+def _draw_encoding(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
     """Return for each result the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
@@ -734,7 +734,7 @@ def check_linear(
     - normalizer "encoded", which divides by a difference, and causal or block masks;
     - a single key, where o is its v and the plain reference has no error at all.
     """
-    return _check(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
+    return _check_case(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:

@@ -175,7 +175,7 @@ def axial_omega(
             raise ValueError(f"theta: expected floats of shape (E,) or (H, E), got {t.dtype} {tuple(t.shape)}")
     thetas = [t if t.ndim == 2 else t[None] for t in thetas]
     if axis_map == "head":
-        return _with_gaps(_by_head(thetas, num_channels - sum(between), sections, num_heads), [], between)
+        return _with_gaps(_axis_per_head(thetas, num_channels - sum(between), sections, num_heads), [], between)
     order = range(num_axes) if axis_order == "major_first" or not isinstance(axis_map, str) else range(num_axes)[::-1]
     whole, num_channels = num_channels, num_channels - sum(between)
     if num_channels < 0:
@@ -222,7 +222,7 @@ def _laid(
     return torch.cat([block.expand(num_heads, -1, -1) for block in blocks], dim=1)
 
 
-def _by_head(
+def _axis_per_head(
     thetas: Sequence[Tensor], num_channels: int, sections: Sequence[int] | None, num_heads: int | None
 ) -> Tensor:
     """Assign one axis to each head, on all its channels; heads beyond the sections are not rotated."""

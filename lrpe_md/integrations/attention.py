@@ -27,8 +27,8 @@ from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend", "attend_encoded", "attend_frames",
-    "attend_linearly", "check_causal", "check_memory", "sdpa_backends", "softmax_attention",
+    "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend_encoded", "attend_frames",
+    "attend_linearly", "attend_softmax", "check_causal", "check_memory", "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
 
 AttentionKind: TypeAlias = Literal["softmax", "linear"]
@@ -113,7 +113,7 @@ def softmax_attention(
         )  # is_causal is a tensor in ONNX's older exporter
 
 
-def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
     """Compute softmax attention of q, k, v (B, H, N, ..) with a timm attention's settings (fused, dropout)."""
     if attn.fused_attn:
         dropout_p = attn.attn_drop.p if attn.training else 0.0
@@ -323,7 +323,7 @@ def _attend_window(
                 assert size is not None
                 where = replace(where, start=where.total - frames[1] * size), where
         q, k = encoding(q, k, positions=where)
-    return attend(attn, q, k, v, mask, False)
+    return attend_softmax(attn, q, k, v, mask, False)
 
 
 def attend_linearly(

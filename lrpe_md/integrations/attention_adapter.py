@@ -602,7 +602,7 @@ def _build(
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     """Read head_dim and num_heads from a third-party attention."""
     for source in (module, getattr(module, "config", None)):
-        heads, size, width = (_read(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
+        heads, size, width = (_read_attribute(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
         if heads and (size or width):
             return size or (width or 0) // heads, heads
     raise ValueError(
@@ -610,6 +610,6 @@ def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     )
 
 
-def _read(source: Any, names: Sequence[str]) -> int | None:
+def _read_attribute(source: Any, names: Sequence[str]) -> int | None:
     values = (getattr(source, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

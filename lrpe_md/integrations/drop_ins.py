@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.core.call import Impl
-from .norms import is_plain
-from .plans import EQUAL, MORE, Plan, Recipe, Unlike, describe, prepare, run
+from .norms import is_plain_module
+from .plans import EQUAL, MORE, PreparedCall, RotationPlan, Unlike, describe, prepare, run_prepared
 from .probing import find_plan, quietly
 
 __all__ = ["drop_in"]
@@ -89,7 +89,7 @@ class _Probed:
         tensors = {name: t for name, t in held.items() if isinstance(t, Tensor) and t.ndim > 1}
         self.own_tensors = tuple(name for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
         self.attributes: tuple[str, ...] = ()  # the own_tensors that are tables
-        self.plans: dict[Any, Plan | Unlike] = {}
+        self.plans: dict[Any, RotationPlan | Unlike] = {}
         self.key: tuple[Any, ...] = ()  # the first kind of arguments that worked
         self.relation = EQUAL  # relation of the tables' rows to the tokens
 
@@ -99,21 +99,21 @@ class _Probed:
         entries = [("attribute", tuple(t.shape), t.dtype) if isinstance(t, Tensor) else ("unknown",) for t in tensors]
         return [*entries, ("settings", *[describe(getattr(self.owner, name), False) for name in self.settings])]
 
-    def find(self, key: tuple[Any, ...], relations: str) -> Plan | None:
+    def find(self, key: tuple[Any, ...], relations: str) -> RotationPlan | None:
         """Return the plan for a kind of arguments, probed at first use, or None if it is not supported."""
         if (key, relations) not in self.plans and len(self.plans) < _MOST_PLANS:
             quietly(lambda: self.probe(key, relations))
         plan = self.plans.get((key, relations))
-        return plan if isinstance(plan, Plan) else None
+        return plan if isinstance(plan, RotationPlan) else None
 
     # Same mark as torch.compiler.assume_constant_result sets (torch 2.15), without importing the compiler: the method
     # is called while a graph is traced, with constants of the trace.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def probe(self, key: tuple[Any, ...], relations: str) -> Plan | Unlike:
+    def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:
         """Probe one kind of arguments, and store the plan."""
         try:
-            plan: Plan | Unlike = find_plan(self.call, key, relations, self.device)
+            plan: RotationPlan | Unlike = find_plan(self.call, key, relations, self.device)
         except Unlike as e:
             plan = e.with_traceback(None)
         self.plans[key, relations] = plan
@@ -174,7 +174,7 @@ class _Probed:
                 sizes.append(value if kind in _CONSTANTS else describe(value, False))
         return tuple(sizes), xs, leaves
 
-    def resolve(self, values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]) -> Recipe | None:
+    def resolve(self, values: Sequence[Any], xs: list[Tensor], leaves: list[Tensor]) -> PreparedCall | None:
         """Return the recipe for a call's kind and sizes, or None if the call goes to the original."""
         entries, offset = [], 0
         for i, value in enumerate(values):
@@ -200,7 +200,7 @@ def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     for probed, keys in _read_signatures(function, device):
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
-            if isinstance(plan, Plan):
+            if isinstance(plan, RotationPlan):
                 probed.key, probed.relation = key, relation
                 return probed
             failure = max(failure, plan, key=attrgetter("depth"))
@@ -210,14 +210,14 @@ def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     return failure
 
 
-def _forward(function: Any) -> Callable[..., Any]:
+def _get_forward(function: Any) -> Callable[..., Any]:
     return function.forward if isinstance(function, nn.Module) else function
 
 
 def _read_signatures(function: Callable[..., Any], device: str) -> Iterator[tuple[_Probed, Iterator[tuple[Any, ...]]]]:
     """Yield candidate parameters to rotate and kinds of arguments to try; likely names come first."""
     try:
-        parameters = list(inspect.signature(_forward(function)).parameters.values())
+        parameters = list(inspect.signature(_get_forward(function)).parameters.values())
     except (TypeError, ValueError) as e:
         raise TypeError(f"function: expected a function or a module, got {function!r}: {e}") from e
     parameters = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -284,11 +284,11 @@ def _other_values(name: str) -> list[Any]:
 
 def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Callable[..., Any]:
     module = probed.owner if isinstance(probed.owner, nn.Module) else None
-    recipes: dict[Any, Recipe | None] = {}
+    recipes: dict[Any, PreparedCall | None] = {}
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         values = probed.bind(args, kwargs)
-        if values is None or (module is not None and not is_plain(module)):
+        if values is None or (module is not None and not is_plain_module(module)):
             return function(*args, **kwargs)
         sizes, xs, leaves = probed.measure(values)
         if torch.compiler.is_compiling():
@@ -301,9 +301,9 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
                 recipe = recipes[sizes] = probed.resolve(values, xs, leaves)
         if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
-        out = run(recipe, xs, leaves, impl)
+        out = run_prepared(recipe, xs, leaves, impl)
         return function(*args, **kwargs) if out is None else out
 
-    functools.update_wrapper(replacement, _forward(function), updated=())
+    functools.update_wrapper(replacement, _get_forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]
     return replacement

@@ -294,7 +294,7 @@ class EncodingStack:
     def heads(self) -> Heads:
         """Whether frequencies or phases differ by head ("own") or not ("shared")."""
         found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
-        return "own" if any(isinstance(m, FrequencyModule) and _by_head(m) for m in found) else "shared"
+        return "own" if any(isinstance(m, FrequencyModule) and _is_per_head(m) for m in found) else "shared"
 
     @property
     def preset(self) -> Preset | None:
@@ -360,7 +360,7 @@ class EncodingStack:
         return first.locate(positions)
 
 
-def _by_head(module: FrequencyModule) -> bool:
+def _is_per_head(module: FrequencyModule) -> bool:
     phase = module.get_phase()
     return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
 

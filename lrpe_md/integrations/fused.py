@@ -57,7 +57,7 @@ def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) ->
     return run, attributes
 
 
-def _keep(x: Any, *args: Any, **kwargs: Any) -> Any:
+def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for a norm or a rotation that was done before."""
     return x
 
@@ -187,7 +187,7 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
         video, text = both.split([hidden_states.shape[1], text.shape[1]], dim=1)
         return video, (text if getattr(attn, "to_add_out", None) is None else attn.to_add_out(text))
 
-    return _keep, call
+    return _return_unchanged, call
 
 
 # --- timm: Eva and models with AttentionRope -------------------------------------------------------------------------
@@ -218,7 +218,11 @@ def _fuse_timm(impl: Impl) -> tuple[Method, Method]:
     return rotate_one, forward
 
 
-_QWEN3 = (_fuse_qwen3, {"q_norm": "_fused_norm", "k_norm": "_fused_norm"}, {"_fused_norm": (_keep, staticmethod)})
+_QWEN3 = (
+    _fuse_qwen3,
+    {"q_norm": "_fused_norm", "k_norm": "_fused_norm"},
+    {"_fused_norm": (_return_unchanged, staticmethod)},
+)
 _TIMM = (_fuse_timm, {"num_prefix_tokens": "_fused_prefix", "torch": "_fused_torch"}, {"_fused_prefix": (0, None)})
 _DIFFUSERS = {
     "flux.FluxAttnProcessor": _Processor(_group_flux),

@@ -13,7 +13,7 @@ from torch.nn.modules import module as global_hooks
 
 from ..norm import Norm, NormName
 
-__all__ = ["is_plain", "join_norms", "norm_of", "takes_norm"]
+__all__ = ["is_plain_module", "join_norms", "norm_of", "takes_norm"]
 
 _LIBRARIES: dict[str, dict[str, NormName]] = {  # known classes of each module
     "timm.layers.norm": {"LayerNorm": "layer", "LayerNormFp32": "layer", "RmsNorm": "rms", "RmsNormFp32": "rms"},
@@ -39,7 +39,7 @@ def norm_of(
         heads: numbers of heads of q and k, if the norms are over all heads.
         device: of q and k; None: that of the weights.
     """
-    q, k = _read(q_norm, dtype), _read(k_norm, dtype)
+    q, k = _read_norm(q_norm, dtype), _read_norm(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
         return None
     joined: list[Any] = []
@@ -49,13 +49,13 @@ def norm_of(
         if len(found) == 1 or any(t.ndim != 1 for t in found):
             return None
         weights += found
-        joined.append(_by_head(found, heads) if found else None)
+        joined.append(_shape_by_head(found, heads) if found else None)
     if len({t.dtype for t in weights}) > 1 or any(t.device != (device or weights[0].device) for t in weights):
         return None
     return Norm(q.kind, joined[0], joined[1], q.eps, "head" if heads is None else "heads")
 
 
-def _by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor, ...]:
+def _shape_by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor, ...]:
     return tuple(pair) if heads is None else tuple(t.view(n, -1) for t, n in zip(pair, heads, strict=True))
 
 
@@ -69,7 +69,7 @@ def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
     return norms[0]._replace(weight=weight, bias=bias or None)
 
 
-def is_plain(norm: nn.Module) -> bool:
+def is_plain_module(norm: nn.Module) -> bool:
     """Return whether calling a module only runs its class's forward: no hooks, no instance-level forward."""
     return not (
         norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
@@ -78,9 +78,9 @@ def is_plain(norm: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def _read(norm: Any, dtype: torch.dtype) -> Norm | None:
+def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
     """Read the norm of one module, or return None if it is not plain or not known."""
-    kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain(norm) else None
+    kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain_module(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if kind is None or (kind == "rms" and bias is not None):
         return None

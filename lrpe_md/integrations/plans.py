@@ -12,8 +12,19 @@ from torch import Tensor
 from ..functional import rotate
 
 __all__ = [
-    "EQUAL", "FEWER", "MORE", "Follow", "Plan", "Recipe", "Run", "Turn", "Unlike", "arrange", "describe", "prepare",
-    "run",
+    "EQUAL",
+    "FEWER",
+    "MORE",
+    "Follow",
+    "PreparedCall",
+    "RotationPlan",
+    "Run",
+    "Turn",
+    "Unlike",
+    "arrange",
+    "describe",
+    "prepare",
+    "run_prepared",
 ]  # fmt: skip
 
 EQUAL, MORE, FEWER = "=", ">", "<"  # rows of the tables, compared with the tokens of an x
@@ -78,7 +89,7 @@ class Turn(NamedTuple):
     inverse: bool
 
 
-class Plan(NamedTuple):
+class RotationPlan(NamedTuple):
     """Effect of the function on arguments of one kind; see :func:`describe`.
 
     relations: for each x a character, EQUAL, MORE or FEWER.
@@ -139,13 +150,13 @@ class _Side(NamedTuple):
     prefix: int
 
 
-class Recipe(NamedTuple):
+class PreparedCall(NamedTuple):
     """A plan for tensors of known sizes; ``launches`` says how many of them each launch has.
 
     relations: as of a plan; those of another plan mean that this one is not for these sizes.
     """
 
-    plan: Plan
+    plan: RotationPlan
     relations: str
     sides: tuple[_Side, ...] = ()
     launches: tuple[int, ...] = ()
@@ -170,12 +181,12 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
     return tuple(items) or None, order
 
 
-def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> Recipe | None:
+def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:
     """Work out a call with tensors of these sizes; None for tables that don't fit."""
     if plan.grids is not None:
         sizes, table = (leaves[i] for i in plan.grids)
         fits = sizes.shape == (len(xs[0]), 3) and 2 * table.shape[1] == xs[0].shape[3] and table.device == xs[0].device
-        return Recipe(plan, EQUAL) if fits and not torch.compiler.is_compiling() else None
+        return PreparedCall(plan, EQUAL) if fits and not torch.compiler.is_compiling() else None
     for leaf, dim, size in plan.required_sizes:
         if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
@@ -211,10 +222,10 @@ def prepare(plan: Plan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0)
             (batch, heads, tokens), (other_batch, other_heads, other_tokens) = sides[i].sizes, sides[i + 1].sizes
             same_sizes = batch == other_batch and tokens == other_tokens and heads % other_heads == 0
             launches[-1] += same_sizes and xs[i].dtype == xs[i + 1].dtype
-    return Recipe(plan, relations, tuple(sides), tuple(launches))
+    return PreparedCall(plan, relations, tuple(sides), tuple(launches))
 
 
-def run(recipe: Recipe, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
+def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
     """Turn xs as the function would have, with our kernel; None where values in the leaves are not what it takes."""
     plan = recipe.plan
     if plan.detach_tables:
@@ -297,7 +308,7 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
     return torch.stack(parts, -1).flatten(-2) if table[1] else torch.cat(parts, -1)
 
 
-def _run_on_grids(plan: Plan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
+def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
     """Rotate as Wan does: the first tokens of each sample are a grid (T, H, W) of its own, and the others pass."""
     sizes, table = (leaves[i] for i in cast(tuple[int, int], plan.grids))
     grids, width = sizes.tolist(), table.shape[1]

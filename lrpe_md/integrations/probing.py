@@ -19,7 +19,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .plans import EQUAL, FEWER, MORE, Follow, Plan, Recipe, Run, Turn, Unlike, arrange, prepare, run
+from .plans import (
+    EQUAL,
+    FEWER,
+    MORE,
+    Follow,
+    PreparedCall,
+    RotationPlan,
+    Run,
+    Turn,
+    Unlike,
+    arrange,
+    prepare,
+    run_prepared,
+)
 
 __all__ = ["Probe", "are_close", "find_plan", "firsts", "layouts", "name_pairs", "quietly", "read_pairs"]
 
@@ -147,7 +160,7 @@ class Probe:
 # --- shapes to try --------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class LeafShapes(NamedTuple):
     """Shapes of the leaves, and their number of rows.
 
     labels: for each leaf and dimension, the axis of x with the same size, or the negative of a fixed size.
@@ -175,7 +188,7 @@ class Layout(NamedTuple):
         return xs, [[table[a] if a >= 0 else -a for a in labels] for labels in self.labels]
 
 
-def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
+def layouts(probe: Probe, relations: str) -> Iterator[LeafShapes]:
     """Yield shapes for the first probe, most likely first.
 
     Dimensions other than channels follow the axes of x in order, or have size 1, or the number of heads in x's last
@@ -205,7 +218,7 @@ def layouts(probe: Probe, relations: str) -> Iterator[Layout]:
         is_equal = set(relations) == {EQUAL} and not own_rows
         for axis, rows in itertools.product(range(num_axes)[::-1][: 1 if is_equal else None], own_rows or (None,)):
             if own_rows or is_equal or any(axis in each for each in labels):
-                yield Layout(labels, relations, axis, rows)
+                yield LeafShapes(labels, relations, axis, rows)
 
 
 # --- channels -------------------------------------------------------------------------------------------------------
@@ -292,7 +305,7 @@ class Reading:
     The result is a guess from one set of sizes and values; :func:`compare` confirms it with others.
     """
 
-    def __init__(self, probe: Probe, layout: Layout) -> None:
+    def __init__(self, probe: Probe, layout: LeafShapes) -> None:
         self.probe, self.layout = probe, layout
         xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
         self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
@@ -465,7 +478,7 @@ def gather(entries: list[Any]) -> list[Any]:
 # --- a plan ---------------------------------------------------------------------------------------------------------
 
 
-def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> Plan:
+def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, device: str = "cpu") -> RotationPlan:
     """Find out what ``call`` does with arguments of this kind.
 
     Raises:
@@ -489,7 +502,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     raise failure
 
 
-def make_plan(probe: Probe, layout: Layout) -> Plan:
+def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
     """Read the rotations for one layout, then verify the plan at other sizes, with the call's dtypes and gradients."""
     probe.offset = min(probe.offset, 1)
     turns, shapes, axes = Reading(probe, layout).turns, layout.shapes(probe.axes), probe.axes
@@ -499,7 +512,7 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     if any(t.axes[-1] != layout.token for t in turns) and set(layout.relations) != {EQUAL}:
         raise Unlike(5, "has tables that vary along a dimension other than the tokens'")
     like_next = (*map(operator.eq, turns, turns[1:]), False)
-    plan = Plan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
+    plan = RotationPlan(turns, like_next, layout.relations, probe.form, (torch.float32,) * len(turns))
     if not compare(probe, plan, probe.inputs(shapes, 2)):
         raise Unlike(5, _OTHERWISE)
     plan = plan._replace(required_sizes=find_required_sizes(probe, plan, layout))
@@ -516,13 +529,13 @@ def make_plan(probe: Probe, layout: Layout) -> Plan:
     return complete(probe, plan, *probe.inputs(shapes, 3))
 
 
-def make_grid_plan(probe: Probe) -> Plan:
+def make_grid_plan(probe: Probe) -> RotationPlan:
     """Return the plan of a function that rotates each sample by its own grid, like Wan's."""
     refusal, kinds = Unlike(-1, "takes no grids"), [e[:2] for e in probe.leaves]
     if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
         raise refusal
     sizes, table = kinds.index(("integers", 2)), kinds.index(("table", 2))
-    plan = Plan((), (), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
+    plan = RotationPlan((), (), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
     inputs: Any = None
     for grids, tokens in (([[2, 2, 3], [3, 1, 2]], 14), ([[1, 4, 2], [1, 4, 2]], 9)):
         shapes = [(2, 3), (9, *probe.leaves[table][3:])]
@@ -536,8 +549,8 @@ def make_grid_plan(probe: Probe) -> Plan:
     return complete(probe, plan, *inputs)
 
 
-def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple[int, int, int], ...]:
-    """Return the dimensions of leaves whose sizes matter although they follow no axis of x; see :class:`Plan`."""
+def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> tuple[tuple[int, int, int], ...]:
+    """Return the dimensions of leaves whose sizes matter although they follow no axis of x: see RotationPlan."""
     runs = [run for turn in plan.turns for run in (*turn.cos[0], *turn.sin[0])]
     follows = {(run.leaf, dim): at for run in runs for dim, at in run.follows}
     tables, positions = {run.leaf for run in runs}, {at.positions for at in follows.values()}
@@ -554,7 +567,7 @@ def find_required_sizes(probe: Probe, plan: Plan, layout: Layout) -> tuple[tuple
     return tuple(required)
 
 
-def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
+def compare(probe: Probe, plan: RotationPlan, inputs: Tensors) -> bool:
     """Return whether plan and function agree; False if either rejects these sizes."""
     xs, leaves = inputs
     try:
@@ -564,7 +577,7 @@ def compare(probe: Probe, plan: Plan, inputs: Tensors) -> bool:
     recipe = prepare(plan, xs, leaves, probe.offset)
     if recipe is None or recipe.relations != plan.relations:
         return False
-    if not are_close(run(recipe, xs, leaves, "reference"), expected):
+    if not are_close(run_prepared(recipe, xs, leaves, "reference"), expected):
         raise Unlike(5, _OTHERWISE)
     if not are_close([o / 1e3 for o in probe.run([x * 1e3 for x in xs], leaves)], expected):
         raise Unlike(4, "is not linear in x")
@@ -578,11 +591,11 @@ def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> boo
     return all(a.shape == b.shape and (a - b).abs().max() <= tolerance * (b.abs().max() + 1) for a, b in pairs)
 
 
-def complete(probe: Probe, plan: Plan, xs: list[Tensor], leaves: list[Tensor]) -> Plan:
+def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor]) -> RotationPlan:
     """Compare gradients, and outputs in the call's dtypes; record whether autocast changes these."""
 
     def ours() -> list[Tensor]:
-        out = run(cast(Recipe, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")
+        out = run_prepared(cast(PreparedCall, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")
         return [out] if isinstance(out, Tensor) else [o for o in out if o is not None]
 
     with torch.enable_grad():

@@ -79,7 +79,7 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
             raise ValueError(
                 f"scaling: expected one scaling for each of {module.num_axes} axes ({path}), got {len(by_axis)}"
             )
-        pairs += module.adjusted(*_scale(path, module, by_axis))
+        pairs += module.adjusted(*_compute_scaling(path, module, by_axis))
     return Scaled(pairs)
 
 
@@ -117,7 +117,7 @@ def _find(model: Any) -> dict[str, Any]:
     return {path or type(model).__name__: module for path, module in found.items()}
 
 
-def _scale(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
+def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> tuple[Tensor | None, Any]:
     """Return the factors for a module's frequencies (H, C, K), and its amplitude (1, C)."""
     if not any(scalings):
         return None, None

@@ -49,10 +49,10 @@ from .attention import (
     ATTENTIONS,
     AttentionKind,
     Context,
-    attend,
     attend_encoded,
     attend_frames,
     attend_linearly,
+    attend_softmax,
     check_causal,
     check_memory,
 )
@@ -112,7 +112,7 @@ class LrpeAttention(Attention):
         if again:
             assert encoding is not None
             own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
-            x = attend_encoded(own, partial(attend, self, attn_mask=mask, is_causal=is_causal), q, k, v)
+            x = attend_encoded(own, partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal), q, k, v)
             return self._project(x, gate)
         if norm is None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -131,7 +131,7 @@ class LrpeAttention(Attention):
                 if self.copy_v:
                     v = v.clone()
                     del qkv
-            x = attend(self, q, k, v, mask, is_causal)
+            x = attend_softmax(self, q, k, v, mask, is_causal)
         return self._project(x, gate)
 
     def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:

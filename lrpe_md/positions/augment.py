@@ -110,7 +110,7 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
 # --- draws as an operator: compilers take no generator -------------------------------------------------------------
 
 
-def _draw(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
+def _draw_random(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
     """Draw float64 U(0, 1) or N(0, 1) from a CPU generator, and update its state."""
     generator = torch.Generator("cpu")
     generator.set_state(state)
@@ -125,5 +125,5 @@ def _draw_fake(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
 
 _lib = torch.library.Library(ops.name, "FRAGMENT")
 _lib.define("draw(Tensor(a!) state, SymInt[] size, bool normal) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_lib.impl("draw", _draw, "CPU")
+_lib.impl("draw", _draw_random, "CPU")
 torch.library.register_fake(add_op_namespace_prefix("draw"), _draw_fake, lib=_lib)

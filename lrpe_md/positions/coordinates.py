@@ -26,7 +26,7 @@ Self = TypeVar("Self", bound="Rules")
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def _keep(coords: Tensor, which: Tensor) -> Tensor:
+def _mask_coords(coords: Tensor, which: Tensor) -> Tensor:
     """Set coordinates to zero where ``which`` is False."""
     if coords.dtype in _SIGNED:  # few operators of torch 2.11 support these dtypes
         return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
@@ -127,7 +127,7 @@ class Coordinates(Rules):
                 raise ValueError(
                     f"rotated: expected a tensor on coords' device {self.coords.device}, got {self.rotated.device}"
                 )
-            object.__setattr__(self, "coords", _keep(self.coords, self.rotated[..., None]))
+            object.__setattr__(self, "coords", _mask_coords(self.coords, self.rotated[..., None]))
 
     def __hash__(self) -> int:
         return hash((self.prefix, self.suffix))

@@ -158,11 +158,13 @@ def compose(
     lengths = [_length(segment) for segment in segments]
     total = sum(lengths)
     if num_tokens is not None and total != num_tokens:
-        raise ValueError(f"num_tokens: expected the segments to add up to {num_tokens}, got {_sum(lengths)} = {total}")
+        raise ValueError(
+            f"num_tokens: expected the segments to add up to {num_tokens}, got {_format_sum(lengths)} = {total}"
+        )
     end = total if length is None else start + length
     if not 0 <= start <= end <= total:
         raise ValueError(
-            f"start, length: expected a slice of the {total} tokens ({_sum(lengths)}), "
+            f"start, length: expected a slice of the {total} tokens ({_format_sum(lengths)}), "
             f"got start={start}, length={length}"
         )
     device = torch.device(device)
@@ -357,7 +359,7 @@ def _length(segment: Segment) -> int:
     return segment.grid.num_tokens if isinstance(segment, (After, Before)) else segment.num_tokens
 
 
-def _sum(lengths: Sequence[int]) -> str:
+def _format_sum(lengths: Sequence[int]) -> str:
     return " + ".join(map(str, lengths))
 
 

@@ -83,7 +83,7 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
         raise ValueError(
             f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
         )
-    return cls(**{name: _read(name, value, known) for name, value in values.items()})
+    return cls(**{name: _read_value(name, value, known) for name, value in values.items()})
 
 
 def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def _check_arguments(name: str, function: Any, bound: Mapping[str, Any]) -> None
         raise ValueError(f"{name}: expected arguments among {', '.join(names)}, got {', '.join(unknown)}")
 
 
-def _read(name: str, value: Any, known: Functions) -> Any:
+def _read_value(name: str, value: Any, known: Functions) -> Any:
     if name in CALLED and isinstance(value, str):
         if value not in known:
             raise ValueError(
@@ -105,12 +105,12 @@ def _read(name: str, value: Any, known: Functions) -> Any:
             )
         return known[value]
     if name in CALLED and isinstance(value, Mapping):
-        bound = {key: _read("", argument, known) for key, argument in value.items() if key != "function"}
-        function = _read(name, value.get("function", ""), known)
+        bound = {key: _read_value("", argument, known) for key, argument in value.items() if key != "function"}
+        function = _read_value(name, value.get("function", ""), known)
         _check_arguments(name, function, bound)
         return partial(function, **bound)
     if isinstance(value, Mapping):
-        return {key: _read("", part, known) for key, part in value.items()}
+        return {key: _read_value("", part, known) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(_read(name, part, known) for part in value)
+        return tuple(_read_value(name, part, known) for part in value)
     return value

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..checks import is_finite_number
 
-__all__ = ["check_axes", "check_fields"]
+__all__ = ["check_axis_numbers", "check_fields"]
 
 
 def check_fields(value: Any) -> None:
@@ -26,7 +26,7 @@ def check_fields(value: Any) -> None:
             raise ValueError(f"{field.name}: expected {_say(hint)}, got {own!r}")
 
 
-def check_axes(num_axes: int, **axes: Sequence[int] | None) -> None:
+def check_axis_numbers(num_axes: int, **axes: Sequence[int] | None) -> None:
     """Check that axis numbers (slowest first) are distinct and in range."""
     for name, value in axes.items():
         if value is None:

@@ -19,7 +19,7 @@ from ..positions.grid import Grid
 from ..positions.sequences import After, Segment, Tokens, compose
 from ..reference import Act
 from .dicts import read_scheme, write_scheme
-from .fields import check_axes, check_fields
+from .fields import check_axis_numbers, check_fields
 from .functions import geometric, plain
 
 __all__ = ["Axial", "Dense", "Preset", "Scaling", "Scheme", "make_preset"]
@@ -280,13 +280,13 @@ class Scheme:
 
     def _check_positions(self) -> None:
         num_axes = self.frequencies.num_axes
-        check_axes(num_axes, after=self.after, advance=self.advance)
+        check_axis_numbers(num_axes, after=self.after, advance=self.advance)
         if self.apart is not None and len(self.apart) != num_axes:
             raise ValueError(f"apart: expected a number for each of {num_axes} axes, got {self.apart}")
         if self.reference is not None and (len(self.reference) != num_axes or min(self.reference) < 1):
             raise ValueError(f"reference: expected {num_axes} sizes of at least 1, got {self.reference}")
         if self.tokens is not None and self.tokens.rule == "axis":
-            check_axes(num_axes, **{"tokens.axis": (self.tokens.axis,)})
+            check_axis_numbers(num_axes, **{"tokens.axis": (self.tokens.axis,)})
         if self.tokens is None and (self.tokens_start is not None or self.tokens_first):
             raise ValueError("tokens_start, tokens_first: expected None and False without tokens")
         if self.phase_range is not None and not self.phase_range[0] < self.phase_range[1]:

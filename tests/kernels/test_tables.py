@@ -15,8 +15,8 @@ PACKAGE = Path(lrpe_md.__file__).parent
 TESTS = Path(__file__).parents[1]
 
 ENTRY = """
-    "square": Activation(lambda x, dim: x * x, never_negative=True),
-    "softmax": Activation("""
+    "square": ActivationFunction(lambda x, dim: x * x, never_negative=True),
+    "softmax": ActivationFunction("""
 FORWARD = """
     elif V.act == "square":
         return x * x
@@ -50,8 +50,8 @@ def copy_with(tmp_path: Path, *branches: str) -> Path:
     shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
     table = root / "reference.py"
     text = table.read_text(encoding="utf-8")
-    assert text.count('\n    "softmax": Activation(') == 1
-    table.write_text(text.replace('\n    "softmax": Activation(', ENTRY), encoding="utf-8")
+    assert text.count('\n    "softmax": ActivationFunction(') == 1
+    table.write_text(text.replace('\n    "softmax": ActivationFunction(', ENTRY), encoding="utf-8")
     kernels = root / "engine" / "kernels" / "activations.py"
     text = kernels.read_text(encoding="utf-8")
     for branch in branches:

@@ -26,11 +26,6 @@ SAME_MEANING = {
     # a kernel's helper and the same step in PyTorch
     "activate", "lay_out_decay", "split_pairs", "zero_gated_tokens",
 }  # fmt: skip
-# Names with several meanings, at least one of them outside lrpe_md/engine. Rename them, and empty this set.
-SEVERAL_MEANINGS = {
-    "Activation", "Layout", "Plan", "Recipe", "_by_head", "_check", "_draw", "_forward", "_keep", "_read", "_scale",
-    "_sum", "attend", "check_axes", "is_plain", "run", "run_linear",
-}  # fmt: skip
 PACKAGE = {
     "kernels.py": '''
 @triton.jit
@@ -95,9 +90,7 @@ def test_limits(name, measurements):
 def test_names_have_one_meaning(ours):
     """A function or class is defined in one file, unless all definitions of its name mean the same."""
     repeated = ours.repeated_names()
-    assert repeated.keys() == SAME_MEANING | SEVERAL_MEANINGS, {
-        name: repeated.get(name) for name in repeated.keys() ^ (SAME_MEANING | SEVERAL_MEANINGS)
-    }  # fmt: skip
+    assert repeated.keys() == SAME_MEANING, {name: repeated.get(name) for name in repeated.keys() ^ SAME_MEANING}
 
 
 def test_every_measurement_has_a_limit(measurements):

@@ -32,7 +32,7 @@ from .validate import (
 
 WITH_STATE, WITHOUT_STATE = Results(True), Results(False)
 
-__all__ = ["as_state", "run_encoded", "run_linear"]
+__all__ = ["as_state", "run_encoded", "run_linear_attention"]
 
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
@@ -48,7 +48,9 @@ def as_state(state: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in state if t is not None)
 
 
-def run_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides, norm: Norm | None = None) -> Any:
+def run_linear_attention(
+    options: LinearOptions, arguments: TensorArguments, sides: Sides, norm: Norm | None = None
+) -> Any:
     """Run :func:`lrpe_md.linear_attention`; return o, or o and the state."""
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
@@ -108,7 +110,7 @@ def run_encoded(
     if options.dim == -2:
         check_sequence_softmax(options, arguments, sides)
     if options.normalizer != "unrotated":
-        return run_linear(plain_options, encoded_arguments, sides)
+        return run_linear_attention(plain_options, encoded_arguments, sides)
     check_normalizer(options.normalizer, options.act)
     state = arguments.state
     call = validate_linear(

@@ -54,7 +54,7 @@ COLUMNS = 64  # columns per tile of these rows
 TILE = 32  # rows and columns of A's gradient per program
 
 
-class Memory(NamedTuple):
+class MemoryStates(NamedTuple):
     """Results of the forward scans that the backward uses."""
 
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
@@ -95,7 +95,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     return [o, *final_state, *([t for t in memory if t is not None] if keep else ())]
 
 
-def form_memory(inputs: LaunchInputs, operands: Operands) -> Memory:
+def form_memory(inputs: LaunchInputs, operands: Operands) -> MemoryStates:
     """Compute B and A of all pieces, and scan them."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
     parts = form_states(inputs, pieces, is_exact=True)
@@ -106,7 +106,7 @@ def form_memory(inputs: LaunchInputs, operands: Operands) -> Memory:
     series, _ = scan.run(parts, initial_state)
     both = attention.has_both_directions
     backward_series = scan.run(parts, backward_initial_state, backward=True)[0] if both else None
-    return Memory(
+    return MemoryStates(
         *split_sums(inputs, add_scans(series[1:], None if backward_series is None else backward_series[1:])),
         series,
         backward_series,
@@ -319,10 +319,10 @@ def differentiate(
     return state_gradients
 
 
-def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> Memory:
+def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> MemoryStates:
     slot_states, sums, series, *optional = saved
     backward_series = optional.pop(0) if inputs.call.attention.has_both_directions else None
-    return Memory(slot_states, sums, series, backward_series, optional[0] if optional else None)
+    return MemoryStates(slot_states, sums, series, backward_series, optional[0] if optional else None)
 
 
 class Pair(NamedTuple):

@@ -62,7 +62,7 @@ def run_shards(
     placed: Any = (q, k, v)
     check_placements(call.spec, placed, call.q_tables.omega, call.q_tables.phase)
     check_mesh("norm.weight, norm.bias", call.weights, "q", placed[0])
-    _check(call, *placed)
+    _check_placements(call, *placed)
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
     apart = _axes_apart(q, k)
@@ -160,7 +160,7 @@ def _keep_first(grad: Tensor, group: Any) -> Tensor:
 # --- what is where ------------------------------------------------------------------------------------------------
 
 
-def _check(call: LinearCall, q: Any, k: Any, v: Any) -> None:
+def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
     if tuple(k.placements) != tuple(v.placements):
         raise ValueError(f"v: expected k's placements {tuple(k.placements)}, got {tuple(v.placements)}")
     for ours, theirs in zip(q.placements, k.placements, strict=True):
