@@ -192,7 +192,7 @@ REFUSED = {
     "long": (["--prompt", "é" * 12], "--prompt: expected at most 23 bytes, as in the training captions, got 24"),
     "of text": (
         ["--tokens", "5"],
-        "--tokens: not available for a run of `train diffusion`, which takes --size, --scale",
+        "--tokens: not supported for a run of `train diffusion`, which accepts --size, --scale",
     ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
     "positions": (
@@ -220,7 +220,7 @@ def test_options_of_images_are_refused_for_text(tmp_path):
     folder = bare(tmp_path / "lm", {"model": {"vocab_size": 256}, "length": 8})
     result = invoke(folder, "--size", "8x8", "--scale", 2)
     assert result.exit_code == 2
-    assert "--size, --scale: not available for a run of `train lm`" in result.output
+    assert "--size, --scale: not supported for a run of `train lm`" in result.output
 
 
 def test_outputs_that_cannot_be_written(run_folder, tmp_path):

@@ -140,7 +140,7 @@ def test_footage_given_twice_is_refused(tmp_path):
     """Its frames would be in the training and the test part."""
     (tmp_path / "a.mp4").touch()
     for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
-        with pytest.raises(VideoError, match=r"each video once, got a\.mp4 again"):
+        with pytest.raises(VideoError, match=r"each video once, got a\.mp4 more than once"):
             find_videos([tmp_path, again])
 
 
