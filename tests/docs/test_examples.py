@@ -66,7 +66,7 @@ def test_every_example_is_listed_and_has_a_test():
     assert all(f"[`{path.name}`]({path.name})" in listed for path in [*EXAMPLES, NOTEBOOK])
     assert {path.stem for path in EXAMPLES} == {
         "vit_cosine", "finetune_timm", "video_clips", "text_to_image", "stream_video", "decode_lm", "ablate_own_model",
-        "rotary_kernel",
+        "rotary_kernel", "load_trained",
     }  # fmt: skip
 
 
@@ -152,6 +152,18 @@ def test_decode_lm(capsys):
     assert ours.shape == (2, 12 + 5)
     assert torch.equal(theirs, ours)
     assert "A longer one" in capsys.readouterr().out
+
+
+def test_load_trained(tmp_path, capsys):
+    from lrpe_md.scripts.train.tasks.digits import DigitsTraining, run
+
+    run(DigitsTraining(out=tmp_path / "run", steps=2, device="cpu", tensorboard=False, encoding="rotate-learnable"))
+    logits = load("load_trained").main([str(tmp_path / "run")])
+    assert "3 layers, images of 8x8, 10 classes" in capsys.readouterr().out
+    assert logits.shape == (1, 10)
+    trained = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    model = load("load_trained").load(tmp_path / "run")
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
 
 
 def test_ablate_own_model(tmp_path):
