@@ -61,7 +61,7 @@ def show(
     heads = made.omega.shape[0]
     if not 0 <= head < max(heads, made.num_heads):
         raise ValueError(f"head: expected 0 to {max(heads, made.num_heads) - 1}, got {head}")
-    omega = made.omega[head if heads > 1 else 0].double()
+    omega = made.omega[head if heads > 1 else 0]
     size = _default_shape(made) if shape is None else tuple(shape)
     positions = made.positions(size, **options)
     positions = scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
