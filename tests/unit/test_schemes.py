@@ -418,7 +418,7 @@ def test_drawing_other_objects():
 def test_drawing_float32_frequencies():
     pytest.importorskip("matplotlib")
     own = Scheme("doc", 16, Dense(2, lambda *sizes: dense(*sizes).float(), 10.0))
-    assert preset(own).omega.dtype == torch.float64
+    assert preset(own, num_heads=1).omega.dtype == torch.float64
     assert lrpe_md.show(own, (3, 5)).axes[-1].images[0].get_array().shape == (3, 5)
 
 
