@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..modules.base import FrequencyModule
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
 from .registry import find_scheme, preset
-from .scheme import Preset, Scheme
+from .scheme import Dense, Preset, Scheme
 
 __all__ = ["show"]
 
@@ -20,7 +24,7 @@ SHOWN = 4  # number of angle maps
 
 
 def show(
-    scheme: str | Scheme | Preset,
+    scheme: str | Scheme | Preset | FrequencyModule | Tensor,
     shape: tuple[int, ...] | None = None,
     path: str | Path | None = None,
     *,
@@ -29,13 +33,14 @@ def show(
     head: int = 0,
     **options: Any,
 ) -> Any:
-    """Plot a scheme: ω per channel and axis, Θ of a few channels over the grid, and similarity to its middle token.
+    """Plot an encoding: ω per channel and axis, Θ of a few channels over the grid, and similarity to its middle token.
 
     Args:
-        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, or a result of
-            :func:`lrpe_md.preset`.
+        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of
+            :func:`lrpe_md.preset`, an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians
+            per unit, of any float dtype and device. A module is drawn with its current frequencies.
         shape: grid (N,), (H, W) or (T, H, W); default: one that suits the scheme's axes.
-        path: file for the figure, in the format of its suffix; None: don't save it.
+        path: file for the figure, in the format of its suffix. Missing folders are created. None: don't save it.
         head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
         options: options of the scheme's grids.
@@ -45,32 +50,29 @@ def show(
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: a shape or head that the scheme does not support.
+        TypeError: a scheme of another type.
+        ValueError: an unknown name, an ω of another shape, or a shape or head that the scheme does not support.
     """
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
-    if not isinstance(scheme, Preset):
-        made = preset(scheme, head_dim, num_heads or find_scheme(scheme)[1].num_heads)
-    elif head_dim is not None or num_heads is not None:
-        raise ValueError(
-            f"head_dim, num_heads: expected None with a Preset, which already has them, got {head_dim}, {num_heads}"
-        )
-    else:
-        made = scheme
+    made = _prepare(scheme, head_dim, num_heads)
     heads = made.omega.shape[0]
     if not 0 <= head < max(heads, made.num_heads):
         raise ValueError(f"head: expected 0 to {max(heads, made.num_heads) - 1}, got {head}")
     omega = made.omega[head if heads > 1 else 0]
     size = _default_shape(made) if shape is None else tuple(shape)
-    angles, similarity = _on_grid(made, omega, size, options)
+    positions = made.positions(size, **options)
+    positions = scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+    angles, similarity = _on_grid(positions, omega, size)
     chosen = _spread(angles)
     rows, columns = (1, *size)[-2:]
 
     figure = figures.Figure(figsize=(2.6 * (len(chosen) + 2), 3.2), layout="constrained")
     axes = figure.subplots(1, len(chosen) + 2, width_ratios=[1.3, *[1] * (len(chosen) + 1)])
-    figure.suptitle(f"{made.name}: head_dim {made.head_dim}, grid {' × '.join(map(str, size))}")
+    width = f"{len(omega)} channels or pairs" if isinstance(scheme, Tensor) else f"head_dim {made.head_dim}"
+    figure.suptitle(f"{made.name}: {width}, grid {' × '.join(map(str, size))}")
     _draw_frequencies(axes[0], omega)
     for ax, channel in zip(axes[1:], chosen, strict=False):
         ax.imshow(angles[:, channel].cos().reshape(rows, columns).numpy(), vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
@@ -81,8 +83,43 @@ def show(
         ax.set_xticks([])
         ax.set_yticks([])
     if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return figure
+
+
+def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> Preset:
+    """Build the preset of a scheme, or wrap the frequencies of a module or tensor as one, float64 on the CPU."""
+    if isinstance(scheme, (str, Scheme)):
+        return preset(scheme, head_dim, num_heads or find_scheme(scheme)[1].num_heads)
+    if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
+        raise TypeError(
+            "scheme: expected a name, a Scheme, a Preset, an encoding module such as RotateMd, or omega "
+            f"(H or 1, C, K), got {type(scheme).__name__}"
+        )
+    if head_dim is not None or num_heads is not None:
+        raise ValueError(
+            f"head_dim, num_heads: expected None with a {type(scheme).__name__}, which already has them, got "
+            f"{head_dim}, {num_heads}"
+        )
+    if isinstance(scheme, Preset):
+        return scheme
+    omega = scheme.get_omega() if isinstance(scheme, FrequencyModule) else scheme
+    if omega.ndim != 3 or not all(omega.shape) or not omega.is_floating_point() or omega.is_meta:
+        raise ValueError(
+            "scheme: expected omega (H or 1, C, K) of a float dtype, not on the meta device, got "
+            f"{omega.dtype} {tuple(omega.shape)} on {omega.device}"
+        )
+    omega = omega.detach().double().cpu()
+    own = getattr(scheme, "preset", None)
+    if isinstance(own, Preset):
+        return replace(own, omega=omega)
+    name, width, map_ = "omega", 2 * omega.shape[1], "rotate"
+    if isinstance(scheme, FrequencyModule):
+        name, width, map_ = type(scheme).__name__, scheme.head_dim, scheme.map
+    frequencies = Dense(omega.shape[2], lambda *_: omega, 1.0)
+    made: Any = Scheme(name, width, frequencies, map=map_)  # pyright: ignore[reportArgumentType]
+    return Preset(name, made, width, omega.shape[0], omega, 1.0, None)
 
 
 def _draw_frequencies(ax: Any, omega: Tensor) -> None:
@@ -108,9 +145,9 @@ def _default_shape(made: Preset) -> tuple[int, ...]:
     raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SIZES.values())}, got None")
 
 
-def _on_grid(made: Preset, omega: Tensor, size: tuple[int, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _on_grid(positions: Grid | Coordinates, omega: Tensor, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return Θ (N, C) of the middle frame's tokens, and their mean cos(Θ_n - Θ_m) with the middle token m."""
-    table = made.positions(size, **options).explicit().explicit().coords
+    table = positions.explicit().explicit().coords.double().cpu()
     angles = table @ omega.T
     rows, columns = (1, *size)[-2:]
     frame = rows * columns

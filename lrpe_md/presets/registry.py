@@ -518,10 +518,11 @@ def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
     if isinstance(scheme, Scheme):
         names = (name for name, known in (*SCHEMES.items(), *REGISTERED.items()) if known is scheme)
         return next(names, "this scheme"), scheme
-    known = {**SCHEMES, **REGISTERED} if isinstance(scheme, str) else {}
-    if scheme not in known:
+    known = {**SCHEMES, **REGISTERED}
+    if not isinstance(scheme, str) or scheme not in known:
+        found = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
         raise ValueError(
-            f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {scheme!r}{suggest(scheme, known)}"
+            f"name: expected one of list_presets(), or a lrpe_md.Scheme, got {found}{suggest(scheme, known)}"
         )
     return scheme, known[scheme]
 

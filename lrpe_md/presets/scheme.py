@@ -414,9 +414,7 @@ class Preset:
         for segment in segments:
             if isinstance(segment, int):
                 if scheme.tokens is None:
-                    raise ValueError(
-                        f"segments: {self.name} expects a shape, because its tokens lie on a grid, got {segment}"
-                    )
+                    raise ValueError(f"segments: {self.name} has no rule for text tokens, got {segment}")
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
@@ -503,7 +501,7 @@ def make_preset(
         build = partial(frequencies.build, channels, num_heads, seed)
         omega, amplitude = build() if changes or _heads_matter(frequencies) else _fitting(name, head_dim, build)
     phase = None if scheme.phase is None else (num_heads, channels)
-    return Preset(name, scheme, head_dim, num_heads, omega, amplitude, phase, rotated, blocks)
+    return Preset(name, scheme, head_dim, num_heads, omega.double(), amplitude, phase, rotated, blocks)
 
 
 def _heads_matter(frequencies: Axial | Dense) -> bool:

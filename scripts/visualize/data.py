@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lrpe_md import Coordinates, Grid, Tokens, axial_omega, geometric_theta, pre
 from lrpe_md.frequencies import mixed_omega
 from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.presets import Preset
-from lrpe_md.presets.registry import SCHEMES, Axial, Dense, Scheme, find_scheme
+from lrpe_md.presets.registry import Axial, Dense, Scheme, find_scheme
 
 MAPS = ("rotate", "cosine")
 FREQUENCIES = ("axial", "mixed")
@@ -44,11 +44,19 @@ class Subject:
     frequencies: Mapping[str, Axial | Dense]
     seed: int
 
-    @property
+    @cached_property
     def variants(self) -> list[tuple[str, str]]:
-        """Return (map, axis order) pairs, the subject's own first."""
+        """(map, axis order) pairs, the subject's own first, without those that its frequencies can't be built for."""
         own = self.preset.scheme.map
-        return [(m, order) for m in (own, *(m for m in MAPS if m != own)) for order in self.frequencies]
+        others = [(m, order) for m in MAPS if m != own for order in self.frequencies]
+        return [*((own, order) for order in self.frequencies), *(v for v in others if self._can_build(*v))]
+
+    def _can_build(self, map: str, order: str) -> bool:
+        try:
+            self.omega(map, order)
+        except Exception:  # a user's function may raise anything for another number of channels
+            return False
+        return True
 
     @property
     def base(self) -> float | None:
@@ -60,16 +68,25 @@ class Subject:
         part = self.preset.rotary_dim
         width = self.preset.head_dim if part is None else part.stop - part.start
         channels = width if map == "cosine" else width // 2
-        return self.frequencies[order].build(channels, self.preset.num_heads, self.seed)[0]
+        return self.frequencies[order].build(channels, self.preset.num_heads, self.seed)[0].double()
 
 
 def published(
-    name: str, head_dim: int | None = None, num_heads: int | None = None, base: float | None = None, seed: int = 0
+    scheme: str | Scheme,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
+    base: float | None = None,
+    seed: int = 0,
+    name: str | None = None,
 ) -> Subject:
-    """Return the subject of one of :func:`lrpe_md.list_presets`; None selects the preset's default."""
-    seeded = "seed" in SCHEMES[name].frequencies.takes if name in SCHEMES else False
-    heads = num_heads or find_scheme(name)[1].num_heads
-    made = preset(name, head_dim, heads, base=base, seed=seed if seeded else None)
+    """Return the subject of one of :func:`lrpe_md.list_presets`, or of a scheme; None selects the scheme's default.
+
+    name: title of the figure; None: the scheme's.
+    """
+    found, described = find_scheme(scheme)
+    seeded = "seed" in described.frequencies.takes
+    made = preset(scheme, head_dim, num_heads or described.num_heads, base=base, seed=seed if seeded else None)
+    made = replace(made, name=name or found)
     own = made.scheme.frequencies if base is None else replace(made.scheme.frequencies, base=base)
     if isinstance(own, Dense) or own.num_axes == 1 or own.by_head or not isinstance(own.axis_map, str):
         return Subject(made, {NO_ORDER: own}, seed)

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from lrpe_md import list_presets
+from lrpe_md.presets import SCHEMES
 
 from ..common.plots import OKABE_ITO, STYLE, plt
 from . import data
@@ -48,15 +48,14 @@ SMALL: Any = {
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
 ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
 FOOT = (
-    "Similarity to a token: mean of cos(Θ − Θ of the token) over pairs or channels, the expected q·k relative to "
-    "distance 0.\nRotate: for q and k with equal content, spread evenly over the pairs. Cosine: for x̄ ≥ 0, equal in "
-    "all channels."
+    "Similarity: q·k with the marked token, divided by its value at distance 0, if q and k have the same content in "
+    "every channel."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Parts of a subject to draw on a grid."""
+    """Parts of a subject to draw on a grid. reference: size per axis that positions are rescaled to, None for kept."""
 
     subject: Subject
     layout: Layout
@@ -64,6 +63,7 @@ class View:
     head: int
     channels: list[int]
     frames: list[int]
+    reference: tuple[int | None, ...] | None = None
 
     @property
     def default_variant(self) -> tuple[str, str]:
@@ -277,6 +277,8 @@ def _head_and_foot(figure: Figure, view: View) -> None:
         ("grid " if len(layout.shape) > 1 else "tokens ") + "×".join(map(str, layout.shape)),
     ]
     parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
+    if view.reference is not None:
+        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in view.reference)]
     parts += [f"{layout.text} text tokens"] if layout.text else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
@@ -312,5 +314,6 @@ def _channel_name(view: View, channel: int) -> str:
 def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
-    mine = "published" if view.subject.preset.name in list_presets() else "as asked"
+    is_published = any(view.subject.preset.scheme is scheme for scheme in SCHEMES.values())
+    mine = "published" if is_published else "as defined"
     return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")

@@ -1,6 +1,7 @@
 """Plot encodings: angles over the grid, similarity of one token to every other, wavelengths.
 
     lrpe-md visualize --preset wan --preset dinov3
+    lrpe-md visualize --preset ours.json
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
@@ -11,6 +12,7 @@ computes the numbers and explains the assumptions of similarity; :mod:`.figure` 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lrpe_md import list_presets
+from lrpe_md import Scheme, list_presets
 
 from ..common.options import SEEDS, choose, group_options
 from ..common.plots import plt, save
@@ -35,13 +37,20 @@ PANELS = {
 }  # fmt: skip
 
 
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # by the library's argument
+IMPLIED = ("token", "segments", "reference")  # arguments whose option depends on the call
+
+
 @contextmanager
 def _name_option(option: str) -> Iterator[None]:
-    """Prefix errors of the library with the option's name."""
+    """Name the option, instead of the argument, in errors of the library."""
     try:
         yield
     except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from error
+        argument, colon, text = str(error).partition(": ")
+        if not colon or argument not in (*OPTIONS, *IMPLIED):
+            text = str(error)
+        raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {text}") from error
 
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
@@ -74,8 +83,10 @@ def build_view(
     made = subject.preset
     size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
     options: dict[str, Any] = {}
+    rescaled = None
     if reference is not None:
         sizes = numbers("--reference", reference, least=1, gaps=True)
+        rescaled = sizes * made.num_axes if len(sizes) == 1 else sizes
         options["reference"] = sizes[0] if len(sizes) == 1 else sizes
     if len(size) > 3:
         raise typer.BadParameter(f"--shape: expected N, HxW or TxHxW, got {shape!r}")
@@ -83,7 +94,7 @@ def build_view(
         made.positions(size)
     with _name_option(f"--reference of {made.name}"):
         made.positions(size, **options)
-    with _name_option(f"--text of {made.name}"):
+    with _name_option("--text"):
         layout = data.lay_out(partial(made.positions, **options), size, text, made.scheme.row_major)
     chosen = layout.centre if token is None else numbers("--token", token, least=0)
     with _name_option("--token"):
@@ -100,14 +111,14 @@ def build_view(
             f"--shape: expected a grid on which {made.name} rotates at least one channel, got "
             f"{'x'.join(map(str, size))}"
         )
-    return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen))
+    return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen), rescaled)
 
 
 @group_options(PANELS)
 def main(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Preset to plot, or all; repeatable."),
+        typer.Option("--preset", "-p", help="Preset to plot, a JSON file of a scheme, or all; repeatable."),
     ] = None,
     frequencies: Annotated[
         str | None,
@@ -159,8 +170,9 @@ def main(
         for option, value in (("--map", map), ("--axis-order", axis_order)):
             if value is not None:
                 raise typer.BadParameter(f"{option}: expected no value with --preset, which sets it, got {value!r}")
-        names = list_presets() if preset == ["all"] else choose("--preset", preset, list_presets())
-        subjects = [_preset(name, head_dim, heads, base, seed) for name in names]
+        schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
+        with _name_option("--preset"):
+            subjects = [data.published(scheme, head_dim, heads, base, seed, name) for name, scheme in schemes.items()]
     else:
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
         choose("--frequencies", [frequencies or ""], data.FREQUENCIES)
@@ -188,6 +200,24 @@ def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
     print(path)
 
 
-def _preset(name: str, head_dim: int | None, heads: int | None, base: float | None, seed: int) -> Subject:
-    with _name_option("--head-dim, --base"):
-        return data.published(name, head_dim, heads, base, seed)
+def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
+    """Return presets by name, and the schemes of JSON files by the file's name."""
+    found: dict[str, str | Scheme] = {}
+    for value in dict.fromkeys(wanted):
+        if value.lower().endswith(".json"):
+            name, scheme = re.sub(r"[^\w.-]+", "-", Path(value).stem), _read_scheme(value)
+        else:
+            [name] = [scheme] = choose("--preset", [value], list_presets())
+        if name in found:
+            raise typer.BadParameter(f"--preset: expected different names, got {name!r} twice; rename the file")
+        found[name] = scheme
+    return found
+
+
+def _read_scheme(file: str) -> Scheme:
+    try:
+        return Scheme.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(
+            f"--preset: expected a JSON file of Scheme.to_dict(), got {file!r}: {error}"
+        ) from error

@@ -1,5 +1,6 @@
 """scripts.visualize: the numbers in the panels against plain Python loops, and every figure."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lrpe_md import cosine, list_presets, rotate
+from lrpe_md import Scheme, cosine, list_presets, preset, rotate
 from lrpe_md.presets.registry import SCHEMES, Dense
 
 TINY = {1: (9,), 2: (4, 6), 3: (3, 4, 6)}
@@ -350,6 +351,61 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
 
 
+def save_scheme(path: Path, **changes: Any) -> str:
+    fields = {**replace(SCHEMES["eva02"], doc="ours").to_dict(), **changes}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    return str(path)
+
+
+def test_a_scheme_in_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    views: list[visualize.View] = []
+    draw = visualize.draw
+    monkeypatch.setattr(visualize, "draw", lambda view: (views.append(view), draw(view))[1])
+    file = save_scheme(tmp_path / "ours 1.json", head_dim=16)
+    result = run("-p", file, "-p", "eva02", "--shape", "3x4", "--out", str(tmp_path / "out"), "--dpi", "20")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["eva02.png", "ours-1.png"]
+    own, eva02 = views
+    assert torch.equal(own.subject.preset.omega, preset("eva02", 16).omega)
+    for view, label in ((own, "as defined"), (eva02, "published")):
+        titles = [a.get_title() for s in draw(view).subfigs for p in (s, *s.subfigs) for a in p.axes]
+        assert [title for title in titles if title.endswith(f"({label})")]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"head_dim": -1}, "head_dim: expected at least 1, got -1"),
+    ({"grid": "mine"}, "grid: expected one of the functions"),
+])  # fmt: skip
+def test_invalid_json_files(changes: dict[str, Any], message: str, tmp_path: Path):
+    file = save_scheme(tmp_path / "ours.json", **changes)
+    assert message in re.sub(r"[\s│]+", " ", run("-p", file).output)
+    twice = run("-p", save_scheme(tmp_path / "wan.json"), "-p", "wan", "--out", str(tmp_path / "out"))
+    assert "--preset: expected different names, got 'wan' twice" in twice.output
+    (tmp_path / "broken.json").write_text("{")
+    assert "--preset: expected a JSON file of Scheme.to_dict(), got" in run("-p", str(tmp_path / "broken.json")).output
+
+
+def test_frequencies_for_one_map_only():
+    """A function that returns float32 for 32 pairs, and nothing for the 64 channels of the other map."""
+
+    def omega(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+        return torch.linspace(0.1, 1, 32)[None, :, None].expand(1, 32, 2)
+
+    view = visualize.build_view(data.published(Scheme("doc", 64, Dense(2, omega, 1.0)), name="own"), shape="3x4")
+    assert view.subject.variants == [("rotate", data.NO_ORDER)]
+    assert view.omega(view.default_variant).dtype == torch.float64
+    figure = visualize.draw(view)
+    titles = [a.get_title() for s in figure.subfigs for p in (s, *s.subfigs) for a in p.axes]
+    assert [title for title in titles if title.startswith(("rotate", "cosine"))] == ["rotate (as defined)"]
+
+
+def test_the_header_names_the_reference():
+    assert "positions rescaled" not in visualize.draw(tiny("wan")).get_suptitle()
+    assert "positions rescaled to 3×9×14" in visualize.draw(tiny("wan", reference="3x9x14")).get_suptitle()
+    assert "positions rescaled to 8×–" in visualize.draw(tiny("rope_vit_axial", reference="8x-")).get_suptitle()
+    assert "positions rescaled to 16×16" in visualize.draw(tiny("rope_vit_axial", reference="16")).get_suptitle()
+
+
 def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     views: list[visualize.View] = []
     draw = visualize.draw
@@ -376,25 +432,26 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ([], "expected either --preset or --frequencies"),
     (["-p", "wan", "--frequencies", "axial"], "expected either --preset or --frequencies"),
     (["-p", "wann"], "--preset: unknown 'wann' (did you mean 'wan'?); choose from: eva02"),
+    (["-p", "absent.json"], "--preset: expected a JSON file of Scheme.to_dict(), got 'absent.json': [Errno 2]"),
     (["-p", "wan", "--map", "cosine"], "--map: expected no value with --preset"),
     (["-p", "wan", "--axis-order", "minor_first"], "--axis-order: expected no value with --preset"),
     (["--frequencies", "dense"], "--frequencies: unknown 'dense'"),
     (["--frequencies", "axial", "--map", "turn"], "--map: unknown 'turn'"),
     (["--frequencies", "axial", "--axis-order", "xy"], "--axis-order: unknown 'xy'"),
-    (["--frequencies", "axial", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
-    (["-p", "wan", "--head-dim", "7"], "head_dim: expected an even number, got 7"),
-    (["-p", "flux1", "--head-dim", "66"], "head_dim: flux1 doesn't support 66"),
+    (["--frequencies", "axial", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
+    (["-p", "wan", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
+    (["-p", "flux1", "--head-dim", "66"], "--head-dim: flux1 doesn't support 66"),
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
-    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: segments: eva02 expects a shape with 2 axes"),
+    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
-    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: reference"),
-    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: reference: expected a size"),
-    (["-p", "pixtral", "--text", "4"], "--text of pixtral: segments: pixtral expects a shape"),
-    (["-p", "eva02", "--token", "18x0"], r"--token: token: expected coordinates on the grid (18, 28), starting at 0"),
-    (["-p", "eva02", "--token", "1x1x1"], r"--token: token: expected coordinates on the grid (18, 28), starting at 0"),
+    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: expected None"),
+    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a size"),
+    (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4"),
+    (["-p", "eva02", "--token", "18x0"], r"--token: expected coordinates on the grid (18, 28), starting at 0"),
+    (["-p", "eva02", "--token", "1x1x1"], r"--token: expected coordinates on the grid (18, 28), starting at 0"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),

@@ -367,6 +367,67 @@ def test_drawing_a_custom_preset(tmp_path):
         lrpe_md.show(preset(OWN), head_dim=4)
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: lrpe_md.RotateMd(32, 2, frequencies="mixed", num_heads=2, learnable=True), "RotateMd: head_dim 32"),
+        (lambda: lrpe_md.CosineMd(16, 2), "CosineMd: head_dim 16"),
+        (lambda: PresetMd("dinov3"), "dinov3: head_dim 64"),
+        (lambda: lrpe_md.RotateMd(32, 2, num_heads=2).get_omega().float(), "omega: 16 channels or pairs"),
+    ],
+)
+def test_drawing_a_module_or_tensor(make, name):
+    pytest.importorskip("matplotlib")
+    encoding = make()
+    omega = encoding if isinstance(encoding, torch.Tensor) else encoding.get_omega()
+    head = len(omega) - 1
+    figure = lrpe_md.show(encoding, shape=(3, 5), head=head)
+    assert figure.get_suptitle() == f"{name}, grid 3 × 5"
+    for axis, line in enumerate(figure.axes[0].lines):
+        drawn = omega[head, :, axis].detach().abs()
+        assert line.get_ydata().tolist() == pytest.approx(drawn[drawn > 0].tolist())
+
+
+def test_drawing_a_module_with_moved_positions():
+    pytest.importorskip("matplotlib")
+    module = lrpe_md.RotateMd(32, 2)
+    module.set_places(1, torch.zeros(5))
+    similarity = lrpe_md.show(module, (3, 5)).axes[-1].images[0].get_array()
+    assert (similarity == similarity[:, :1]).all()
+    assert similarity[0, 0] < similarity[1, 0]
+
+
+def test_drawing_other_objects():
+    pytest.importorskip("matplotlib")
+    for wrong, error, text in (
+        (torch.nn.Linear(2, 2), TypeError, "got Linear"),
+        (torch.full((3, 4), 0.123), ValueError, r"got torch.float32 \(3, 4\) on cpu"),
+        (torch.ones(1, 4, 2, device="meta"), ValueError, "on meta"),
+        (torch.ones(1, 4, 2, dtype=torch.int64), ValueError, r"got torch.int64 \(1, 4, 2\) on cpu"),
+    ):
+        with pytest.raises(error, match=f"^scheme: expected .*omega.*{text}$"):
+            lrpe_md.show(wrong, (3, 5))
+    with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a RotateMd"):
+        lrpe_md.show(lrpe_md.RotateMd(32, 2), head_dim=4)
+    with pytest.raises(ValueError, match="segments: omega expects a shape with 2 axes"):
+        lrpe_md.show(torch.ones(1, 4, 2), (3, 5, 7))
+    with pytest.raises(ValueError, match=r"list_presets.*got Tensor$"):
+        preset(torch.ones(1, 4, 2))
+
+
+def test_drawing_float32_frequencies():
+    pytest.importorskip("matplotlib")
+    own = Scheme("doc", 16, Dense(2, lambda *sizes: dense(*sizes).float(), 10.0))
+    assert preset(own, num_heads=1).omega.dtype == torch.float64
+    assert lrpe_md.show(own, (3, 5)).axes[-1].images[0].get_array().shape == (3, 5)
+
+
+def test_missing_folders_of_a_figure_are_created(tmp_path):
+    pytest.importorskip("matplotlib")
+    lrpe_md.show("wan", (3, 5), tmp_path / "a" / "b" / "wan.svg")
+    assert (tmp_path / "a" / "b" / "wan.svg").stat().st_size > 1000
+
+
 def test_without_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; import lrpe_md; lrpe_md.show('wan')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
