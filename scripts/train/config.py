@@ -21,7 +21,7 @@ from lrpe_md import Memory
 from ..common.devices import choose_device
 from ..common.folder import SaveError
 from ..common.options import SEEDS, choose
-from .encodings import Backbone
+from .encodings import Backbone, fingerprint_scheme
 from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
 
@@ -288,6 +288,8 @@ def settings_of(config: Training, **more: Any) -> dict[str, Any]:
     """Return all settings that determine the weights, as JSON values."""
     kept = {f.name for f in fields(config) if not f.metadata["free"]}
     chosen = {name: value for name, value in asdict(config).items() if name in kept}
+    scheme = fingerprint_scheme(getattr(config, "encoding", ""))
+    chosen |= {} if scheme is None else {"scheme": scheme}
     return json.loads(json.dumps({**chosen, "precision": config.mixed_precision, **more}, default=_as_json))
 
 

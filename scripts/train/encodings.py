@@ -10,11 +10,14 @@ from typing import Any
 
 import typer
 
-from lrpe_md import CosineMd, Memory, PresetMd, RotateMd, list_presets
+from lrpe_md import CosineMd, Grid, Memory, PresetMd, RotateMd, Scheme, list_presets
 from lrpe_md.checks import suggest
 from lrpe_md.integrations.encoding import CHANGES
+from lrpe_md.presets.registry import REGISTERED
+from lrpe_md.presets.scheme import make_preset
 
 from ..common.options import choose
+from .checkpoint import digest_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,44 @@ def known_options(encoding: str | None) -> set[str]:
     module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
     own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
     return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
+
+
+def fingerprint_scheme(encoding: str) -> str | None:
+    """Hash the definition of a registered scheme, whose name may mean another one in the next process.
+
+    encoding: NAME or NAME:KEY=VALUE,...
+
+    Returns:
+        None for other encodings.
+    """
+    scheme = REGISTERED.get(split_options(encoding)[0])
+    if scheme is None:
+        return None
+    try:
+        definition = {name: value for name, value in scheme.to_dict().items() if name != "doc"}
+    except ValueError:  # it has functions of its own, which are called instead
+        definition = _probe_scheme(scheme)
+    return digest_of(definition)[:16]
+
+
+def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
+    """Return the plain fields of a scheme, its frequencies, and its positions on a small grid."""
+    built = make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
+    shape = tuple(range(3, 3 + built.num_axes))
+    plain = {
+        each.name: getattr(scheme, each.name) for each in fields(scheme) if each.name not in ("doc", "frequencies")
+    }
+    plain = {name: value for name, value in plain.items() if not callable(value)}
+    segments = (shape,) if scheme.tokens is None else (2, shape, 3, shape)
+    try:
+        positions = built.positions(*segments)
+    except ValueError:  # its grids don't support this shape
+        table = None
+    else:
+        table = positions.coordinates() if isinstance(positions, Grid) else positions.explicit().coords
+    return {
+        "plain": repr(plain), "omega": built.omega, "amplitude": built.amplitude, "phase": built.phase, "table": table
+    }  # fmt: skip
 
 
 MEMORY_HELP = (

@@ -13,11 +13,12 @@ import typer
 from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.train.app import app as train
 from lrpe_md.scripts.train.checkpoint import digest_of
+from lrpe_md.scripts.train.config import settings_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
 from typer.testing import CliRunner
 
-from lrpe_md import Axial, PresetMd, RotateMd, Scheme, list_presets, register_scheme
+from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
 from lrpe_md.presets import registry
 
 OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
@@ -184,3 +185,37 @@ def test_a_registered_scheme_trains_and_resumes(tmp_path, registered):
     assert digits.run(chosen)["accuracy"] == first["accuracy"]
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     assert "encoding.0.log_theta" in state["model"]
+
+
+def _positions_times(factor: float) -> Any:
+    return lambda shape: Grid(shape).rescale(factor)
+
+
+@pytest.mark.parametrize("own_function", [False, True])
+def test_a_run_of_another_definition_of_a_scheme_is_refused(tmp_path, registered, own_function):
+    """Its name is the same, so that only a fingerprint tells it apart."""
+
+    def define(number: float) -> None:
+        changed = {"grid": _positions_times(number)} if own_function else {"frequencies": Axial((1, 1), number)}
+        register_scheme(registered, replace(OWN, **changed), overwrite=True)
+
+    tiny: dict[str, Any] = {
+        "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
+    }  # fmt: skip
+    chosen = replace(config("digits", registered, **tiny), out=tmp_path / "run")
+    define(2.0)
+    first = digits.run(chosen)
+    define(2.0)
+    assert digits.run(chosen)["accuracy"] == first["accuracy"]
+    define(3.0)
+    with pytest.raises(typer.BadParameter, match=r"different settings \(scheme: was"):
+        digits.run(chosen)
+
+
+def test_only_registered_schemes_have_a_fingerprint(registered):
+    assert "scheme" not in settings_of(config("digits", "rotate"))
+    assert "scheme" not in settings_of(config("digits", "dinov3"))
+    assert settings_of(config("digits", registered)) == settings_of(config("digits", registered))
+    described = settings_of(config("digits", registered))["scheme"]
+    register_scheme(registered, replace(OWN, doc="Described in other words."), overwrite=True)
+    assert settings_of(config("digits", registered))["scheme"] == described
