@@ -108,7 +108,7 @@ def run(
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
     here = environment(where, "torch", "timm", "accelerate", "scikit-learn")
-    open_folder(out, comparison.settings, here)
+    open_folder(out, comparison.merge(out).settings, here, extended=("encodings", "seeds", "schemes"))
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None

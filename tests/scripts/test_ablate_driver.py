@@ -92,10 +92,9 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
     after = json.loads(lost.read_text())
     assert all(before[key] == after[key] for key in ("values", "loss", "params", "tokens"))
 
-    for change in (["--seeds", "3"], ["--set", "dim=32"], ["-e", "cosine"]):
-        refused = invoke(*command(images, out, *change))
-        assert refused.exit_code == 2
-        assert "different settings" in refused.output
+    refused = invoke(*command(images, out, "--set", "dim=32"))
+    assert refused.exit_code == 2
+    assert "different settings" in refused.output
 
 
 def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monkeypatch):

@@ -219,3 +219,17 @@ def test_only_registered_schemes_have_a_fingerprint(registered):
     described = settings_of(config("digits", registered))["scheme"]
     register_scheme(registered, replace(OWN, doc="Described in other words."), overwrite=True)
     assert settings_of(config("digits", registered))["scheme"] == described
+
+
+def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registered):
+    command = ("run", "digits", "--smoke", "--device", "cpu", "--attention", "softmax", "--workers", "1")
+    command += ("--out", tmp_path, "--baseline", registered)
+    assert invoke(ablate, *command, "-e", registered, "--seeds", "1").exit_code == 0
+    again = invoke(ablate, *command, "-e", registered, "--seeds", "1")
+    assert "0 of 1 remaining runs" in again.output
+    register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
+    refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
+    assert refused.exit_code == 2
+    assert f"--encoding {registered}: --out {tmp_path} contains runs of another definition" in refused.output
+    extended = invoke(ablate, *command, "-e", "none", "--seeds", "1")
+    assert extended.exit_code == 0, extended.output
