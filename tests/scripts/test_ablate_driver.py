@@ -223,6 +223,26 @@ def test_numbers_of_the_table(task, tmp_path):
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
+def test_the_baseline_must_be_trained(images, tmp_path):
+    out = tmp_path / "out"
+    run = ["run", "image", str(images), "--out", str(out), "--smoke", *TINY, "--attention", "softmax", "--seeds", "1"]
+    run += ["--device", "cpu", "--workers", "1", "-e", "none", "-e", "sincos"]
+    refused = invoke(*run, "--baseline", "sincoz")
+    assert refused.exit_code == 2
+    message = "--baseline: expected one of the trained encodings (none, sincos), got 'sincoz' (did you mean 'sincos'?)"
+    assert message in refused.output
+    assert not out.exists()  # nothing was written
+    done = invoke(*run)
+    assert done.exit_code == 0, done.output
+    assert "because rotate was not trained" in done.output
+    refused = invoke("report", "image", "--folder", str(out), "--baseline", "sincoz")
+    assert refused.exit_code == 2
+    assert message in refused.output
+    done = invoke("report", "image", "--folder", str(out), "--baseline", "sincos")
+    assert "Difference from sincos" in done.output
+    assert "was not trained" not in done.output
+
+
 def test_invalid_options(images, tmp_path):
     def output_of(*args: str) -> str:
         result = invoke(*args)
