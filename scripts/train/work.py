@@ -61,7 +61,7 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     work = prepare(config, accelerator.device)
     settings = settings_of(config, **work.settings)
     if config.weights:
-        settings["weights"] = start_from(work.model, Path(config.weights))
+        settings["weights"] = start_from(work.model, Path(config.weights), getattr(config, "encoding", None))
     with ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(claim(config.out))

@@ -168,6 +168,17 @@ def test_exported_weights_are_the_averaged_ones_and_start_another_run(tmp_path):
         assert all(torch.equal(value, model[key]) for key, value in found.items()), name
 
 
+def test_weights_of_another_encoding_are_announced(tmp_path, capsys):
+    digits.run(DigitsTraining(out=tmp_path / "a", steps=1, **TINY))
+    for weights in (tmp_path / "a", tmp_path / "a" / "model.safetensors"):
+        capsys.readouterr()
+        for encoding in ("rotate", "cosine"):
+            out = tmp_path / f"{encoding}-{weights.suffix}"
+            digits.run(DigitsTraining(out=out, steps=1, weights=str(weights), encoding=encoding, **TINY))
+            line = f"{weights} was trained with encoding rotate; this training uses cosine"
+            assert (line in capsys.readouterr().err) == (encoding == "cosine")
+
+
 def test_weights_fit_models_that_are_no_vision_transformers(tmp_path):
     from lrpe_md.models.lm import CausalLm, LmConfig
 
