@@ -236,9 +236,11 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
     known = sorted({f.name for f in fields(config)} - set(CHOSEN))
     found: dict[str, Any] = {}
     for each in given:
-        name, _, text = each.partition("=")
+        name, equals, text = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set: expected NAME=VALUE, got {each!r}")
         name = name.strip().replace("-", "_")
-        if name not in known or "=" not in each:
+        if name not in known:
             raise typer.BadParameter(
                 f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import typer
 
 from lrpe_md import CosineMd, Grid, Memory, PresetMd, RotateMd, Scheme, list_presets
-from lrpe_md.checks import suggest
+from lrpe_md.checks import is_finite_number, suggest
 from lrpe_md.integrations.encoding import CHANGES
 from lrpe_md.presets.registry import REGISTERED
 from lrpe_md.presets.scheme import make_preset
@@ -102,6 +103,25 @@ def known_options(encoding: str | None) -> set[str]:
     module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
     own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
     return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_list_of_integers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(map(_is_integer, value))
+
+
+# Options of encodings that are numbers: what they expect, and the check of a value other than None.
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "base": ("a number", is_finite_number),
+    "amplitude": ("a number", is_finite_number),
+    "seed": ("an integer", _is_integer),
+    "phase_groups": ("an integer", _is_integer),
+    "rotary_dim": ("an integer", _is_integer),
+    "split": ("integers separated by commas, such as 2,3,3", _is_list_of_integers),
+}
 
 
 def fingerprint_scheme(encoding: str) -> str | None:
@@ -246,6 +266,10 @@ class Backbone:
                 f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it takes "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+        for key, value in options.items():
+            expected, accepts = _TYPES.get(key, ("", None))
+            if accepts is not None and value is not None and not accepts(value):
+                raise typer.BadParameter(f"{option} {text}: {key}: expected {expected}, got {value!r}")
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:

@@ -258,6 +258,7 @@ def test_invalid_options(images, tmp_path):
     assert "expected i/n" in output_of(*run, "--shard", "2/2")
     assert "NAME one of" in output_of(*run, "--set", "colour=red")
     assert "NAME one of" in output_of(*run, "--set", "seed=3")
+    assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
     assert "expected a value of type int" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
     assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")

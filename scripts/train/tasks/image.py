@@ -38,11 +38,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_md.checks import suggest
 from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ...common.options import choose
 from ..config import MODEL, OPTIMISER, Training, changed, describe, option
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import Buckets, Sizes, parse_mixed
@@ -196,9 +196,16 @@ def find_patch(name: str) -> int:
     Raises:
         typer.BadParameter: timm has no such model, or it is not a vision transformer.
     """
-    choose("--model", [name.partition(".")[0]], list_models())
-    with torch.device("meta"):
-        model: Any = create_model(name, pretrained=False)
+    known, architecture = list_models(), name.partition(".")[0]
+    if architecture not in known:
+        raise typer.BadParameter(
+            f"--model: unknown {architecture!r}{suggest(architecture, known)}; pass a name from timm.list_models()"
+        )
+    try:
+        with torch.device("meta"):
+            model: Any = create_model(name, pretrained=False)
+    except RuntimeError as error:  # an unknown pretrained tag
+        raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
             f"--model {name}: expected a timm VisionTransformer, such as vit_base_patch16_224, got "
