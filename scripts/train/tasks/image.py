@@ -46,8 +46,8 @@ from ...common.devices import sent
 from ..config import MODEL, OPTIMISER, Training, changed, describe, option
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import Buckets, Sizes, parse_mixed
-from ..data.captions import load_classes
-from ..data.images import Images, Labelled, is_idx, load_images, load_stream, resized, shifted
+from ..data.captions import TABLES, load_classes
+from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -260,7 +260,16 @@ def load(path: Path, size: int, dataset: str, limit: int, label: str, without: s
         return load_stream(path, size, label=label, limit=limit or None)
     if label:
         return load_classes(path, size, label=label, without=without, limit=limit or None)
-    return load_images(path, size, dataset=dataset, limit=limit or None)
+    try:
+        return load_images(path, size, dataset=dataset, limit=limit or None)
+    except ImageError as error:
+        is_zip = path.suffix == ".zip" and path.is_file()
+        if dataset or not (is_zip or any(next(path.rglob(name), None) for name in TABLES)):
+            raise
+        raise ImageError(
+            f"--data {path}: expected --label with a .zip or a table such as {TABLES[0]}, got none; pass --label FIELD, "
+            "the field of the table that holds the class"
+        ) from error
 
 
 def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Buckets:
