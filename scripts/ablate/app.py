@@ -109,10 +109,7 @@ def run(
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
-    here = environment(where, "torch", "timm", "accelerate", "scikit-learn")
-    whole = comparison.merge(out)
-    choose_baseline(baseline, [name for _, name in whole.pairs])
-    open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
+    open_comparison(out, comparison, baseline)
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None
@@ -134,6 +131,13 @@ def run(
         write_report(out, baseline)
     else:
         console.print("Other runs are not finished yet; `report` shows the results so far.")
+
+
+def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
+    """Write config.json, or add the comparison to the folder's if its trainings match; also check the baseline."""
+    here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
+    choose_baseline(baseline, [name for _, name in whole.pairs])
+    open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
 
 
 def select_encodings(

@@ -267,8 +267,8 @@ def load(path: Path, size: int, dataset: str, limit: int, label: str, without: s
         if dataset or not (is_zip or any(next(path.rglob(name), None) for name in TABLES)):
             raise
         raise ImageError(
-            f"--data {path}: expected --label with a .zip or a table such as {TABLES[0]}, got none; pass --label FIELD, "
-            "the field of the table that holds the class"
+            f"--data {path}: expected --label with a .zip or a table such as {TABLES[0]}, got none; pass --label "
+            "FIELD, the field of the table that holds the class"
         ) from error
 
 
