@@ -69,9 +69,15 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
     )
 
 
+SYNONYMS: dict[str, str] = {"rope": "rotate", "rotary": "rotate", "axial": "rotate"}
+
+
 def suggest(name: Any, known: Iterable[str]) -> str:
     """Return " (did you mean 'rotate'?)" to append to an error, or "" if no known name is close."""
-    close = get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
+    names = list(known)
+    close = get_close_matches(name, names, n=1) if isinstance(name, str) else ()
+    if isinstance(name, str) and (synonym := SYNONYMS.get(name.lower())) in names:
+        close = (synonym,)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

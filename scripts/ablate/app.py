@@ -37,7 +37,7 @@ from ..common.folder import missing, open_folder, parse_shard, require_checkout,
 from ..common.markdown import PAGES
 from ..common.options import choose, group_options
 from ..common.provenance import environment
-from .report import folders, task_of, write_pages, write_report
+from .report import choose_baseline, folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, overrides, train
 
 app = typer.Typer(
@@ -77,7 +77,9 @@ def run(
     full: Annotated[
         bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and longer training.")
     ] = False,
-    baseline: Annotated[str, typer.Option(help="Encoding that the report compares the others with.")] = "rotate",
+    baseline: Annotated[
+        str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
+    ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
     ] = None,
@@ -107,8 +109,7 @@ def run(
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
-    here = environment(where, "torch", "timm", "accelerate", "scikit-learn")
-    open_folder(out, comparison.settings, here)
+    open_comparison(out, comparison, baseline)
     console, mine = Console(soft_wrap=True, highlight=False), missing(todo, share)
     workers = min(workers, max(len(mine), 1))
     turn = turn_of(where) if timed else None
@@ -130,6 +131,13 @@ def run(
         write_report(out, baseline)
     else:
         console.print("Other runs are not finished yet; `report` shows the results so far.")
+
+
+def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
+    """Write config.json, or add the comparison to the folder's if its trainings match; also check the baseline."""
+    here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
+    choose_baseline(baseline, [name for _, name in whole.pairs])
+    open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
 
 
 def select_encodings(
@@ -192,7 +200,7 @@ def report(
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
-    baseline: Annotated[str, typer.Option(help="Encoding to compare the others with.")] = "rotate",
+    baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
     pages: Annotated[
         Path, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = PAGES,

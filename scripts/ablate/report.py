@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 import typer
+
+from lrpe_md.checks import suggest
 
 from ..common.folder import ROOT, read_json, write
 from ..common.markdown import PICTURES, page, write_page
@@ -23,8 +26,28 @@ PLOTS = {
 }  # fmt: skip
 
 
-def write_report(folder: Path, baseline: str) -> None:
+BASELINE = "rotate"
+
+
+def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
+    """Return the encoding to compare the others with; None means :data:`BASELINE`, which may be missing.
+
+    Raises:
+        typer.BadParameter: a baseline that is not one of the trained encodings.
+    """
+    names = list(dict.fromkeys(trained))
+    if baseline is not None and baseline not in names:
+        raise typer.BadParameter(
+            f"--baseline: expected one of the trained encodings ({', '.join(names)}), got {baseline!r}"
+            f"{suggest(baseline, names)}"
+        )
+    return BASELINE if baseline is None else baseline
+
+
+def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
+
+    baseline: see :func:`choose_baseline`.
 
     If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
     """
@@ -42,7 +65,8 @@ def write_report(folder: Path, baseline: str) -> None:
     if files:
         write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
     results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
-    text = LAYOUTS[task.layout](results, config, baseline)
+    chosen, trained = choose_baseline(baseline, results.encoding), set(results.encoding)
+    text = LAYOUTS[task.layout](results, config, chosen)
     write(folder / "table.md", text)
     for name, plot in task.plots.items():
         PLOTS[plot](results, config, folder / name)
@@ -54,6 +78,10 @@ def write_report(folder: Path, baseline: str) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
+    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # whose report has no differences
+        text += (
+            f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
+        )
     print(f"\n{text}", *(folder / name for name in ("results.csv", *task.plots)), sep="\n")
 
 

@@ -39,13 +39,16 @@ def ranking(results: Any) -> list[str]:
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the table, best at the longest length first; the baseline is one of its rows."""
     settings = config["settings"]
-    training, seeds = settings["training"], settings["seeds"]
+    training = settings["training"]
     trained = training["length"]
     results = parse(results)
+    groups: Any = results.groupby("encoding")["seed"]
+    fewest, seeds = groups.nunique().min(), groups.nunique().max()
+    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
-    scheme = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [

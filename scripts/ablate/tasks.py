@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -22,6 +22,7 @@ from lrpe_md.checks import suggest
 
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
+from ..train.encodings import fingerprint_scheme, split_options
 from ..train.tasks import diffusion, digits, image, lm, recall, video
 from ..train.weights import EXPORT
 
@@ -37,6 +38,7 @@ CHOSEN = (
     "log_with",
     "progress",
     "turn",
+    "scheme",
 )  # set by the driver for each training; fmt: skip
 
 
@@ -234,9 +236,11 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
     known = sorted({f.name for f in fields(config)} - set(CHOSEN))
     found: dict[str, Any] = {}
     for each in given:
-        name, _, text = each.partition("=")
+        name, equals, text = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set: expected NAME=VALUE, got {each!r}")
         name = name.strip().replace("-", "_")
-        if name not in known or "=" not in each:
+        if name not in known:
             raise typer.BadParameter(
                 f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
             )
@@ -250,7 +254,10 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings that determine results; the runs of a folder share them."""
+    """The settings that determine results; the runs of a folder share the task, the data and the training.
+
+    schemes: fingerprints of the compared schemes that are registered, by encoding.
+    """
 
     task: str
     encodings: dict[str, list[str]]  # by attention
@@ -258,6 +265,7 @@ class Comparison:
     data: list[str]
     training: dict[str, Any]
     device: str
+    schemes: dict[str, str] = field(default_factory=dict)
 
     def config(
         self, out: Path, encoding: str, attention: str, seed: int, progress: bool = True, turn: Path | None = None
@@ -276,10 +284,47 @@ class Comparison:
         )
 
     @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Attention and encoding of each variant."""
+        return [(attention, name) for attention, names in self.encodings.items() for name in names]
+
+    @property
+    def known(self) -> list[str]:
+        return TASKS[self.task].config.backbone.names
+
+    def merge(self, out: Path) -> Comparison:
+        """Return this comparison with the encodings and seeds of the runs in a folder, and fingerprints of all schemes.
+
+        Raises:
+            typer.BadParameter: a scheme whose definition differs from that of the folder's runs.
+        """
+        schemes = {name: mark for _, name in self.pairs if (mark := fingerprint_scheme(name)) is not None}
+        path = out / "config.json"
+        found = read_json(path)["settings"] if path.exists() else {}
+        if found.get("task") != self.task:
+            return replace(self, schemes=schemes)
+        compared, before = found["encodings"], found.get("schemes", {})
+        trained = {name for names in compared.values() for name in names}
+        for name in schemes.keys() & trained:
+            if before.get(name) != schemes[name]:
+                raise typer.BadParameter(
+                    f"--encoding {name}: --out {out} contains runs of another definition of this scheme; choose "
+                    "another folder, or register the scheme under another name"
+                )
+        both = {
+            kind: [*compared.get(kind, ()), *self.encodings.get(kind, ())] for kind in {**compared, **self.encodings}
+        }
+        return replace(
+            self, encodings={kind: list(dict.fromkeys(names)) for kind, names in both.items()},
+            seeds=max(self.seeds, found["seeds"]), schemes={**before, **schemes},
+        )  # fmt: skip
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Return the contents of config.json: the settings of all trainings, without the paths of the data."""
-        attention, names = next(iter(self.encodings.items()))
-        shared = settings_of(self.config(Path("unused"), names[0], attention, 0))
+        # A merged comparison may hold schemes that are not registered in this process.
+        attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
+        shared = settings_of(self.config(Path("unused"), name, attention, 0))
         shared = {name: value for name, value in shared.items() if name not in CHOSEN}
         data = [Path(each).name for each in self.data]
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}

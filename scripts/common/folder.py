@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,15 +154,18 @@ def flat(nested: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
 
 
-def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any]) -> None:
-    """Write config.json, or check that the folder's settings match these."""
+def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], extended: Collection[str] = ()) -> None:
+    """Write config.json, or check that the folder's settings match these.
+
+    extended: names of settings that may differ, because the caller has merged them with the folder's.
+    """
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))
     environments: list[Any] = []
     if path.exists():
         config = read_json(path)
         found, environments = config["settings"], config["environments"]
-        found, now = flat(found), flat(wanted)
+        found, now = (flat({k: v for k, v in each.items() if k not in extended}) for each in (found, wanted))
         differ = [
             f"{k}: {found.get(k)} in the folder, {now.get(k)} requested"
             for k in {**found, **now}

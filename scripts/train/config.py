@@ -21,7 +21,7 @@ from lrpe_md import Memory
 from ..common.devices import choose_device
 from ..common.folder import SaveError
 from ..common.options import SEEDS, choose
-from .encodings import Backbone
+from .encodings import Backbone, fingerprint_scheme
 from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
 
@@ -87,7 +87,10 @@ class Training:
     schedule: str = option(
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
     )
-    warmup: int = option(100, "Warm-up steps.", least=0, off=True, panel=OPTIMISER)
+    warmup: int = option(
+        100, "Warm-up steps; with cosine and wsd, reduced to a tenth of --steps unless the run is longer.", least=0,
+        off=True, panel=OPTIMISER,
+    )  # fmt: skip
     cooldown: float = option(
         0.2, "Fraction of the steps in which wsd lowers the learning rate.", least=0, below=1, panel=OPTIMISER
     )
@@ -169,15 +172,20 @@ class Training:
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
-    def limit_warmup(self, most: int) -> int:
-        """Return the number of warm-up steps; for a constant schedule it does not depend on the number of steps."""
-        return self.warmup if self.schedule == "constant" else min(self.warmup, most)
+    @property
+    def warmup_steps(self) -> int:
+        """Number of warm-up steps: a tenth of the run if it ends before the warm-up does.
+
+        A constant schedule does not depend on the number of steps, so that a longer run continues it.
+        """
+        return self.warmup if self.schedule == "constant" or self.warmup < self.steps else self.steps // 10
 
     def build_schedule(self) -> Schedule:
         """Return the learning rate by step."""
+        warmup = self.warmup_steps
         return Schedule(
-            length=max(self.steps, 2), warmup=self.limit_warmup(self.steps - 1), start=self.lr / (self.warmup + 1),
-            kind=self.schedule, cooldown=self.cooldown,
+            length=max(self.steps, 2), warmup=warmup, start=self.lr / (warmup + 1), kind=self.schedule,
+            cooldown=self.cooldown,
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
@@ -288,6 +296,8 @@ def settings_of(config: Training, **more: Any) -> dict[str, Any]:
     """Return all settings that determine the weights, as JSON values."""
     kept = {f.name for f in fields(config) if not f.metadata["free"]}
     chosen = {name: value for name, value in asdict(config).items() if name in kept}
+    scheme = fingerprint_scheme(getattr(config, "encoding", ""))
+    chosen |= {} if scheme is None else {"scheme": scheme}
     return json.loads(json.dumps({**chosen, "precision": config.mixed_precision, **more}, default=_as_json))
 
 

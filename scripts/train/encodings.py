@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any
 
 import typer
 
-from lrpe_md import CosineMd, Memory, PresetMd, RotateMd, list_presets
-from lrpe_md.checks import suggest
+from lrpe_md import CosineMd, Grid, Memory, PresetMd, RotateMd, Scheme, list_presets
+from lrpe_md.checks import is_finite_number, suggest
 from lrpe_md.integrations.encoding import CHANGES
+from lrpe_md.presets.registry import REGISTERED
+from lrpe_md.presets.scheme import make_preset
 
 from ..common.options import choose
+from .checkpoint import digest_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,63 @@ def known_options(encoding: str | None) -> set[str]:
     module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
     own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
     return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_list_of_integers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(map(_is_integer, value))
+
+
+# Options of encodings that are numbers: what they expect, and the check of a value other than None.
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "base": ("a number", is_finite_number),
+    "amplitude": ("a number", is_finite_number),
+    "seed": ("an integer", _is_integer),
+    "phase_groups": ("an integer", _is_integer),
+    "rotary_dim": ("an integer", _is_integer),
+    "split": ("integers separated by commas, such as 2,3,3", _is_list_of_integers),
+}
+
+
+def fingerprint_scheme(encoding: str) -> str | None:
+    """Hash the definition of a registered scheme, whose name may mean another one in the next process.
+
+    encoding: NAME or NAME:KEY=VALUE,...
+
+    Returns:
+        None for other encodings.
+    """
+    scheme = REGISTERED.get(split_options(encoding)[0])
+    if scheme is None:
+        return None
+    try:
+        definition = {name: value for name, value in scheme.to_dict().items() if name != "doc"}
+    except ValueError:  # it has functions of its own, which are called instead
+        definition = _probe_scheme(scheme)
+    return digest_of(definition)[:16]
+
+
+def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
+    """Return the plain fields of a scheme, its frequencies, and its positions on a small grid."""
+    built = make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
+    shape = tuple(range(3, 3 + built.num_axes))
+    plain = {
+        each.name: getattr(scheme, each.name) for each in fields(scheme) if each.name not in ("doc", "frequencies")
+    }
+    plain = {name: value for name, value in plain.items() if not callable(value)}
+    segments = (shape,) if scheme.tokens is None else (2, shape, 3, shape)
+    try:
+        positions = built.positions(*segments)
+    except ValueError:  # its grids don't support this shape
+        table = None
+    else:
+        table = positions.coordinates() if isinstance(positions, Grid) else positions.explicit().coords
+    return {
+        "plain": repr(plain), "omega": built.omega, "amplitude": built.amplitude, "phase": built.phase, "table": table
+    }  # fmt: skip
 
 
 MEMORY_HELP = (
@@ -205,6 +266,10 @@ class Backbone:
                 f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it takes "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+        for key, value in options.items():
+            expected, accepts = _TYPES.get(key, ("", None))
+            if accepts is not None and value is not None and not accepts(value):
+                raise typer.BadParameter(f"{option} {text}: {key}: expected {expected}, got {value!r}")
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:

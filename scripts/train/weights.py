@@ -31,8 +31,10 @@ NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 
 
-def start_from(model: nn.Module, path: Path) -> str:
+def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str:
     """Load all weights that fit into the model, and print those that do not.
+
+    encoding: option of this training; if the run that made the weights had another one, that is printed too.
 
     The head of other classes, class and register tokens, and the encoding may differ. Weights of a vision transformer
     are resampled to the model's sizes, and those of an image model are inflated for a video model.
@@ -44,7 +46,8 @@ def start_from(model: nn.Module, path: Path) -> str:
         typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
             left unchanged.
     """
-    found = _read(path, _count_heads(model))
+    found, settings = _read(path)
+    _check_heads(path, settings, _count_heads(model))
     digest = digest_of(found)
     own = model.state_dict()
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
@@ -72,6 +75,9 @@ def start_from(model: nn.Module, path: Path) -> str:
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
+        before = settings.get("encoding")
+        if encoding is not None and before not in (None, encoding):
+            typer.echo(f"{path} was trained with encoding {before}; this training uses {encoding}", err=True)
     return digest
 
 
@@ -86,21 +92,24 @@ def _first_names(names: Iterable[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in names})
 
 
-def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
-    """Read the averaged weights of a run or its folder, or the weights of a file that timm supports."""
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the averaged weights of a run or its folder, or the weights of a file that timm supports.
+
+    Returns:
+        the weights, and the settings of the run; {} if they are unknown.
+    """
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
         raise typer.BadParameter(f"--weights {path}: no such file, or no checkpoint.pt in the folder")
+    settings: dict[str, Any] = {}
     try:
         content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(content, dict) and {"format", "settings", "model"} <= content.keys():
             state = read_checkpoint(file)
-            _check_heads(path, state["settings"], num_heads)
-            return state.get("average", state["model"])
+            return state.get("average", state["model"]), state["settings"]
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 settings = json.loads((opened.metadata() or {}).get("settings", "{}"))
-            _check_heads(path, settings, num_heads)
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
@@ -111,7 +120,7 @@ def _read(path: Path, num_heads: int | None) -> dict[str, Tensor]:
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
-    return found
+    return found, settings
 
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:

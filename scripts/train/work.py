@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -51,11 +52,16 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     """Run or resume one training and its evaluation; return the content of result.json."""
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
+    if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:
+        typer.echo(
+            f"--warmup {config.warmup} reduced to {config.warmup_steps}, because the run has only {config.steps} steps",
+            err=True,
+        )
     console.print("Reading the data, building the model")
     work = prepare(config, accelerator.device)
     settings = settings_of(config, **work.settings)
     if config.weights:
-        settings["weights"] = start_from(work.model, Path(config.weights))
+        settings["weights"] = start_from(work.model, Path(config.weights), getattr(config, "encoding", None))
     with ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(claim(config.out))

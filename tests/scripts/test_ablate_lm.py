@@ -65,9 +65,9 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
     after = json.loads(lost.read_text())
     assert all(before[key] == after[key] for key in ("values", "evaluation", "loss", "params", "tokens"))
 
-    refused = invoke(*command, "--seeds", "3")
+    refused = invoke(*command, "--set", "length=32")
     assert refused.exit_code == 2
-    assert "seeds: 2 in the folder, 3 requested" in refused.output
+    assert "training.length: 16 in the folder, 32 requested" in refused.output
 
     lost.unlink()  # the report uses the remaining results
     assert invoke("report", "lm", "--folder", str(out)).exit_code == 0

@@ -425,8 +425,11 @@ def test_models_of_timm(shards, tmp_path, attention):
 
 
 def test_unsuitable_models_of_timm(tmp_path):
-    with pytest.raises(typer.BadParameter, match=r"--model: unknown 'vit_bas_patch16_224' \(did you mean 'vit_base"):
-        ImageTraining(data=tmp_path, out=tmp_path, model="vit_bas_patch16_224")
+    message = r"--model: unknown 'vit_tini_patch16_224' \(did you mean 'vit_tiny_patch16_224'\?\); pass a name.*\(\)$"
+    with pytest.raises(typer.BadParameter, match=message):
+        ImageTraining(data=tmp_path, out=tmp_path, model="vit_tini_patch16_224")
+    with pytest.raises(typer.BadParameter, match=r"--model vit_tiny_patch16_224\.none: Invalid pretrained tag"):
+        ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a timm VisionTransformer.*got ResNet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
     with pytest.raises(typer.BadParameter, match="a learned position table"):

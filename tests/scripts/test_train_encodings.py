@@ -13,11 +13,12 @@ import typer
 from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.train.app import app as train
 from lrpe_md.scripts.train.checkpoint import digest_of
+from lrpe_md.scripts.train.config import settings_of
 from lrpe_md.scripts.train.encodings import IMAGES, TEXT, split_list, split_options
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, video
 from typer.testing import CliRunner
 
-from lrpe_md import Axial, PresetMd, RotateMd, Scheme, list_presets, register_scheme
+from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
 from lrpe_md.presets import registry
 
 OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
@@ -94,6 +95,13 @@ def test_options_reach_the_model():
         ("digits", "none:base=3", r"none has no option 'base'; it takes act, dim"),
         ("digits", "rotate:base", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:base'"),
         ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
+        ("digits", "rope", r"--encoding: unknown 'rope' \(did you mean 'rotate'\?\)"),
+        ("lm", "rotary", r"--encoding: unknown 'rotary' \(did you mean 'rotate'\?\)"),
+        ("digits", "axial:base=3", r"--encoding: unknown 'axial' \(did you mean 'rotate'\?\)"),
+        ("digits", "rotate:base=ten", r"^--encoding rotate:base=ten: base: expected a number, got 'ten'$"),
+        ("lm", "cosine:base=ten", r"^--encoding cosine:base=ten: base: expected a number, got 'ten'$"),
+        ("digits", "rotate:split=3.5", r"split: expected integers separated by commas, such as 2,3,3, got 3.5"),
+        ("digits", "rotate-mixed:seed=3.5", r"seed: expected an integer, got 3.5"),
         ("digits", "rotate:base=-1", r"^--encoding rotate:base=-1 --attention softmax: base: expected"),
         ("digits", "cosine:act=gelu", r"act: expected one of .*, got 'gelu'"),
         ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
@@ -184,3 +192,51 @@ def test_a_registered_scheme_trains_and_resumes(tmp_path, registered):
     assert digits.run(chosen)["accuracy"] == first["accuracy"]
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     assert "encoding.0.log_theta" in state["model"]
+
+
+def _positions_times(factor: float) -> Any:
+    return lambda shape: Grid(shape).rescale(factor)
+
+
+@pytest.mark.parametrize("own_function", [False, True])
+def test_a_run_of_another_definition_of_a_scheme_is_refused(tmp_path, registered, own_function):
+    """Its name is the same, so that only a fingerprint tells it apart."""
+
+    def define(number: float) -> None:
+        changed = {"grid": _positions_times(number)} if own_function else {"frequencies": Axial((1, 1), number)}
+        register_scheme(registered, replace(OWN, **changed), overwrite=True)
+
+    tiny: dict[str, Any] = {
+        "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
+    }  # fmt: skip
+    chosen = replace(config("digits", registered, **tiny), out=tmp_path / "run")
+    define(2.0)
+    first = digits.run(chosen)
+    define(2.0)
+    assert digits.run(chosen)["accuracy"] == first["accuracy"]
+    define(3.0)
+    with pytest.raises(typer.BadParameter, match=r"different settings \(scheme: was"):
+        digits.run(chosen)
+
+
+def test_only_registered_schemes_have_a_fingerprint(registered):
+    assert "scheme" not in settings_of(config("digits", "rotate"))
+    assert "scheme" not in settings_of(config("digits", "dinov3"))
+    assert settings_of(config("digits", registered)) == settings_of(config("digits", registered))
+    described = settings_of(config("digits", registered))["scheme"]
+    register_scheme(registered, replace(OWN, doc="Described in other words."), overwrite=True)
+    assert settings_of(config("digits", registered))["scheme"] == described
+
+
+def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registered):
+    command = ("run", "digits", "--smoke", "--device", "cpu", "--attention", "softmax", "--workers", "1")
+    command += ("--out", tmp_path, "--baseline", registered)
+    assert invoke(ablate, *command, "-e", registered, "--seeds", "1").exit_code == 0
+    again = invoke(ablate, *command, "-e", registered, "--seeds", "1")
+    assert "0 of 1 remaining runs" in again.output
+    register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
+    refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
+    assert refused.exit_code == 2
+    assert f"--encoding {registered}: --out {tmp_path} contains runs of another definition" in refused.output
+    extended = invoke(ablate, *command, "-e", "none", "--seeds", "1")
+    assert extended.exit_code == 0, extended.output

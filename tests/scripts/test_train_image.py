@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,18 @@ def test_class_from_a_table_field(table):
     assert load_classes(table, 8, label="kind", without="odd").digest == data.digest
     with pytest.raises(typer.BadParameter, match="expected file_name and colour"):
         load_classes(table, 8, label="colour")
+
+
+def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):
+    with zipfile.ZipFile(tmp_path / "table.zip", "w") as archive:
+        for file in table.iterdir():
+            archive.write(file, file.name)
+    for path in (table, tmp_path / "table.zip"):
+        with pytest.raises(ImageError, match=r"--data .*table.*: expected --label .*; pass --label FIELD"):
+            train_image.load(path, 8, "", 0, "", "")
+        assert train_image.load(path, 8, "", 0, "kind", "odd").num_classes == 2
+    with pytest.raises(ImageError, match="no such folder"):
+        train_image.load(tmp_path / "missing.zip", 8, "", 0, "", "")
 
 
 def test_training_on_a_table(table, tmp_path):

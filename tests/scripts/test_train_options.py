@@ -45,6 +45,20 @@ def test_rates_of_each_schedule():
     assert cosine[10] == pytest.approx(0)
 
 
+def test_a_warmup_as_long_as_the_run_is_reduced(tmp_path, capsys):
+    make = partial(Training, out=tmp_path, warmup=20)
+    assert make(steps=21).warmup_steps == 20
+    assert make(steps=20).warmup_steps == 2
+    assert make(steps=20, schedule="constant").warmup_steps == 20
+    rates = make(steps=20).build_schedule().list_rates(1.0, 20)
+    assert max(rates) == rates[2]
+    assert rates[-1] < 0.05
+    digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3}))
+    assert "--warmup 3 reduced to 0, because the run has only 2 steps" in capsys.readouterr().err
+    digits.run(DigitsTraining(out=tmp_path / "other", steps=2, **TINY))
+    assert "reduced" not in capsys.readouterr().err
+
+
 def test_rates_of_groups_keep_their_scale():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [parameters[0]], "lr_scale": 0.1}, {"params": [parameters[1]]}], lr=1.0)
@@ -152,6 +166,17 @@ def test_exported_weights_are_the_averaged_ones_and_start_another_run(tmp_path):
         digits.run(DigitsTraining(out=tmp_path / name, weights=weights, **still))
         model = torch.load(tmp_path / name / "checkpoint.pt")["model"]
         assert all(torch.equal(value, model[key]) for key, value in found.items()), name
+
+
+def test_weights_of_another_encoding_are_announced(tmp_path, capsys):
+    digits.run(DigitsTraining(out=tmp_path / "a", steps=1, **TINY))
+    for weights in (tmp_path / "a", tmp_path / "a" / "model.safetensors"):
+        capsys.readouterr()
+        for encoding in ("rotate", "cosine"):
+            out = tmp_path / f"{encoding}-{weights.suffix}"
+            digits.run(DigitsTraining(out=out, steps=1, weights=str(weights), encoding=encoding, **TINY))
+            line = f"{weights} was trained with encoding rotate; this training uses cosine"
+            assert (line in capsys.readouterr().err) == (encoding == "cosine")
 
 
 def test_weights_fit_models_that_are_no_vision_transformers(tmp_path):

@@ -104,7 +104,7 @@ class DigitsTraining(Training):
 
     def build_schedule(self) -> Schedule:
         return Schedule(
-            length=self.steps, warmup=self.limit_warmup(self.steps - 1), start=0.0,
+            length=self.steps, warmup=self.warmup_steps, start=0.0,
             warmup_prefix=self.schedule == "cosine", kind=self.schedule, cooldown=self.cooldown,
         )  # fmt: skip
 

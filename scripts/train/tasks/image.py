@@ -38,16 +38,16 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lrpe_md.checks import suggest
 from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ...common.options import choose
 from ..config import MODEL, OPTIMISER, Training, changed, describe, option
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import Buckets, Sizes, parse_mixed
-from ..data.captions import load_classes
-from ..data.images import Images, Labelled, is_idx, load_images, load_stream, resized, shifted
+from ..data.captions import TABLES, load_classes
+from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -196,9 +196,16 @@ def find_patch(name: str) -> int:
     Raises:
         typer.BadParameter: timm has no such model, or it is not a vision transformer.
     """
-    choose("--model", [name.partition(".")[0]], list_models())
-    with torch.device("meta"):
-        model: Any = create_model(name, pretrained=False)
+    known, architecture = list_models(), name.partition(".")[0]
+    if architecture not in known:
+        raise typer.BadParameter(
+            f"--model: unknown {architecture!r}{suggest(architecture, known)}; pass a name from timm.list_models()"
+        )
+    try:
+        with torch.device("meta"):
+            model: Any = create_model(name, pretrained=False)
+    except RuntimeError as error:  # an unknown pretrained tag
+        raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
             f"--model {name}: expected a timm VisionTransformer, such as vit_base_patch16_224, got "
@@ -253,7 +260,16 @@ def load(path: Path, size: int, dataset: str, limit: int, label: str, without: s
         return load_stream(path, size, label=label, limit=limit or None)
     if label:
         return load_classes(path, size, label=label, without=without, limit=limit or None)
-    return load_images(path, size, dataset=dataset, limit=limit or None)
+    try:
+        return load_images(path, size, dataset=dataset, limit=limit or None)
+    except ImageError as error:
+        is_zip = path.suffix == ".zip" and path.is_file()
+        if dataset or not (is_zip or any(next(path.rglob(name), None) for name in TABLES)):
+            raise
+        raise ImageError(
+            f"--data {path}: expected --label with a .zip or a table such as {TABLES[0]}, got none; pass --label "
+            "FIELD, the field of the table that holds the class"
+        ) from error
 
 
 def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Buckets:

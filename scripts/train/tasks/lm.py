@@ -129,8 +129,13 @@ class LmTraining(Training):
     def model(self) -> LmConfig:
         return LmConfig(**self.model_arguments)
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of warm-up steps."""
+        return self.warmup if self.schedule == "constant" else min(self.warmup, self.steps // 10)
+
     def build_schedule(self) -> Schedule:
-        warmup = self.limit_warmup(self.steps // 10)
+        warmup = self.warmup_steps
         return Schedule(
             length=max(self.steps - warmup, 1), warmup=warmup, start=0.0, end=0.1 * self.lr, warmup_prefix=True,
             offset=1, kind=self.schedule, cooldown=self.cooldown,
