@@ -382,6 +382,6 @@ class CausalLm(nn.Module):
 
     @property
     def encoding(self) -> EncodingStack:
-        """The encodings of the layers, which their attentions register."""
+        """The layers' encodings, which their attention modules register."""
         blocks: Any = self.blocks
         return EncodingStack([block.attn.encoding for block in blocks])

@@ -489,10 +489,10 @@ def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Weights for a video model from those of an image model, or of a video model with other absolute positions.
 
-    A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated in
-    time (I3D, arXiv 1705.07750; ViViT): a video without motion gives the features of its image, but for prefix tokens,
-    which weigh less among more tokens. A table that the model lacks is dropped, and frequencies that the weights lack
-    stay as they are.
+    A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
+    time (I3D, arXiv 1705.07750; ViViT). A video without motion then yields the features of its image, except for the
+    effect of prefix tokens, which weigh less among more tokens. A table that the model lacks is dropped, and
+    frequencies that the weights lack stay as they are.
     """
     video: Any = model
     state_dict = dict(state_dict)

@@ -148,8 +148,6 @@ def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:
     if trained.device not in known:
         used = (trained != 0).any(0)
         if bool((used.sum(-1) > 1).any()) or (used.shape[-1] > 1 and bool((used != (trained != 0)).any())):
-            raise ValueError(
-                f"{path}: expected frequencies with one axis per channel, shared by all heads, to scale them"
-            )
+            raise ValueError(f"{path}: scaling needs frequencies with one axis per channel, shared by all heads")
         known[trained.device] = [column.nonzero()[:, 0] for column in used.unbind(-1)]
     return known[trained.device]

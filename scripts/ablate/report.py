@@ -59,7 +59,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     config = read_json(folder / "config.json")
     if config["settings"].get("task") not in TASKS:
         raise typer.BadParameter(
-            f"--folder: expected an output folder of `ablate run`, got {folder}, written by another command"
+            f"--folder: expected an output folder from `ablate run`, but {folder} was written by another command"
         )
     task = TASKS[config["settings"]["task"]]
     if files:

@@ -94,9 +94,9 @@ def scaling_table(rows: Any) -> str:
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
-        "**Training steps by number of tokens.** The table lists thousands of tokens per second, and peak memory in "
-        "GiB. The backbones have four blocks of width 768 and run in bfloat16. A step consists of forward, backward "
-        f"and optimiser. {where(rows)}.",
+        "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
+        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A step consists of "
+        f"forward, backward and optimiser. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",

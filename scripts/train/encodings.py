@@ -299,7 +299,7 @@ _VIT = {
 }
 IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), 100.0, _VIT)
 VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), 100.0, _VIT)
-# Softmax attention, or linear attention with a memory of :mod:`.memory`.
+# Softmax attention, or linear attention with a memory from :mod:`.memory`.
 RECALL = Backbone(
     frozenset({"axes", "time", "table", "sincos", "memory"}), 100.0,
     {name: {} for name in ("softmax", "add", "decay", "delta")},

@@ -32,7 +32,7 @@ def choose_trackers(config: Training) -> list[str]:
     missing = set(names) - {str(each) for each in get_available_trackers()}
     if missing:
         raise typer.BadParameter(
-            f"--log-with {config.log_with}: expected installed trackers, but not installed: "
+            f"--log-with {config.log_with}: these trackers are not installed: "
             f"{', '.join(sorted(missing))}; install them with pip"
         )
     return list(dict.fromkeys(names))

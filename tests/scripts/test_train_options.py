@@ -246,7 +246,7 @@ def test_unknown_and_missing_trackers(tmp_path, monkeypatch):
     assert "unknown 'tensorbord'" in said
     assert "did you mean 'tensorboard'" in said
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["tensorboard"])
-    assert "expected installed trackers, but not installed: wandb" in output_of(*command, "--log-with", "wandb")
+    assert "these trackers are not installed: wandb" in output_of(*command, "--log-with", "wandb")
     assert not (tmp_path / "run").exists()
 
 

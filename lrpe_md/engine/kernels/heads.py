@@ -151,7 +151,7 @@ def compute_norm_stats(rows, H, share, V: tl.constexpr):
 
 @triton.jit
 def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
-    """Return the gradient of norm(x), x̂ and dΘ of a tile's heads."""
+    """Return the gradient of norm(x), along with x̂ and dΘ, for the heads of a tile."""
     xs, gs = rows
     cos, sin = cos_sin
     mean, scale = stats

@@ -96,7 +96,7 @@ def choose_value_widths(width: int) -> tuple[int, ...]:
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
-    """Choose the tile of a pass. It doesn't depend on batch, heads and tokens, which so never cause recompilation.
+    """Choose the tile of a pass. It doesn't depend on batch, heads or tokens, so these never cause recompilation.
 
     regular: rows are 16-byte aligned, and D_v and each tile of features have at least 64 channels. In other causal
     kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory. Their

@@ -123,7 +123,7 @@ class _SumRanks(torch.autograd.Function):
 
 
 class _SumBefore(torch.autograd.Function):
-    """The sum over the ranks before this one in a group, or behind it."""
+    """The sum over the ranks before this one in a group, or after it."""
 
     @staticmethod
     def forward(ctx, t, group, behind):

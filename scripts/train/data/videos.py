@@ -27,7 +27,7 @@ from ...common.cache import digest_file, kept
 from ...common.devices import sent
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
-# Other demuxers of FFmpeg read whatever files, and addresses, the one that is opened names (concat, hls, dash, ..).
+# Some other FFmpeg demuxers (concat, hls, dash, ..) also read any file or URL that the opened file names.
 OPENED_AS = {
     "format_whitelist": "avi,asf,flv,gif,matroska,mov,mp4,mpeg,mpegts,nut,ogg,webm",
     "protocol_whitelist": "file",
