@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 GALLERY := scripts/results/gallery
 
-.PHONY: help install demo ablate gallery results docs serve lint types unit test dist clean
+.PHONY: help install demo ablate gallery results docs serve lint types unit slow test test-all dist clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,10 +46,15 @@ lint: $(READY)  ## ruff
 types: $(READY)  ## pyright
 	$(BIN)/pyright
 
-unit: $(READY)  ## pytest (ARGS="-k cosine")
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+unit: $(READY)  ## the tests that are not marked slow (ARGS="-k cosine")
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
-test: lint types unit  ## everything that CI runs
+slow: $(READY)  ## the tests marked slow: compilers for GPUs, several processes, whole trainings
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(ARGS)
+
+test: lint types unit  ## lint, type checks and the tests that are not slow
+
+test-all: test slow  ## everything that CI tests
 
 dist: $(READY)  ## wheel and sdist in dist/, checked, with the library's tests against the installed wheel
 	rm -rf dist

@@ -9,6 +9,13 @@ import os
 import pytest
 import torch
 
+# Files that `make test` leaves out: compilers for GPUs, several processes, environments, browsers, whole trainings.
+SLOW = {
+    "test_ablate.py", "test_ablate_driver.py", "test_aot.py", "test_benchmark_compiled.py",
+    "test_benchmark_training.py", "test_examples.py", "test_generative_processes.py", "test_host_tests.py",
+    "test_sharded_models.py", "test_sharding.py", "test_site.py", "test_sweep.py", "test_train_processes.py",
+    "test_wheel.py",
+}  # fmt: skip
 last_file = None
 torch.set_num_threads(1)  # tensors are too small for several threads
 
@@ -19,7 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker(pytest.mark.slow)
     # start with the longest tests, so that no process runs them last
     items.sort(key=lambda item: item.path.name != "test_aot.py")
     if "TRITON_INTERPRET" not in os.environ:
