@@ -78,7 +78,7 @@ def test_unsuitable_folders(folder, tmp_path):
         load_labelled([folder], 8, parts=1)
     run = ["video", "--data", folder, "--out", tmp_path / "run", "--task", "labels", "--cache", "none"]
     assert "--sampling: unknown 'densee'" in output_of(*run, "--sampling", "densee")
-    assert "there are" in output_of(*run, "--batch", 64, "--device", "cpu")
+    assert "expected at most" in output_of(*run, "--batch", 64, "--device", "cpu")
     assert not (tmp_path / "run").exists()
 
 
