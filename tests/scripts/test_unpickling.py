@@ -34,7 +34,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(name, zipped, tmp_path):
         with pytest.raises(typer.BadParameter, match="can't be read"):
             loop.read_checkpoint(file)
     with pytest.raises(typer.BadParameter, match="can't be read"):
-        weights._read(file, num_heads=2)
+        weights._read(file)
     assert not ran.exists()
     torch.load(io.BytesIO(file.read_bytes()), weights_only=False)
     assert ran.exists()  # shows that the file would run code if it were unpickled
