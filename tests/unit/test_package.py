@@ -40,7 +40,10 @@ LAYERS = {  # file or folder: modules that it may import
     "norm": set(),
     "positions": {"_ops", "checks"},
     "frequencies": {"checks"},
-    "engine": {"_ops", "checks", "norm", "positions", "reference", "reference_linear"},
+    "engine": {
+        "_ops", "checks", "norm", "positions", "reference", "reference_linear", "reference_memory",
+        "reference_products",
+    },
     "functional": {"engine", "norm"},
     "functional_linear": {"engine", "norm"},
     "document": {"engine", "frequencies", "functional", "positions"},
@@ -53,8 +56,10 @@ LAYERS = {  # file or folder: modules that it may import
     },
     "modules_linear": {"modules"},
     "xpos": {"modules"},
+    "picture": {"modules", "positions", "presets"},
     "integrations": {
-        "checks", "engine", "frequencies", "functional", "modules", "norm", "positions", "presets", "reference",
+        "checks", "engine", "frequencies", "functional", "functional_linear", "modules", "norm", "positions", "presets",
+        "reference",
     },
     "testing": {"engine", "functional", "functional_linear", "norm", "positions", "reference"},
 }  # fmt: skip
@@ -224,7 +229,7 @@ def test_public_names():
     document = {"lrpe_rotate_md", *(f"lrpe_cosine_md_cache_{s}" for s in ("triton", "fwd_triton", "bwd_triton"))}
     for name in ("lrpe_cosine_md", "lrpe_rotate_1d"):
         document |= {name, *(f"{name}_{s}" for s in ("torch", "triton", "fwd_triton", "bwd_triton"))}
-    lazy = {"adapt", "adapt_rotary", "show"}
+    lazy = {"adapt", "adapt_attention", "adapt_rotary", "show"}
     for name in expected | document | lazy:
         assert getattr(lrpe_md, name).__doc__, name
         assert name in dir(lrpe_md)

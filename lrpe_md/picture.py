@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modules.base import FrequencyModule
-from ..positions.coordinates import Coordinates
-from ..positions.grid import Grid
-from .registry import find_scheme, preset
-from .scheme import Dense, Preset, Scheme
+from .modules.base import FrequencyModule
+from .positions.coordinates import Coordinates
+from .positions.grid import Grid
+from .presets.registry import find_scheme, preset
+from .presets.scheme import Dense, Preset, Scheme
 
 __all__ = ["show"]
 
