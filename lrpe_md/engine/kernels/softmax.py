@@ -6,7 +6,7 @@ import triton.language as tl
 from .activations import exp, reciprocal
 from .rows import mask_rest, scale_row, sum_row, sum_row_products
 from .signature import kernel, unpack_numbers
-from .tiles import first_channel, load, point_to_row, store
+from .tiles import load_at, point_to_row, store_at
 
 
 @triton.jit
@@ -48,9 +48,18 @@ def _point_to_block(p, strides, place, V: tl.constexpr):
 
 
 @triton.jit
-def _load_block(p, strides, place, o_n, N, lo, V: tl.constexpr):
+def _mask_block(m_n, o_d, V: tl.constexpr):
+    """Return the mask of channels o_d (1, channels) of tokens m_n. The last block can have fewer channels."""
+    if V.num_channels % V.block_c == 0:
+        return m_n[:, None]
+    else:
+        return m_n[:, None] & (o_d < V.num_channels)
+
+
+@triton.jit
+def _load_block(p, strides, place, o_n, N, o_d, V: tl.constexpr):
     _, _, n0 = place
-    x = load(_point_to_block(p, strides, place, V), o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
+    x = load_at(_point_to_block(p, strides, place, V), o_n, o_d, _mask_block(n0 + o_n < N, o_d, V), V)
     return x.to(tl.float64 if V.wide else tl.float32)
 
 
@@ -75,28 +84,29 @@ def softmax_sequence_kernel(
     o_n = tl.arange(0, V.block_n)
     o_d = tl.arange(0, BLOCK_D)
     m_d = lo + o_d < D
+    channels = (lo + o_d)[None, :]
     p_stat += tl.cast(row, tl.int64) * D + lo
     num_stats = tl.cast(B, tl.int64) * H * D
     stat = (p_stat, num_stats)
     if V.backward:
         dot = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
-            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, channels, V=V)
+            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, channels, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))  # with 0, exp(0 - top) can be inf, and inf · 0 NaN
             x_bar = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V)
             dot += tl.sum(x_bar * g, axis=0)
         for n0 in range(0, N, V.block_n):
-            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
-            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, channels, V=V)
+            g = _load_block(p_g, g_strides, (b, h, n0), o_n, N, channels, V=V)
             dx = softmax_sequence(x, stat, o_d[None, :], m_d[None, :], V) * (g - dot[None, :])
             out = _point_to_block(p_dx, dx_strides, (b, h, n0), V=V)
-            store(out, dx, o_n, n0 + o_n < N, first_channel(V=V) + lo, 0, V)
+            store_at(out, dx, o_n, channels, _mask_block(n0 + o_n < N, channels, V), V)
     else:
         top = tl.full([BLOCK_D], float("-inf"), dtype=ACC)
         total = tl.zeros([BLOCK_D], dtype=ACC)
         for n0 in range(0, N, V.block_n):
-            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, lo, V=V)
+            x = _load_block(p_x, x_strides, (b, h, n0), o_n, N, channels, V=V)
             x = tl.where((n0 + o_n < N)[:, None], x, float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=0))
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # while all x are -inf
