@@ -26,7 +26,7 @@ class Hook(BuildHookInterface):
             return
         # Programs alone: nothing reads scripts/results when it runs.
         files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-        files = [path for path in files if path.parts[:1] != ("scripts",) or path.parts[1] not in CHECKOUT_ONLY]
+        files = [path for path in files if path.parts[1] not in CHECKOUT_ONLY]
         build_data["force_include"].update({str(path): str("lrpe_md" / path) for path in files})
 
 

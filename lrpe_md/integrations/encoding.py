@@ -292,7 +292,7 @@ class EncodingStack:
 
     @property
     def heads(self) -> Heads:
-        """Whether frequencies or phases differ by head ("own") or not ("shared")."""
+        """Kind of frequencies and phases: "own" if they differ by head, else "shared"."""
         found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
         return "own" if any(isinstance(m, FrequencyModule) and _is_per_head(m) for m in found) else "shared"
 

@@ -10,6 +10,7 @@ import pandas as pd
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, split_series
 from ..common.provenance import describe_environments
+from .report_sizes import count_seeds
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -42,9 +43,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     training = settings["training"]
     trained = training["length"]
     results = parse(results)
-    groups: Any = results.groupby("encoding")["seed"]
-    fewest, seeds = groups.nunique().min(), groups.nunique().max()
-    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    seeds, number = count_seeds(results, ["encoding"])
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())

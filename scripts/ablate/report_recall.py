@@ -14,7 +14,7 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
 from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
-from .report_sizes import KEYS, difference, how_long, how_run, sizes, summarize_trainings
+from .report_sizes import KEYS, count_seeds, difference, how_long, how_run, sizes, summarize_trainings
 
 MEMORY = "add"  # the memory that the others are compared with
 LINES = 6  # most lines that a panel has room to label
@@ -72,9 +72,7 @@ def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the tables, best at the longest clip first."""
     training, trained = config["settings"]["training"], sizes(results)[0]
-    groups: Any = results.groupby(KEYS)["seed"]
-    fewest, seeds = groups.nunique().min(), groups.nunique().max()
-    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    seeds, number = count_seeds(results, KEYS)
     scheme = f"mean ± half of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)

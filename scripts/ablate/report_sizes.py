@@ -23,6 +23,13 @@ def sizes(results: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(results["size"]))
 
 
+def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
+    """Return the most seeds of a variant, and their number as text: "3", or "1 to 3" if variants differ."""
+    counts: Any = results.groupby(keys)["seed"].nunique()
+    fewest, most = counts.min(), counts.max()
+    return most, f"{most}" if fewest == most else f"{fewest} to {most}"
+
+
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
     """Compare each encoding with the baseline of the same attention, paired by seed that both have.
 
@@ -125,9 +132,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     trained = results[results["size"] == sizes(results)[0]]
     means: Any = trained.groupby(KEYS)["value"].mean()
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
-    groups: Any = results.groupby(KEYS)["seed"]
-    fewest, seeds = groups.nunique().min(), groups.nunique().max()
-    number = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    seeds, number = count_seeds(results, KEYS)
     scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
     measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])

@@ -29,17 +29,8 @@ C = TypeVar("C", bound="Training")
 DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
 # Options of several tasks that describe the model; other options of a task describe its data.
 MODEL_OPTIONS = {
-    "encoding",
-    "attention",
-    "memory",
-    "patch",
-    "dim",
-    "depth",
-    "heads",
-    "qk_norm",
-    "text_dim",
-    "text_depth",
-}
+    "encoding", "attention", "memory", "patch", "dim", "depth", "heads", "qk_norm", "text_dim", "text_depth",
+}  # fmt: skip
 
 
 def describe(
