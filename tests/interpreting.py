@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter and, before version 3.9, fix its errors.
+"""Speed up Triton's interpreter, make its products equal on all processors and, before version 3.9, fix its errors.
 
 The interpreter runs a kernel as Python and spends most of its time on types: it creates and compares the tuple of a
 block's shape for every sum. These patches reuse one object for equal shapes.
@@ -130,8 +130,20 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert builder.options.sanitize_overflow
     assert not builder.options.debug
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply_matrices)
     if not hasattr(interpreter._interpreter, "fma_fp32"):
         fix_old_interpreter(monkeypatch)
+
+
+CREATE_DOT = interpreter.InterpreterBuilder.create_dot
+
+
+def multiply_matrices(self: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
+    """Sum float32 products in float64, so that no test depends on the order in which this processor's BLAS sums."""
+    if a.data.dtype != np.float32:
+        return CREATE_DOT(self, a, b, acc, *precision)
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+    return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
 CAST, BROADCAST = interpreter.TritonSemantic.cast, interpreter.TritonSemantic.broadcast_impl_value

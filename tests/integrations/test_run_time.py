@@ -610,7 +610,7 @@ def test_errors():
         set_scaling(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match=r"scaling: expected one scaling for each of 2 axes \(encoding\), got 3"):
         set_scaling(dit(), (None, None, None))
-    with pytest.raises(ValueError, match="RotateMd: expected frequencies with one axis per channel"):
+    with pytest.raises(ValueError, match="RotateMd: scaling needs frequencies with one axis per channel"):
         set_scaling(RotateMd(16, 2, frequencies="mixed", num_heads=2), partial(linear_scaling, factor=2.0))
     for scaled, found in ((lambda theta: theta[..., :3], r"\(3,\)"), (lambda theta: theta[:1], r"\(1,\)")):
         with pytest.raises(
