@@ -31,18 +31,19 @@ def split_sentences(text: str) -> list[str]:
     return [each for each in found if len(each.split()) >= 4 and re.search(r"[.!?:]$", each)]
 
 
+def show_string(node: ast.expr) -> str:
+    """Return a string's text, with the expressions of an f-string in braces."""
+    return ast.unparse(node).removeprefix("f")[1:-1]
+
+
 def read_strings(path: Path) -> list[str]:
     """Return the help texts and error messages of a module."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "help":
-            found.append(ast.unparse(node.value).strip("f'\""))
+            found.append(show_string(node.value))
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            found += [
-                ast.unparse(each).strip("f'\"")
-                for each in node.exc.args
-                if isinstance(each, (ast.JoinedStr, ast.Constant))
-            ]
+            found += [show_string(each) for each in node.exc.args if isinstance(each, (ast.JoinedStr, ast.Constant))]
     return [each for each in found if len(each.split()) >= 4]
 
 
