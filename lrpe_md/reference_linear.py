@@ -270,7 +270,7 @@ def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
-    """Repeat t (B, H_k, ..) of the key heads for each query head."""
+    """Repeat the key heads of t (B, H_k, ..) for each query head."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
@@ -303,7 +303,7 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # Always pad by at least one token: a pad of 0 would trace another graph.
+        # Always pad by at least one token, because a pad of 0 would be traced as another graph.
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
@@ -400,7 +400,7 @@ def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]
 
 
 def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Join rows and z of the pieces of :func:`_cut_blocks` along the tokens."""
+    """Join the rows and z of the pieces from :func:`_cut_blocks` along the tokens."""
     rows, zs = (
         None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
     )
