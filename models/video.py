@@ -250,7 +250,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Check that a window is supported. Repeated in each forward, because :func:`adapt` may change the attention."""
+        """Check that a window is supported. Each forward checks again, as :func:`adapt` may change the attention."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
