@@ -117,8 +117,8 @@ def linear_attention(
             blocks. The prefix is a separate block that all tokens see, and the suffix is one that sees all tokens.
         cu_seqlens: boundaries of sequences packed end to end in q (1, H, N, D): (num_seqs + 1,) int32 or int64, from 0
             to N. Sequences don't see each other, and may be empty. Values are checked on a CPU, but not on a GPU, where
-            reading them would force a synchronisation. There, the kernels clamp offsets to 0 .. N, and replace an
-            offset that decreases by the largest one before it. Outputs and gradients of tokens in no sequence stay
+            reading them would force a synchronisation. There, the kernels clamp offsets to 0 .. N, and replace a
+            decreasing offset with the largest one before it. Outputs and gradients of tokens in no sequence stay
             unwritten, and may be NaN. The reference fails with a device assertion.
         state: sums over earlier tokens, (S, Σ), as returned with ``return_state``. S is (B, H_k, Ê, D_v), where Ê is
             the width of k̂. Σ is (B, H_k, D) for "unrotated", (B, H_k, Ê) for "encoded" and None for "none". Both are

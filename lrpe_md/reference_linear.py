@@ -3,7 +3,7 @@
     q̄ = act(norm(q)), q̂ = map(q̄), the same for k        S = Σ_m β_m k̂_m v_mᵀ                o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 if |z| < eps    "none" 1
 
-The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to the one of n ("block"). Causal
+The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over n's block and all earlier ones ("block"). Causal
 and block states may decay, and block states may follow the delta rule: see reference_memory.py.
 
 Shapes: B batch, H heads (H_q of q, H_k of k and v; query head h reads key head h // (H_q / H_k)), N tokens, D head_dim,
@@ -194,7 +194,7 @@ class _State(NamedTuple):
         return _State(function(self.products), None if self.features is None else function(self.features))
 
     def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
-        """Combine each field of two states by a function, which also gets args."""
+        """Combine each field of two states with a function, which also gets args."""
         features = None
         if self.features is not None and other.features is not None:
             features = function(self.features, other.features, *args)

@@ -165,7 +165,7 @@ def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
         packed = values.new_full((b, n, 3, h, d), float("nan"))
         packed[:, :, width] = values.transpose(1, 2)
         return packed[:, :, width].transpose(1, 2)
-    if layout == "odd":  # no stride of 1, no alignment
+    if layout == "odd":  # strided channels and unaligned rows
         place = values.new_full((n + 1, b, d, h, 3), float("nan"))
         view = place[1:, :, :, :, width].permute(1, 3, 0, 2)
         view.copy_(values)
@@ -192,7 +192,7 @@ def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Make random inputs; the same on every device."""
+    """Make random inputs, which are the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
     positions = make_positions(case, device)
     assert not isinstance(positions, Tensor)
@@ -419,7 +419,7 @@ Draw = dict[str, tuple[Tensor, ...]]
 
 
 def _draw_encoding(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
+    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
@@ -561,7 +561,7 @@ class LinearInputs:
 
 
 def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> LinearInputs:
-    """Make random inputs; the same on every device."""
+    """Make random inputs, which are the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def randn(*size: int) -> Tensor:
@@ -740,7 +740,7 @@ def check_linear(
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
+    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_linear_inputs(case, device)
     actual = run_linear(inputs, impl, frequencies=frequencies)
     exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)

@@ -1,8 +1,8 @@
 """Blocks of diffusion transformers: one class whose options reproduce the blocks of published models.
 
-Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv 2403.03206), patches attend to text
-(PixArt-α, arXiv 2310.00426), or both share the weights of one sequence (FLUX, Lumina 2). Blocks are conditioned on a
-vector through adaLN-zero (DiT, arXiv 2212.09748).
+There are three ways to use text. Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv
+2403.03206). Patches attend to text (PixArt-α, arXiv 2310.00426). Or both share the weights of one sequence (FLUX,
+Lumina 2). Blocks are conditioned on a vector through adaLN-zero (DiT, arXiv 2212.09748).
 
 Shapes: B batch, L text tokens, N tokens (text, then registers and patches), C embed_dim, H heads, D head_dim.
 """

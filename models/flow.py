@@ -1,8 +1,8 @@
 """Flow matching: losses, guidance and sampling.
 
-Along the straight path z_t = (1 - t) x + t ε from an image (t = 0) to noise (t = 1), the velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)``. It returns v, or
-with ``prediction="noise"`` ε, or with ``prediction="sample"`` x.
+The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)``. It returns v, or ε
+with ``prediction="noise"``, or x with ``prediction="sample"``.
 
 Shapes: B batch; x, z, ε (B, C, ..); t (B,).
 """

@@ -44,8 +44,8 @@ class LmConfig:
     Args:
         hidden: hidden width of the SwiGLU.
         encoding: map of q and k: "rotate", "cosine", or "none" for no positions. Or a scheme on one axis: a name from
-            :func:`lrpe_md.list_presets`, a Scheme or a Preset. Of act, phase, learnable and base, those that are not
-            the default then override the scheme.
+            :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base override the scheme if
+            they differ from their defaults.
         act: activation before the map. softplus with cosine and phase is PoPE (arXiv 2509.10534).
         phase: learn a phase per layer, key head and channel. It applies only to keys, because it would cancel if q had
             it, too.
@@ -301,7 +301,7 @@ class CausalLm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights like GPT-2: N(0, 0.02²), scaled by 1/√(2 depth) before the residual stream."""
+        """Initialise weights like GPT-2: N(0, 0.02²), times 1/√(2 depth) in layers that add to the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith(("proj.weight", "fc2.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.depth))

@@ -297,7 +297,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
-        """Return for each learned tensor whether its gradient is needed."""
+        """Return whether the gradient of each learned tensor is needed."""
 
     @abstractmethod
     def run_reference(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:

@@ -526,7 +526,7 @@ def lrpe_kernel(
         o_b = n0 + o_n
         n0 = 0
         o_n = o_b // V.flat
-        c0 = (o_b % V.flat * V.block_c)[:, None]  # the same in every V.flat-th block from here on
+        c0 = (o_b % V.flat * V.block_c)[:, None]  # equal in all blocks that the program visits
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     cos_sin_tables = 0

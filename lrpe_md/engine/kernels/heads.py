@@ -67,7 +67,7 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
-    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample, and in all."""
+    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample and in total."""
     N, num_items = counts
     b = item // N
     token = (is_k, b, item - b * N)

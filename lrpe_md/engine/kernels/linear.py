@@ -665,8 +665,8 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 def locate_piece(pieces, p, heads):
     """Return the piece, sample, head, first token, end and slot of program p.
 
-    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the tokens of a
-    piece, and of all. heads: heads of a sample, and P.
+    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the number of
+    tokens per piece and in total. heads: number of heads per sample, and P.
     """
     p_table, sizes = pieces
     length, N = unpack_numbers(sizes)

@@ -168,7 +168,7 @@ class Parts(NamedTuple):
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
     """Divide causal pieces into parts, so that enough programs compute their states.
 
-    needs_all: all pieces need a state. Otherwise, the last piece doesn't or, backward, the first one.
+    needs_all: all pieces need a state. Otherwise, all but the last one do (backward: all but the first one).
     """
     num_unneeded = 0 if needs_all else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
