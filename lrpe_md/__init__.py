@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # resolved by __getattr__
 
 __version__ = "0.3.0"
 
-# A wheel contains models and scripts inside the package. In a checkout they lie beside it; extending __path__ makes
-# them importable as lrpe_md.models and lrpe_md.scripts all the same.
+# A wheel contains models and scripts inside the package. In a checkout, they are next to it, and extending __path__
+# makes them importable as lrpe_md.models and lrpe_md.scripts, too.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "models").is_dir():
     __path__.append(str(_ROOT))  # noqa: F405
@@ -53,7 +53,7 @@ _LAZY = {
     **dict.fromkeys(_DOCUMENT, ".document"),
 }
 _EAGER = {name for name, value in globals().items() if str(getattr(value, "__module__", "")).startswith(__name__)}
-# Without adapt, so that a star import does not need timm.
+# adapt is left out, so that a star import does not need timm.
 __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")} - {"adapt"})  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -1,6 +1,6 @@
 """Namespace of the registered operators: ``torch.ops.lrpe_md``.
 
-scripts/kernel_hub.py replaces this file when it builds for the Kernel Hub, which assigns its own namespace.
+scripts/kernel_hub.py replaces this file in builds for the Kernel Hub, which assigns its own namespace.
 
 """
 

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return one value for q and one for k, or one for a single tensor. A tuple is a pair; other values serve both."""
+    """Return one value for q and one for k, or one for a single tensor. A tuple is a pair; other values are shared."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:
@@ -40,12 +40,12 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active, so that new tensors must not be cached."""
+    """Return whether a dispatch mode, function transform or trace is active. New tensors must then not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:
-    """Return whether the values can be read: a plain CPU tensor, outside traces and transforms."""
+    """Return whether the host can read the values of t, a plain CPU tensor outside of traces and transforms."""
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
@@ -119,7 +119,7 @@ def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:
-    """Return an option of each layer: one value is for all layers, a sequence is repeated over the depth.
+    """Return the option of each layer. A single value applies to all layers; a sequence is repeated over the depth.
 
     Raises:
         ValueError: an unknown value, or a sequence whose length does not divide the depth.

@@ -85,7 +85,8 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md` with Θ stored for the backward, which takes H · N · D more floats.
 
-    Provided because the document has it; it is never faster (docs/tuning.md), and with θ per head it reads more memory.
+    Only here because the document defines it. It is never faster (docs/tuning.md), and with θ per head it reads more
+    memory.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())
@@ -94,7 +95,7 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return the output and theta_cache, (H, N, D) in float32, without autograd; H = 1 if theta is shared."""
+    """Return the output and theta_cache (H, N, D) float32, without autograd. H is 1 if theta is shared."""
     call = _cosine_call(x, theta, **kwargs)
     return _forward(x, call)[0], store_angles(call)
 
@@ -141,9 +142,9 @@ def lrpe_rotate_1d(
         theta: (H, R/2), (1, R/2), (R/2,), or (H,) for one frequency per head. R is the rotated width, H the number of
             heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
         offset: position of the first token: an int, or integers of shape (), (1,) or (B,). Tensors are read on the
-            device, without synchronisation or a new kernel for each value. Negative for left padding.
+            device, without a synchronisation or a new kernel for each value. With left padding, it is negative.
         cu_seqlens: (S + 1,) boundaries of sequences packed end to end. x is (1, H, N, D) or (N, H, D), and so is the
-            result. Positions start again at ``offset``, which may be (S,), in each sequence. See
+            result. In each sequence, positions start again at ``offset``, which may be (S,). See
             :func:`lrpe_md.positions.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.

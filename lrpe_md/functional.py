@@ -17,7 +17,7 @@ from .norm import Norm
 
 __all__ = ["cosine", "rotate"]
 
-Outs = tuple[Tensor | None, Tensor | None] | None  # for q and for k
+Outs = tuple[Tensor | None, Tensor | None] | None  # one output for q and one for k
 Places = Positions | Packed | tuple[Positions, Positions] | None
 CosSinTables = Tensor | Sequence[Tensor] | None  # cos + i sin, or cos and sin
 
@@ -93,18 +93,18 @@ def cosine(
         act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", applied to all tokens, prefix included.
         dim: for softmax, -1 (features) or -2 (sequence); otherwise None.
         phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair (for q, for k) if they
-            differ; None means no phase (PoPE has one on the keys only). P groups of phases, (P, H or 1, D), concatenate
-            the outputs of the single groups, so that q·k is the sum over groups. If only one of a pair has groups, the
-            other is repeated for each. Groups cost one launch each and a copy of the output.
+            differ; None means no phase (PoPE has one on the keys only). With P groups of phases, (P, H or 1, D), the
+            outputs of all groups are concatenated, so that q·k is the sum over groups. If only one of a pair has
+            groups, the other is repeated for each. Each group costs a launch, and the output is copied.
         amplitude: factor on cos Θ and sin Θ of grid tokens: a number, or float32 or float64 (D,) or (H or 1, D). Under
             ``torch.compile``, a tensor avoids a recompile for each new value.
         order: "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
         norm: a :class:`Norm` of q and k, giving x̄ = act(norm(x)) in the same pass. Not supported with softmax over the
             sequence. With rotary_dim it is a separate pass in float32.
         out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache
-            (B, H, L, ..). For q and k, pass a pair; None allocates. It must not overlap with an input. Phase groups,
-            rotary_dim of the cosine map, a norm over all heads, non-contiguous channels, a CPU and compiled code cost a
-            copy; every other call writes it in a single launch.
+            (B, H, L, ..). For q and k, pass a pair; None allocates. It must not overlap with an input. The output is
+            copied with phase groups, rotary_dim of the cosine map, a norm over all heads, non-contiguous channels, on a
+            CPU and in compiled code. All other calls write it in a single launch.
         out_start: index along L where token 0 is written; out is then the whole cache (B, H, L, ..). Integers of shape
             (), (1,) or (B,), read on the device, so that each replay of a CUDA graph can write elsewhere. On a CPU,
             tokens out of range raise IndexError before any write (when compiled, at run time); a GPU drops them
@@ -205,10 +205,10 @@ def rotate(
         rotary_dim: rotate the first R channels (an int) or a slice of them; the others become x̄. Default: all.
         phase: φ, (H or 1, R/2), or one for q and one for k.
         amplitude: a number, or (R/2,) or (H or 1, R/2), as used by YaRN and LongRoPE.
-        inverse: rotate by -Θ, phase included. Undoes a rotation without activation and amplitude, which are not
-            inverted. Negates omega and phase, or the sin of tables.
+        inverse: rotate by -Θ, including the phase, by negating omega and phase, or the sin of tables. This undoes a
+            rotation, but not an activation or amplitude.
         norm: a :class:`Norm` of q and k, over each head or all heads, in the same pass.
-        out, out_start: also written in the same launch with rotary_dim.
+        out, out_start: see :func:`cosine`; rotary_dim needs no copy here.
 
     Returns:
         (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) for packed tokens. For qkv: q, k and v in

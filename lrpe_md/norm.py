@@ -21,13 +21,13 @@ class Norm(NamedTuple):
 
     Args:
         kind: "rms" or "layer".
-        weight: γ, one for both or a pair (for q, for k); None for no weight. (D,) or (H, D) with over="head", (H, D)
-            with over="heads", where H counts q's or k's heads. A leading dimension of 2 or 3, (2 or 3, 1 or H, D),
-            gives prefix, grid and suffix tokens separate weights, as in joint text-image blocks. float16, bfloat16,
-            float32 or float64.
+        weight: γ, one for both or a pair (for q, for k); None for no weight. The shape is (D,) or (H, D) with
+            over="head", and (H, D) with over="heads", where H is the number of heads of q or k. A leading dimension of
+            2 or 3, (2 or 3, 1 or H, D), gives prefix, grid and suffix tokens separate weights, as in joint text-image
+            blocks. The dtype is float16, bfloat16, float32 or float64.
         bias: β for "layer", with weight's shape and dtype.
         eps: added to the mean; positive.
-        over: average over the channels of each "head", or of all "heads" of q or of k together.
+        over: "head" averages over the channels of each head, "heads" over those of all heads of q (or k) together.
         offset: added to the weight; 1 for models that store γ - 1 (Gemma).
 
     Arithmetic is float32, or float64 for float64 x, whatever the weight's dtype; only the final result is rounded.

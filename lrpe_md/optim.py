@@ -20,10 +20,10 @@ def parameter_groups(
         optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.05, frequency_lr=1e-4))
 
     Args:
-        model: its parameters without requires_grad are left out.
+        model: parameters without requires_grad are left out.
         lr: learning rate of all parameters except the frequencies.
-        weight_decay: decay of tensors with two or more dimensions. Biases, norms, frequencies, phases, parameters
-            marked ``_no_weight_decay`` and names listed by ``model.no_weight_decay()`` have none.
+        weight_decay: decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies, phases,
+            parameters marked ``_no_weight_decay``, and names listed by ``model.no_weight_decay()``.
         frequency_lr: learning rate of frequencies learned by this library's encodings; default: ``lr``. Frequencies are
             learned as logarithms, so a step of Adam changes each by about this fraction of its value. With
             ``frequencies="mixed"`` or ``learnable="raw"`` the step has about this absolute size.

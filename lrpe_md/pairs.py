@@ -24,8 +24,8 @@ def convert_pairs(
     """Reorder the output channels of a q or k projection from the ``source`` to the ``target`` layout of pairs.
 
     If q' is the output of the converted projection, ``rotate(q', pairs=target)`` equals ``rotate(q, pairs=source)``
-    with its channels reordered. Convert q and k alike, and their scores stay the same. Convert weights, biases and
-    per-channel norms; leave v unchanged.
+    with its channels reordered. Convert both q and k, so that attention scores stay the same. Convert weights, biases
+    and per-channel norms, but leave v unchanged.
 
     Args:
         weight: weight (H · D, C) or bias (H · D,) of a linear layer, or any tensor with H · D channels along ``dim``.

@@ -44,7 +44,7 @@ class Spec(NamedTuple):
     pairs: str = "half"  # | "interleaved" | "blocks"
     rotary_start: int = 0  # the first channel that is mapped
     num_channels: int = 0  # C: mapped channels for cosine, pairs for rotate
-    sections: tuple[int, ...] = ()  # pairs a block, for pairs "blocks"
+    sections: tuple[int, ...] = ()  # number of pairs in each block, for pairs "blocks"
     order: str = "cos_sin"  # | "sin_cos"
     norm: str = "none"  # | one of NORMS
     norm_over: str = "head"  # | "heads"
@@ -61,7 +61,8 @@ class Spec(NamedTuple):
 def widen(omega: Tensor) -> Tensor:
     """Cast the frequencies shared by q and k to float64, so that their gradients are summed before rounding.
 
-    A rotation's gradients from q and k partly cancel each other."""
+    A rotation's gradients from q and k partly cancel each other.
+    """
     return omega.to(torch.float64)
 
 

@@ -3,7 +3,7 @@
     q̄ = act(norm(q)), q̂ = map(q̄), the same for k        S = Σ_m β_m k̂_m v_mᵀ                o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 if |z| < eps    "none" 1
 
-The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over the blocks up to the one of n ("block"). Causal
+The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over n's block and all earlier ones ("block"). Causal
 and block states may decay, and block states may follow the delta rule: see reference_memory.py.
 
 Shapes: B batch, H heads (H_q of q, H_k of k and v; query head h reads key head h // (H_q / H_k)), N tokens, D head_dim,
@@ -194,7 +194,7 @@ class _State(NamedTuple):
         return _State(function(self.products), None if self.features is None else function(self.features))
 
     def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
-        """Combine each field of two states by a function, which also gets args."""
+        """Combine each field of two states with a function, which also gets args."""
         features = None
         if self.features is not None and other.features is not None:
             features = function(self.features, other.features, *args)
@@ -270,7 +270,7 @@ def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
-    """Repeat t (B, H_k, ..) of the key heads for each query head."""
+    """Repeat the key heads of t (B, H_k, ..) for each query head."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
@@ -303,7 +303,7 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # Always pad by at least one token: a pad of 0 would trace another graph.
+        # Always pad by at least one token, because a pad of 0 would be traced as another graph.
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
@@ -400,7 +400,7 @@ def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]
 
 
 def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Join rows and z of the pieces of :func:`_cut_blocks` along the tokens."""
+    """Join the rows and z of the pieces from :func:`_cut_blocks` along the tokens."""
     rows, zs = (
         None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
     )

@@ -1,10 +1,10 @@
-"""Test inputs, runs and the error budget for kernels.
+"""Test inputs, runs and error budgets for kernels.
 
 An implementation passes if its error against float64, on the same inputs, is at most twice (RMS) and four times
 (maximum) the reference's. The reference error is that of the reference in the inputs' dtype, or of the exact result
-rounded to that dtype, whichever is larger. This reference computes angles in the inputs' dtype, where
-:func:`lrpe_md.rotate` uses float64: see :func:`rounded_angles`. No tolerance is chosen by hand. Float64 inputs have no
-more precise judge, so the error of the reference's float32 run is scaled by the ratio of the machine epsilons.
+rounded to that dtype, whichever is larger. This reference computes angles in the inputs' dtype, whereas
+:func:`lrpe_md.rotate` uses float64: see :func:`rounded_angles`. No tolerance is chosen by hand. For float64 inputs,
+there is no more precise reference, so the error of a float32 run is scaled by the ratio of the machine epsilons.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call: everything that determines the result, small enough to print."""
+    """A single call: everything that determines its result, in a form small enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -57,7 +57,7 @@ class Case:
     coords_dtype: torch.dtype = torch.float32
     coords_scale: float = 20.0
     batch: int = 2
-    heads: tuple[int, ...] = (4, 2)  # of q, or of q and k
+    heads: tuple[int, ...] = (4, 2)  # heads of q, or heads of q and of k
     omega_heads: int = 1
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
@@ -73,13 +73,13 @@ class Case:
     tables: Literal["none", "pairs", "full"] = "none"  # random cos and sin in place of frequencies and positions
     tables_dtype: torch.dtype = torch.float32
     tables_layout: Literal["dense", "odd", "expanded", "complex", "complex odd"] = "dense"
-    tables_batch: int = 1  # or batch; the number of heads is omega_heads
-    inverse: bool = False  # for a rotation with tables
+    tables_batch: int = 1  # 1 or batch; the number of heads is omega_heads
+    inverse: bool = False  # only for rotations with tables
     norm: Literal["none", "rms", "layer"] = "none"
     norm_over: Literal["head", "heads"] = "head"
-    norm_weight: Literal["none", "shared", "by_head"] = "shared"  # with norm_over="heads" always by head
-    norm_groups: int = 1  # groups of tokens
-    norm_bias: bool = True  # for "layer"
+    norm_weight: Literal["none", "shared", "by_head"] = "shared"  # always by head with norm_over="heads"
+    norm_groups: int = 1  # number of token groups
+    norm_bias: bool = True  # only for "layer"
     norm_dtype: torch.dtype | None = None  # dtype of γ and β; None: dtype
     eps: float = 1e-6
     offset: float = 0.0
@@ -165,7 +165,7 @@ def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
         packed = values.new_full((b, n, 3, h, d), float("nan"))
         packed[:, :, width] = values.transpose(1, 2)
         return packed[:, :, width].transpose(1, 2)
-    if layout == "odd":  # no stride of 1, no alignment
+    if layout == "odd":  # strided channels and unaligned rows
         place = values.new_full((n + 1, b, d, h, 3), float("nan"))
         view = place[1:, :, :, :, width].permute(1, 3, 0, 2)
         view.copy_(values)
@@ -192,7 +192,7 @@ def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Make random inputs; the same on every device."""
+    """Make random inputs, which are the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
     positions = make_positions(case, device)
     assert not isinstance(positions, Tensor)
@@ -393,8 +393,8 @@ def check(
     """Run a case with ``impl``, and return the violations of the error budget.
 
     Gradients of ω, φ, a norm and a state's sums have few entries, each a sum. If only these violate the budget, by at
-    most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be unlucky: the
-    reference's error is below half of its mean in one of some hundred draws, or below a third for 16 entries.
+    most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be unlucky: in
+    about one of a hundred draws, the reference's error is below half of its mean, or below a third for 16 entries.
     """
     return _check_case(lambda seed: _draw_encoding(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -419,7 +419,7 @@ Draw = dict[str, tuple[Tensor, ...]]
 
 
 def _draw_encoding(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
+    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
@@ -451,16 +451,16 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One call of linear attention: everything that determines the result, small enough to print."""
+    """A single call of linear attention: everything that determines its result, in a form small enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)
     prefix: int = 1
     suffix: int = 0
     k_shape: tuple[int, ...] | None = None  # shape of the keys in cross-attention
-    k_positions: tuple[tuple[str, Any], ...] = ()  # fields of Case in which the keys differ from q
+    k_positions: tuple[tuple[str, Any], ...] = ()  # fields of Case that differ for the keys
     batch: int = 2
-    heads: tuple[int, int] = (4, 2)  # of q, and of k and v
+    heads: tuple[int, int] = (4, 2)  # heads of q, and heads of k and v
     head_dim: int = 16
     v_dim: int | None = None  # None: head_dim
     dtype: torch.dtype = torch.float32
@@ -504,7 +504,7 @@ class LinearCase:
 
     @property
     def encoding(self) -> Case:
-        """The corresponding encoding case, with q's positions and frequencies and the norm."""
+        """Return the corresponding case of the encoding, with q's positions and frequencies, and the norm."""
         return Case(
             self.map or "cosine", self.shape, self.prefix, self.suffix, self.scale, coords=self.coords,
             origin=self.origin, masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
@@ -561,7 +561,7 @@ class LinearInputs:
 
 
 def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> LinearInputs:
-    """Make random inputs; the same on every device."""
+    """Make random inputs, which are the same on every device."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def randn(*size: int) -> Tensor:
@@ -585,7 +585,7 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     if case.gate != "none":
         gate = torch.rand(case.batch, case.gate_heads, num_k, generator=generator).add(0.25)
         gate = torch.where(torch.rand(gate.shape, generator=generator) < 0.3, 0, gate)
-        if case.rule == "delta" and case.norm != "none":  # the norm undoes the scaling of the keys
+        if case.rule == "delta" and case.norm != "none":  # the norm would undo the scaling of the keys
             gate = gate / (case.head_dim * case.block)
         if case.gate == "nan":
             out = (gate == 0).expand(-1, h_k, -1)[..., None]
@@ -690,8 +690,9 @@ def run_linear(
 ) -> dict[str, Tensor]:
     """Run forward and backward of linear attention.
 
-    Return o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the states; and dweight0
-    etc. of a norm."""
+    Returns o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the states; and dweight0
+    etc. of a norm.
+    """
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
     wanted: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), qkv, strict=True))
@@ -725,8 +726,9 @@ def check_linear(
 ) -> list[Violation]:
     """Run a case of linear attention with ``impl``, and return the violations of the error budget.
 
-    For 16-bit inputs the kernels multiply bfloat16 operands. For bfloat16, o and dv are rounded to bfloat16 anyway, so
-    the plain reference judges them. A reference with bfloat16 operands judges everything else:
+    For 16-bit inputs, the kernels multiply bfloat16 operands. With bfloat16 inputs, o and dv are rounded to bfloat16
+    anyway, so they are compared with the plain reference. All other results are compared with a reference that has
+    bfloat16 operands:
 
     - float32 results: the state, and gradients of the gate, the frequencies and the state;
     - float16 results, which are finer than the operands;
@@ -738,7 +740,7 @@ def check_linear(
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """Return for each result the output of ``impl``, the reference's error, and the exact value."""
+    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
     inputs = make_linear_inputs(case, device)
     actual = run_linear(inputs, impl, frequencies=frequencies)
     exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)

@@ -1,4 +1,4 @@
-"""Backbones with relative positions, on timm's blocks."""
+"""Models with relative positions, built on timm's blocks."""
 
 from lrpe_md.integrations.extras import require
 

@@ -1,8 +1,8 @@
-"""Transformer blocks steered by a vector: one block, whose options give those of published models.
+"""Blocks of diffusion transformers: one class whose options reproduce the blocks of published models.
 
-Text and patches attend to each other with weights of their own (MM-DiT, SD3, arXiv 2403.03206), patches attend to text
-(PixArt-α, arXiv 2310.00426), or both share the weights of one sequence (FLUX, Lumina 2). A vector steers the blocks
-through adaLN-zero (DiT, arXiv 2212.09748).
+There are three ways to use text. Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv
+2403.03206). Patches attend to text (PixArt-α, arXiv 2310.00426). Or both share the weights of one sequence (FLUX,
+Lumina 2). Blocks are conditioned on a vector through adaLN-zero (DiT, arXiv 2212.09748).
 
 Shapes: B batch, L text tokens, N tokens (text, then registers and patches), C embed_dim, H heads, D head_dim.
 """
@@ -35,9 +35,9 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options of a block; :class:`lrpe_md.models.dit.DiT` describes them.
+    """Options of a block, documented in :class:`lrpe_md.models.dit.DiT`.
 
-    feature_act: activation of q and k in linear attention, in place of the encoding's own.
+    feature_act: activation of q and k in linear attention, which replaces the encoding's activation.
     """
 
     embed_dim: int
@@ -56,10 +56,10 @@ class BlockOptions(NamedTuple):
 
 
 class TimeEmbedding(nn.Module):
-    """t (B,) → (B, C): cosines and sines of 1000 t, and two layers; computed in float32 at least.
+    """Embedding of a time, t (B,) → (B, C): cosines and sines of 1000 t, in at least float32, and a two-layer MLP.
 
     Attributes:
-        base: of the frequencies, base^(-i / num_frequencies).
+        base: base of the frequencies, base^(-i / num_frequencies).
     """
 
     def __init__(self, embed_dim: int, num_frequencies: int = 128, base: float = 1e4) -> None:
@@ -75,7 +75,7 @@ class TimeEmbedding(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x (B, N, C) · (1 + scale (B, C)) + shift (B, C)."""
+    """Return x · (1 + scale) + shift, with x (B, N, C), and scale and shift (B, C)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -85,14 +85,14 @@ def modulation(embed_dim: int, number: int) -> nn.Sequential:
 
 
 class ModulationTable(nn.Module):
-    """Learned offsets of shifts, scales and gates that all blocks share (adaLN-single, PixArt-α, arXiv 2310.00426)."""
+    """Learned offsets to shifts, scales and gates that all blocks share (adaLN-single, PixArt-α, arXiv 2310.00426)."""
 
     def __init__(self, embed_dim: int, number: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(number, embed_dim))
 
     def forward(self, shared: Tensor) -> Tensor:
-        """Shared vectors (B, m C), m at least the number of rows, or 1 for all of them → (B, rows · C)."""
+        """Add the offsets to the first rows of m shared vectors, or to a single one: (B, m C) → (B, rows · C)."""
         number, embed_dim = self.table.shape
         return (shared.unflatten(-1, (-1, embed_dim))[:, :number] + self.table).flatten(1)
 
@@ -102,7 +102,7 @@ def _build_modulation(options: BlockOptions, number: int) -> nn.Module:
 
 
 def build_norm(options: BlockOptions) -> nn.Module:
-    """Build the norm before an attention, an MLP or the head."""
+    """Build the norm that precedes attention, an MLP or the head."""
     if options.norm == "rms":
         return RmsNorm(options.embed_dim, eps=1e-6)
     return nn.LayerNorm(options.embed_dim, eps=1e-6, elementwise_affine=False)
@@ -128,15 +128,15 @@ def _normalize(norm: nn.Module, x: Tensor, dtype: torch.dtype, over: str) -> Ten
         x = norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
     else:
         x = norm(x)
-    return x.to(dtype)  # autocast norms in float32
+    return x.to(dtype)  # under autocast, norms return float32
 
 
 class Stream(nn.Module):
-    """Weights of a sequence in a block: its self-attention and MLP.
+    """Self-attention and MLP weights of one sequence in a block.
 
     Args:
-        parallel: attention and MLP read the same input, and one gate weighs their sum.
-        last: nothing reads the output; there are weights for q, k and v alone.
+        parallel: attention and MLP read the same input, and share one gate for their sum.
+        last: the output is unused, so only q, k and v have weights.
     """
 
     def __init__(self, options: BlockOptions, *, parallel: bool = False, last: bool = False) -> None:
@@ -156,7 +156,10 @@ class Stream(nn.Module):
             self.mlp = _build_mlp(options)
 
     def project(self, x: Tensor, c: Tensor, normed: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """x (B, N, C), c (B, C or 6 C) → q, k, v (B, H, N, D), and the inputs of :meth:`update` and :meth:`feed`."""
+        """Project x (B, N, C) to q, k and v (B, H, N, D). Also return ``rest`` for :meth:`update` and :meth:`feed`.
+
+        c: conditioning vector, (B, C or 6 C). normed: apply the norms of q and k.
+        """
         shift, scale, *rest = self.modulation(c).chunk(self.num_vectors, dim=-1)
         x = modulate(self.norm1(x), shift, scale)
         if self.parallel:
@@ -168,7 +171,7 @@ class Stream(nn.Module):
         return (q, k, v), tuple(rest)
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the attention's output (B, H, N, D) to x (B, N, C), with ``parallel`` the MLP's, too."""
+        """Add the output of attention (B, H, N, D), and with ``parallel`` also that of the MLP, to x (B, N, C)."""
         if self.last:
             return x
         attended = self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
@@ -177,7 +180,7 @@ class Stream(nn.Module):
         return x + rest[0][:, None] * attended
 
     def feed(self, x: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the MLP's output to x (B, N, C), unless :meth:`update` has."""
+        """Add the output of the MLP to x (B, N, C), unless :meth:`update` has already done so."""
         if self.last or self.parallel:
             return x
         _, shift, scale, gate = rest
@@ -185,7 +188,7 @@ class Stream(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Patches attend to text, without positions (PixArt-α, arXiv 2310.00426; Wan, arXiv 2503.20314)."""
+    """Attention from patches to text, without positions (PixArt-α, arXiv 2310.00426; Wan, arXiv 2503.20314)."""
 
     def __init__(self, options: BlockOptions) -> None:
         super().__init__()
@@ -197,7 +200,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, N, C), text (B, L, C), mask (B, L), False for padding → x."""
+        """Return x (B, N, C) plus its attention to text (B, L, C). mask: (B, L), False for padding."""
         q = rearrange(self.q(self.norm(x)), "b n (h d) -> b h n d", h=self.num_heads)
         k, v = rearrange(self.kv(text), "b l (two h d) -> two b h l d", two=2, h=self.num_heads)
         q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
@@ -211,12 +214,12 @@ class DiTBlock(nn.Module):
     """A block of a diffusion transformer.
 
     Args:
-        text: "joint", text and patches attend to both, with weights of their own; "cross", patches attend to patches,
-            then to text, before the MLP or with ``parallel`` after it; "single", text and patches share the weights of
-            one sequence; None, there is no text.
+        text: "joint": text and patches attend to both, with separate weights. "cross": patches attend to patches, then
+            to text, before the MLP (or after it with ``parallel``). "single": text and patches share the weights of one
+            sequence. None: no text.
         parallel: see :class:`Stream`.
-        last: nothing reads the text that the block returns.
-        decay: of the memory, see :meth:`lrpe_md.Memory.build_decay`.
+        last: the text that the block returns is unused.
+        decay: decay of the memory, see :meth:`lrpe_md.Memory.build_decay`.
     """
 
     def __init__(
@@ -238,10 +241,10 @@ class DiTBlock(nn.Module):
         """Update the patches x and the text.
 
         Args:
-            x: (B, N - L, C), with cross-attention (B, N, C).
+            x: (B, N - L, C), or with cross-attention (B, N, C).
             text: (B, L, C).
-            c: (B, C), with shared modulation (B, 6 C).
-            context: its mask is False for padding, (B, N), with cross-attention (B, L).
+            c: (B, C), or with shared modulation (B, 6 C).
+            context: its mask, False for padding, is (B, N), or with cross-attention (B, L).
         """
         norm = self.norm(context, 0 if text is None else text.shape[1], x.dtype)
         if self.text is not None and text is not None:
@@ -269,7 +272,7 @@ class DiTBlock(nn.Module):
         return self.image.feed(self.image.update(x, attended[:, :, length:], rest), rest), text
 
     def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
-        """Return the norms of q and k as one that the encoding takes; None: they come first."""
+        """Return the norms of q and k as a single norm for the encoding; None if they must run before it."""
         if not takes_norm(context.encoding, self.attention):
             return None
         heads = (self.num_heads, self.num_heads) if self.qk_norm == "heads" else None
@@ -278,11 +281,11 @@ class DiTBlock(nn.Module):
             return image
         text, positions = norm_of(self.text.q_norm, self.text.k_norm, dtype), context.positions
         if heads or positions is None or positions.prefix != length or positions.suffix:
-            return None  # text that has positions of its own, or registers behind it
+            return None  # the text has positions, or registers follow it
         return join_norms((text, image))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
-        """Self-attention of raw q, k, v (B, H, N, D)."""
+        """Compute self-attention from q, k and v (B, H, N, D) before their encoding."""
         encoding, positions = context.encoding, context.positions
         mask = None if self.cross is not None else context.attn_mask
         if self.attention == "linear":

@@ -1,14 +1,14 @@
-"""A diffusion transformer for images and videos, with text: adaLN-zero blocks, relative positions.
+"""A diffusion transformer for images and videos, with text, adaLN-zero blocks and relative positions.
 
     model = DiT(encoding="rotate", text_encoder=TextEncoder())
-    v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); the rest is in .flow
+    v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); losses and sampling: .flow
 
-Text takes part in the attention of patches, or patches attend to it. Time and pooled text steer the blocks through
-adaLN-zero (DiT, arXiv 2212.09748). Size and text length are free at run time. Options of the blocks give those of
-published models, and ``DiT.from_name("XL/2", ..)`` their sizes.
+Text joins the self-attention of patches, or patches attend to it with cross-attention. Blocks are conditioned on time
+and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to call. The
+options reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` their sizes.
 
-Forward mode (``torch.func.jvp``, dual numbers) works with respect to every input: the encodings then run the reference,
-and attention PyTorch's plain implementation, since the fused ones have no forward mode.
+Forward mode (``torch.func.jvp``, dual numbers) works with respect to every input. Encodings then run the reference, and
+attention runs PyTorch's plain implementation, because the fused ones don't support forward mode.
 
 Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
 D head_dim.
@@ -59,7 +59,7 @@ SIZES = {  # DiT, arXiv 2212.09748, table 1
 
 
 def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
-    """x (B, C, [frames,] height, width) → patches (B, N, C Π patch_size), row-major."""
+    """Cut x (B, C, [frames,] height, width) into patches (B, N, C Π patch_size), in row-major order."""
     axes = AXES[len(patch_size)]
     split = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b c {split} -> b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)})"
@@ -67,7 +67,7 @@ def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
 
 
 def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """The inverse of :func:`patchify`; shape: of the grid of patches."""
+    """Undo :func:`patchify`. shape: the shape of the patch grid."""
     axes = AXES[len(patch_size)]
     joined = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
@@ -76,58 +76,59 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
 
 
 class DiT(nn.Module):
-    """Velocities of images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
+    """Diffusion transformer for images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
 
     Args:
-        num_axes: 2 or 3.
+        num_axes: 2 for images, 3 for videos.
         in_chans: channels of pixels or latents.
         out_chans: channels of the output. Default: in_chans.
         patch_size: one number for height and width (and 1 for frames), or one for each axis.
-        embed_dim, depth, num_heads: width, number of blocks and heads; see :meth:`from_name`.
-        mlp, mlp_ratio: "gelu", "gelu_tanh" (its tanh approximation) or "swiglu", and the hidden width by embed_dim.
-        norm: "layer", LayerNorm without weights, or "rms", RMSNorm with weights.
+        embed_dim, depth, num_heads: width, number of blocks and number of heads; see :meth:`from_name`.
+        mlp, mlp_ratio: "gelu", "gelu_tanh" (its tanh approximation) or "swiglu"; hidden width as a multiple of
+            embed_dim.
+        norm: "layer" (LayerNorm without weights) or "rms" (RMSNorm with weights).
         qk_norm: RMSNorm of q and k over each "head" or over all "heads", or "none".
-        modulation: "block": each block has an MLP from time to shifts, scales and gates. "shared": all blocks have one
+        modulation: "block": each block has an MLP from time to shifts, scales and gates. "shared": all blocks share one
             MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv 2310.00426).
-        parallel: run attention and MLP of a block side by side on one input (ViT-22B, arXiv 2302.05442). One value, or
-            a sequence of them that is repeated over the blocks.
+        parallel: run a block's attention and MLP in parallel on the same input (ViT-22B, arXiv 2302.05442). One value,
+            or a sequence that is repeated over the blocks.
         reg_tokens: number of register tokens. They are not rotated.
-        encoding, encoding_kwargs: of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`; a preset
-            (flux1, wan, qwen_image, ..) comes with its positions of text and image.
-        absolute: positions added to the patches: "none", "sincos", or "sincos_dit", the same in the order of channels
-            that the weights of DiT and PixArt expect.
-        attention, normalizer: "softmax" or "linear", see :func:`lrpe_md.linear_attention`; one value, or a sequence
-            that is repeated over the blocks: ("linear", "linear", "linear", "softmax"). Linear takes act="relu" unless
-            told otherwise, and with normalizer="none" puts an RMSNorm behind the attention. Cross-attention is always
-            softmax.
-        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". Of videos
-            (``num_axes=3``) without text in the sequence (text_attention="cross"), which would be forgotten, too.
-        keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
+        encoding, encoding_kwargs: encoding of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`. A
+            preset (flux1, wan, qwen_image, ..) also defines the positions of text and image.
+        absolute: positions added to the patches: "none", "sincos", or "sincos_dit" (with channels in the order that
+            DiT's and PixArt's weights expect).
+        attention, normalizer: "softmax" or "linear", see :func:`lrpe_md.linear_attention`. One kind, or a sequence that
+            is repeated over the blocks: ("linear", "linear", "linear", "softmax"). Linear layers default to act="relu".
+            With normalizer="none", they add an RMSNorm after the attention. Cross-attention is always softmax.
+        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". Only for videos
+            (``num_axes=3``) with text_attention="cross", because text in the sequence would be forgotten, too.
+        keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
-            defines the empty condition. Take one of :mod:`lrpe_md.models.text`, for captions, class labels or
-            precomputed features, or write your own as described there. None: an unconditional model.
-        text_width, pooled_width: channels of precomputed features, in place of a text_encoder; short for
+            defines the empty condition. Use an encoder from :mod:`lrpe_md.models.text` (for captions, class labels or
+            precomputed features), or write your own as described there. None: an unconditional model.
+        text_width, pooled_width: channels of precomputed features, instead of a text_encoder; short for
             :class:`lrpe_md.models.text.TextFeatures`.
-        text_attention: "joint": text and patches attend to both, with weights of their own (MM-DiT, SD3). "single":
-            they share the weights of one sequence. "cross": patches attend to text after they attended to patches. One
-            value, or a sequence of them that is repeated over the blocks; joint and then single blocks are FLUX.
-        cross_norm: put a LayerNorm in front of cross-attention.
-        text_projection: layers from the features of text to embed_dim: "linear", or "mlp" with one hidden layer.
-        pooled_projection: the same for pooled features; "none" adds them to the time embedding as they are (DiT's
-            class labels).
-        text_positions: where text is, a rule of :class:`lrpe_md.Tokens` or one with its axis and start: "skip" (not
-            rotated), "zero", "axis", "diagonal". Default: skip, or as the preset has it.
-        image_after: axes on which the image is behind the text; None: it stands at the origin, or as the preset has it.
-        interval: condition on t - r, too, for mean velocities (``r`` of :meth:`forward`).
+        text_attention: "joint": text and patches attend to both, with separate weights (MM-DiT, SD3). "single": they
+            share the weights of one sequence. "cross": patches attend to patches, then to text. One value, or a
+            sequence that is repeated over the blocks; FLUX has joint blocks followed by single ones.
+        cross_norm: apply a LayerNorm before cross-attention.
+        text_projection: layers from text features to embed_dim: "linear", or "mlp" with one hidden layer.
+        pooled_projection: the same for pooled features. "none" adds them unchanged to the time embedding (DiT's class
+            labels).
+        text_positions: positions of text: "skip" (not rotated), "zero", "axis" or "diagonal", or a
+            :class:`lrpe_md.Tokens` with a rule, its axis and its start. Default: "skip", or the preset's rule.
+        image_after: axes on which the image follows the text. None: the image starts at the origin, or where the preset
+            places it.
+        interval: also condition on t - r, for mean velocities (``r`` of :meth:`forward`).
 
     Attributes:
-        reference: may be set at any time. None: one unit a patch (or as the preset has it), beyond the trained size
-            extrapolated. One size for each of ``num_axes`` axes, or None for one: positions of that axis are laid over
-            a grid of this size, whatever its patches.
+        reference: interpolation size; you can change it later. None: one unit per patch (or the preset's), which
+            extrapolates beyond the trained size. Otherwise a size per axis, or None for an axis: positions are
+            interpolated to a grid of this size, for any number of patches.
         grad_checkpointing: recompute the blocks in the backward.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an invalid argument.
     """
 
     def __init__(
@@ -197,8 +198,8 @@ class DiT(nn.Module):
         """Build a model of a published size: ``DiT.from_name("XL/2", encoding="rotate")``.
 
         Args:
-            name: a size, "S", "B", "L" or "XL", and a patch size.
-            kwargs: arguments of the class; they override those of the name.
+            name: a size ("S", "B", "L" or "XL"), a slash, and a patch size.
+            kwargs: arguments of the class. They override those that the name implies.
 
         Raises:
             ValueError: an unknown name.
@@ -246,7 +247,7 @@ class DiT(nn.Module):
             )
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
-        """Build what precedes the blocks, without the text."""
+        """Build the layers before the blocks, except those for text."""
         self.embed = nn.Linear(self.in_chans * torch.Size(self.patch_size).numel(), self.embed_dim)
         self.absolute, self.sincos = absolute, None
         if absolute != "none":
@@ -337,10 +338,10 @@ class DiT(nn.Module):
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
-        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # checks them
+        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the rules
 
     def _init_weights(self) -> None:
-        """DiT's: the blocks begin as the identity, the output as zero."""
+        """Initialise weights like DiT: blocks start as the identity, and the output is zero."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("text_encoder."):
                 nn.init.xavier_uniform_(module.weight)
@@ -368,11 +369,12 @@ class DiT(nn.Module):
     def positions(
         self, shape: Sequence[int], length: int = 0, device: torch.device | str = "cpu", mask: Tensor | None = None
     ) -> Grid | Coordinates:
-        """Return the positions of ``length`` text tokens, of the registers, and of the patches of a grid.
+        """Return the positions of text tokens, registers and patches.
 
         Args:
-            length: 0 with cross-attention, where text is not in the sequence.
-            mask: (B, L), False for padding: an image behind the text then begins where the text of its sample ends.
+            shape: shape of the patch grid.
+            length: number of text tokens; 0 with cross-attention, which keeps text out of the sequence.
+            mask: (B, L), False for padding. An image that follows the text then starts where its sample's text ends.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
@@ -382,13 +384,13 @@ class DiT(nn.Module):
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
-        """Encode the condition once, for :meth:`forward` at many times.
+        """Encode the condition once, for many calls of :meth:`forward`.
 
         Args:
-            text: what the text_encoder takes, or a :class:`lrpe_md.models.text.Text`, which is checked and returned.
+            text: input of the text_encoder, or a :class:`lrpe_md.models.text.Text`, which is only checked.
 
         Raises:
-            ValueError, TypeError: no text_encoder, or features that are not of its widths.
+            ValueError, TypeError: no text_encoder, or features whose widths differ from those that it declares.
         """
         if self.text_encoder is None:
             raise ValueError(
@@ -416,8 +418,8 @@ class DiT(nn.Module):
         """Return empty conditions for a batch, as the text_encoder defines them.
 
         Args:
-            like: the text that they replace. If the encoder has no method ``empty``, a
-                :class:`lrpe_md.models.text.Text` is emptied by zeros.
+            like: the text that they replace. If the encoder has no method ``empty`` and this is a
+                :class:`lrpe_md.models.text.Text`, the empty conditions are zeros.
 
         Raises:
             TypeError: an encoder without a method ``empty``.
@@ -435,13 +437,14 @@ class DiT(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, text: Any = None, r: Tensor | None = None, drop: Tensor | None = None
     ) -> Tensor:
-        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), like x.
+        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), in x's shape.
 
         Args:
-            text: what the text_encoder takes, as tokens (B, L) or labels (B,), or what :meth:`encode_text` made of it;
+            text: input of the text_encoder, such as tokens (B, L) or labels (B,), or the result of :meth:`encode_text`.
                 None: the empty condition.
-            r: (B,), the end of the interval of a mean velocity; default: t.
-            drop: (B,) bool, True for samples whose condition is emptied. Guidance needs a tenth of them in training.
+            r: (B,), end of the interval of a mean velocity. Default: t.
+            drop: (B,) bool, True for samples whose condition is replaced by the empty one. For guidance, drop about a
+                tenth in training.
         """
         shape = self._grid_shape(x, t)
         c = self.time(t)
@@ -468,11 +471,11 @@ class DiT(nn.Module):
 
     def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the tokens of registers and patches, (B, R + N, C)."""
-        tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # what blocks add to is x's, also under autocast
+        tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # residuals keep x's dtype, even under autocast
         if self.sincos is not None:
             grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
-            table = self.sincos(ones, positions=grid)[0]  # [cos Θ, sin Θ] of the axes, the last one first
+            table = self.sincos(ones, positions=grid)[0]  # [cos Θ, sin Θ], each with the last axis first
             if self.absolute == "sincos_dit":
                 table = table.unflatten(-1, (2, self.num_axes, -1)).flip(-3).transpose(-3, -2).flatten(-3)
             tokens = tokens + table
@@ -483,7 +486,7 @@ class DiT(nn.Module):
     def _run_blocks(
         self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None, frame: int
     ) -> Tensor:
-        """frame: number of patches in a frame."""
+        """Run all blocks. frame: number of patches in a frame."""
         stack = EncodingStack(self.encoding)
         positions = stack.locate(positions)
         if self.shared_modulation is not None:
@@ -497,7 +500,7 @@ class DiT(nn.Module):
         return tokens
 
     def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
-        """Return the condition of each sample, emptied where ``drop`` is True."""
+        """Return the condition of each sample, or the empty condition if ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
                 raise ValueError("drop: expected None, because the model has no text_encoder; build it with one")
@@ -515,7 +518,7 @@ class DiT(nn.Module):
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
-        """Return the shape of the grid of patches."""
+        """Check x and t, and return the shape of the patch grid."""
         if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
             raise ValueError(
                 f"x: expected (B, {self.in_chans}, {', '.join(['frames', 'height', 'width'][-self.num_axes :])}), "
@@ -529,7 +532,7 @@ class DiT(nn.Module):
 
 
 def _widths(encoder: Any) -> tuple[int, int]:
-    """Return the channels of an encoder's features and pooled features."""
+    """Return the number of channels of an encoder's features and of its pooled features."""
     if encoder is None:
         return 0, 0
     width = getattr(encoder, "width", None)
@@ -577,7 +580,7 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
 
 
 def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
-    """Move the image of each sample to where its text ends."""
+    """Move each sample's image to the end of its text."""
     padding = length - mask.sum(1)
     behind = torch.zeros_like(placed.coords)
     behind[length:, list(axes)] = 1

@@ -1,8 +1,8 @@
-"""Flow matching: the loss, guidance by text, and sampling.
+"""Flow matching: losses, guidance and sampling.
 
-Along the straight path z_t = (1 - t) x + t ε from an image (t = 0) to noise (t = 1) the velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)`` and returns v, or
-ε or x with ``prediction="noise"`` or "sample".
+The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)``. It returns v, or ε
+with ``prediction="noise"``, or x with ``prediction="sample"``.
 
 Shapes: B batch; x, z, ε (B, C, ..); t (B,).
 """
@@ -28,16 +28,16 @@ Method = Literal["euler", "heun"]
 Times = Literal["logit-normal", "uniform"]
 Prediction = Literal["velocity", "noise", "sample"]
 Velocity = Callable[[Tensor, Tensor], Tensor]
-NOISE_START = 0.99  # a model that predicts noise cannot divide by 1 - t = 0
+NOISE_START = 0.99  # largest t if the model predicts noise, because the velocity divides by 1 - t
 
 
 def draw_times(
     batch: int, distribution: Times = "logit-normal", *, generator: torch.Generator | None = None, device: Any = None
 ) -> Tensor:
-    """Draw times of a training, (B,) float32.
+    """Draw random times for training, (B,) float32.
 
-    distribution: "logit-normal", sigmoid(n) with n ~ N(0, 1), most of them in the middle (SD3, arXiv 2403.03206), or
-        "uniform" on [0, 1).
+    distribution: "logit-normal" is sigmoid(n) with n ~ N(0, 1), which favours the middle (SD3, arXiv 2403.03206).
+        "uniform" is on [0, 1).
     """
     if distribution not in ("logit-normal", "uniform"):
         raise ValueError(f"distribution: expected 'logit-normal' or 'uniform', got {distribution!r}")
@@ -52,9 +52,9 @@ def _check_prediction(prediction: str) -> None:
 
 
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
-    """Return the velocity at z and t (B,) from the output of a model.
+    """Return the velocity at z and t (B,) from a model's output.
 
-    From noise ε it is (ε - z) / (1 - t), from a sample x it is (z - x) / t: t must be below 1, or above 0.
+    From noise ε it is (ε - z) / (1 - t), so t must be below 1. From a sample x it is (z - x) / t, so t must be above 0.
     """
     _check_prediction(prediction)
     if prediction == "velocity":
@@ -72,15 +72,16 @@ def flow_matching_loss(
     drop: Tensor | None = None,
     prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Return the mean square error of the model's prediction by sample: (B,), in float32 at least.
+    """Return the mean squared error of the model's prediction for each sample, (B,), in at least float32.
 
     Args:
         x: images (B, C, ..).
-        text: what the model takes as text.
+        text: the model's text input.
         t: (B,), from 0 (image) to 1 (noise).
-        noise: ε, like x.
-        drop: (B,) bool, True for samples whose text is emptied. Guidance needs a tenth of them in training.
-        prediction: what the model learns: "velocity" (ε - x), "noise" (ε) or "sample" (x).
+        noise: ε, with the shape of x.
+        drop: (B,) bool, True for samples whose text is replaced by the empty condition. For guidance, drop about a
+            tenth in training.
+        prediction: the model's target: "velocity" (ε - x), "noise" (ε) or "sample" (x).
     """
     _check_prediction(prediction)
     z = torch.lerp(x, noise, _like(t, x))
@@ -89,17 +90,17 @@ def flow_matching_loss(
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Return drop as a keyword argument, or none: other models do not take it."""
+    """Return drop as a keyword argument, or no arguments if it is None, because other models don't accept it."""
     return {} if drop is None else {"drop": drop}
 
 
 def mean_flow_loss(
     model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
 ) -> Tensor:
-    """MeanFlow: the model ``model(z, t, text, r)`` learns the mean velocity u from t down to r: (B,).
+    """Return the MeanFlow loss of each sample, (B,): ``model(z, t, text, r)`` learns the mean velocity u from t to r.
 
-    u satisfies u = v - (t - r) du/dt; du/dt comes from a forward-mode derivative along (v, 1), taken as constant. One
-    step z_0 = z_1 - u(z_1, r=0, t=1) then samples.
+    u satisfies u = v - (t - r) du/dt. du/dt is a forward-mode derivative along (v, 1), and is treated as a constant. A
+    trained model samples in one step, z_0 = z_1 - u(z_1, r=0, t=1).
 
     Source: Geng et al., arXiv 2505.13447 (without guidance and adaptive weights).
     """
@@ -118,20 +119,20 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
-    """Return (z, t) → v without the text + scale · (v with the text - v without it), the text encoded once.
+    """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with negative text.
 
-    If the model predicts noise or samples, the result does, too; see :func:`velocity_of`.
+    Texts are encoded only once. If the model predicts noise or samples, so does the function; see :func:`velocity_of`.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
-        text: what the model takes as text, B samples; None: the empty condition.
-        scale: 1 is the conditional model itself, at half the cost.
-        negative: text to steer away from, of B samples or of one. Default: the empty condition of the model's
+        text: the model's text input for B samples; None: the empty condition.
+        scale: guidance scale. 1 runs only the conditional model, at half the cost.
+        negative: text to steer away from, for B samples or one. Default: the empty condition of the model's
             text_encoder.
 
     Raises:
-        TypeError: a text_encoder without a method ``empty``, and no negative.
-        ValueError: negative texts of another number.
+        TypeError: a text_encoder without a method ``empty``, if there is no negative.
+        ValueError: a number of negative texts other than 1 and B.
 
     Source: Ho and Salimans, classifier-free guidance (arXiv 2207.12598).
     """
@@ -156,10 +157,10 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
-    """Times from 1 to 0: (steps + 1,) float64.
+    """Return times from 1 to 0, (steps + 1,) float64.
 
-    shift: t → shift · t / (1 + (shift - 1) t), more steps near the noise, for larger images √(m/n) where they have m
-        pixels instead of n (SD3, arXiv 2403.03206, eq. 23).
+    shift: map t to shift · t / (1 + (shift - 1) t). Values above 1 take more steps near the noise. For images with m
+        pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
         raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
@@ -168,9 +169,9 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
 
 
 def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "heun") -> Tensor:
-    """dz/dt = velocity(z, t) along ``times`` (S,): "euler", order 1, or "heun", order 2 and two calls a step.
+    """Integrate dz/dt = velocity(z, t) along ``times`` (S,), and return the last z. velocity is called with t (B,).
 
-    velocity is called with t (B,).
+    method: "euler" (order 1), or "heun" (order 2, with two calls per step).
     """
     if method not in ("euler", "heun"):
         raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
@@ -197,12 +198,12 @@ def sample(
     shift: float = 1.0,
     prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Return images from noise (B, C, ..), of any size that the model's patches divide.
+    """Sample images from noise (B, C, ..), of any size that the model's patch size divides.
 
-    The text, scale and negative are those of :func:`guided`, the steps and the shift those of :func:`time_grid`, and
-    the method that of :func:`integrate`. The prediction is the one that the model was trained with: noise says nothing
-    about the image at t = 1, so sampling begins at ``NOISE_START``; a sample says nothing about the noise at t = 0, so
-    the last step is Euler's.
+    For text, scale and negative, see :func:`guided`; for steps and shift, :func:`time_grid`; for method,
+    :func:`integrate`. prediction must be the one used in training. A noise prediction does not determine the image at
+    t = 1, so sampling starts at ``NOISE_START``. A sample prediction does not determine the noise at t = 0, so the last
+    step uses Euler's method.
     """
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 

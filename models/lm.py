@@ -1,9 +1,8 @@
-"""A compact causal language model whose encoding of q and k is any of ours.
+"""A compact causal language model that works with all encodings of q and k.
 
-Pre-norm blocks with RMSNorm and SwiGLU, grouped key heads, tied embeddings. Layers with softmax attention decode with a
-static cache of encoded keys, those with linear attention with a state of constant size
-(:mod:`lrpe_md.models.lm_decode`).
-``model.rescale`` stretches the frequencies at run time, in place.
+It has pre-norm blocks with RMSNorm and SwiGLU, grouped-query attention, and tied embeddings. In decoding, layers with
+softmax attention use a static cache of encoded keys, and layers with linear attention a state of constant size (see
+:mod:`lrpe_md.models.lm_decode`). ``model.rescale`` rescales the frequencies at run time, in place.
 
 Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
 cosine, else D), L length of the cache.
@@ -40,26 +39,27 @@ ACTS = ("none", "relu", "sigmoid", "silu", "softplus")
 
 @dataclass(frozen=True)
 class LmConfig:
-    """The architecture.
+    """Architecture of a :class:`CausalLm`.
 
     Args:
-        hidden: width of the SwiGLU.
-        encoding: the map of q and k; "none" leaves them without positions. Or a scheme on one axis: a name of
-            :func:`lrpe_md.list_presets`, a Scheme or a Preset, with act, phase, learnable and base where they are not
-            the defaults.
-        act: before the map: softplus with cosine and phase is PoPE (arXiv 2509.10534).
-        phase: learn a phase by layer, key head and channel, on the keys alone: on both it would cancel.
-        learnable: learn the frequencies, by layer and key head.
-        base: of their geometric series.
-        attention: "softmax" or "linear" in all layers; or a sequence of both, one for each layer, that is repeated over
-            the depth. "linear" has no denominator but an RMSNorm after it (TransNormer, arXiv 2210.10340), so that
+        hidden: hidden width of the SwiGLU.
+        encoding: map of q and k: "rotate", "cosine", or "none" for no positions. Or a scheme on one axis: a name from
+            :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base override the scheme if
+            they differ from their defaults.
+        act: activation before the map. softplus with cosine and phase is PoPE (arXiv 2509.10534).
+        phase: learn a phase per layer, key head and channel. It applies only to keys, because it would cancel if q had
+            it, too.
+        learnable: learn the frequencies, per layer and key head.
+        base: base of the frequencies' geometric series.
+        attention: "softmax" or "linear" for all layers, or a sequence of kinds that is repeated over the depth.
+            "linear" replaces the denominator by an RMSNorm after the attention (TransNormer, arXiv 2210.10340), so that
             features may be negative.
-        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU the gradient
-            of learned decays takes the slower reference implementation.
-        keep_encoded: False keeps no encoded q and k for the backward of softmax attention, which encodes again.
+        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU, the gradient
+            of learned decays runs the slower reference.
+        keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
 
     Raises:
-        ValueError: names that are not known, sizes that don't divide.
+        ValueError: an unknown name, or sizes that don't divide evenly.
     """
 
     vocab_size: int = 256
@@ -113,12 +113,12 @@ class LmConfig:
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer."""
+        """Kind of attention of each layer."""
         return repeat_over_layers("attention", self.attention, self.depth, ATTENTIONS)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme, if the encoding is one."""
+        """Scheme of the encoding; None for "rotate", "cosine" and "none"."""
         if isinstance(self.encoding, Preset):
             return self.encoding.scheme
         if isinstance(self.encoding, Scheme):
@@ -138,7 +138,7 @@ class LmConfig:
 
 
 def build_layers(config: LmConfig) -> EncodingStack:
-    """The encodings of q (B, H, N, D) and k (B, G, N, D), one a layer."""
+    """Build the encodings of q (B, H, N, D) and k (B, G, N, D), one per layer."""
     if config.encoding == "none":
         return EncodingStack([Activation(config.act) for _ in range(config.depth)])
     kwargs: dict[str, Any] = {
@@ -147,14 +147,14 @@ def build_layers(config: LmConfig) -> EncodingStack:
     }  # fmt: skip
     if config.scheme is None:
         kwargs["heads"] = "own" if config.phase or config.learnable else "shared"
-    else:  # what is not at its default, in place of what the scheme says
+    else:  # options that are not at their default override the scheme
         given = {
             name: getattr(config, name) != getattr(LmConfig, name) for name in ("base", "act", "learnable", "phase")
         }
         kwargs = {name: value for name, value in kwargs.items() if given.get(name, True)}
     layers: Any = build_encoding(config.encoding, kwargs, config.head_dim, config.num_kv_heads, config.depth, 1)
     for layer in layers:
-        layer.adjust()  # the buffers that `CausalLm.rescale` changes, before a step is compiled or captured
+        layer.adjust()  # create the buffers that `CausalLm.rescale` changes before a step is compiled or captured
     return EncodingStack(layers)
 
 
@@ -165,14 +165,14 @@ class Context(NamedTuple):
     """Inputs that a forward passes to each attention."""
 
     positions: Grid | Tensor
-    rows: Any = None  # (N,), where the cache takes these tokens
-    start: Any = None  # (), the first of them
-    mask: Tensor | None = None  # of softmax attention: keys of the cache that are seen, (B, 1, R · N, L)
-    gate: Tensor | None = None  # of linear attention: tokens that are not padding, (B, 1, N)
+    rows: Any = None  # (N,), rows of the cache to write these tokens to
+    start: Any = None  # (), the first of these rows
+    mask: Tensor | None = None  # for softmax attention: whether a query sees a key of the cache, (B, 1, R · N, L)
+    gate: Tensor | None = None  # for linear attention: False for padding, (B, 1, N)
 
 
 class LmAttention(nn.Module):
-    """Causal attention with grouped key heads, x (B, N, C) → (B, N, C)."""
+    """Causal grouped-query attention, x (B, N, C) → (B, N, C)."""
 
     def __init__(self, config: LmConfig, encoding: nn.Module | None, index: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class LmAttention(nn.Module):
         else:
             q, k = self.encoding(q, k, positions=context.positions)
             keys.index_copy_(2, context.rows, k.to(keys.dtype))
-        # The queries of a key head as its tokens: the cache is read once and never repeated.
+        # Queries that share a key head become more tokens of one head, so that the cache is not repeated for each.
         q = q.unflatten(1, (self.groups, -1)).flatten(2, 3).to(keys.dtype)
         x = softmax_attention(q, keys, values, scale=self.head_dim**-0.5, attn_mask=context.mask)
         return x.unflatten(2, (self.heads // self.groups, -1)).flatten(1, 2)
@@ -246,14 +246,15 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """State of decoding, on the device, written in place.
+    """Decoding state on the device, written in place.
 
     Args:
-        length: (), int64: tokens written.
-        padding: (B,), int64: how many of each sample's first tokens are padding.
-        layers: of each, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention a state (B, G, E, D).
-        max_length: L; writing past it is an IndexError on a CPU and an error of the device on a GPU. Without softmax
-            attention there is no end.
+        length: number of tokens in the cache, () int64.
+        padding: number of padding tokens at the start of each sample, (B,) int64.
+        layers: for each layer, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention, a state
+            (B, G, E, D).
+        max_length: L. Writing more tokens raises an IndexError on a CPU, and a device error on a GPU. Without softmax
+            attention, there is no limit.
     """
 
     length: Tensor
@@ -267,7 +268,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check tokens (B, N) of so many samples, at least one each."""
+    """Check that tokens are integers (B, N) with N > 0 and, if passed, this batch size."""
     whole = tokens.dtype in (torch.int32, torch.int64)
     if not whole or tokens.ndim != 2 or tokens.shape[1] < 1 or batch not in (None, tokens.shape[0]):
         form = "(B, N)" if batch is None else f"({batch}, N)"
@@ -275,7 +276,7 @@ def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
 
 
 def check_room(length: int, number: int, max_length: int) -> None:
-    """Check that so many tokens fit into a cache behind the ``length`` that it holds."""
+    """Check that ``number`` more tokens fit into a cache that already holds ``length``."""
     if length + number > max_length:
         raise IndexError(
             f"cache: expected at most {max_length - length} more tokens (max_length is {max_length}), got {number}; "
@@ -284,10 +285,10 @@ def check_room(length: int, number: int, max_length: int) -> None:
 
 
 class CausalLm(nn.Module):
-    """tokens (B, N) → logits (B, N, vocab_size).
+    """Causal language model, tokens (B, N) → logits (B, N, vocab_size).
 
-    Differentiable in all its parameters, learned frequencies and phases among them. Logits have the dtype of the
-    weights, or of autocast; frequencies stay float32 whatever the model is cast to.
+    Differentiable with respect to all parameters, including learned frequencies and phases. Logits have the dtype of
+    the weights, or of autocast. Frequencies stay float32 if the model is cast to another dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -300,7 +301,7 @@ class CausalLm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's: normal with 0.02, what is added to the residual stream by 1/√(2 depth) less."""
+        """Initialise weights like GPT-2: N(0, 0.02²), times 1/√(2 depth) in layers that add to the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith(("proj.weight", "fc2.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.depth))
@@ -308,11 +309,11 @@ class CausalLm(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Compute logits. With a cache, tokens follow those in it and are added to it: (B, 1) decodes one step.
+        """Compute logits. With a cache, tokens continue those in it and are added to it; (B, 1) decodes one step.
 
         Raises:
-            ValueError: tokens or a cache that don't fit, of a GPU's cache without a look at its length.
-            IndexError: more tokens than a cache with softmax attention has room for, on a CPU.
+            ValueError: invalid tokens or an incompatible cache. The length of a cache on a GPU is not read.
+            IndexError: on a CPU, more tokens than a cache with softmax attention has room for.
         """
         if cache is not None:
             self._check_cache(tokens, cache)
@@ -341,18 +342,18 @@ class CausalLm(nn.Module):
             return Context(positions, rows, gate=gate)
         columns = torch.arange(cache.max_length, device=tokens.device)
         rows_ = rows[:, None]
-        # Padding sees itself: a row without any key would be NaN.
+        # Padding sees itself, because a row that sees no key would be NaN.
         mask = (columns <= rows_) & ((columns >= cache.padding[:, None, None]) | (columns == rows_))
         repeated = mask[:, None].expand(-1, self.config.num_heads // self.config.num_kv_heads, -1, -1)
         return Context(positions, rows, cache.length, repeated.flatten(1, 2)[:, None], gate)
 
     def new_cache(self, batch: int, max_length: int, padding: Tensor | None = None) -> Cache:
-        """An empty cache for ``max_length`` tokens, the padding (B,) of :func:`left_pad` counted."""
+        """Create an empty cache for ``max_length`` tokens, including the padding (B,) from :func:`left_pad`."""
         check_at_least(1, batch=batch, max_length=max_length)
         c, weight = self.config, self.embed.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        forms: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {  # of the tensors of a layer
+        forms: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {  # shapes and dtype of a layer's tensors
             "linear": ([(c.key_dim, c.head_dim)], torch.promote_types(dtype, torch.float32)),
             "softmax": ([(max_length, c.key_dim), (max_length, c.head_dim)], dtype),
         }
@@ -368,10 +369,10 @@ class CausalLm(nn.Module):
         return Cache(padded.new_zeros(()), padded, layers, max_length)
 
     def rescale(self, scaling: Scaling | None) -> None:
-        """Stretch the frequencies of all layers from now on, in place; None takes them as trained.
+        """Rescale the frequencies of all layers in place; None restores the trained ones.
 
-        ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys in a cache stay as they were
-        encoded: start a new one.
+        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already in a
+        cache keep their old encoding, so create a new cache.
         """
         if self.config.encoding != "none":
             set_scaling(self, scaling)
@@ -382,6 +383,6 @@ class CausalLm(nn.Module):
 
     @property
     def encoding(self) -> EncodingStack:
-        """The layers' encodings, which their attention modules register."""
+        """Encodings of the layers. Each is registered by its layer's attention module."""
         blocks: Any = self.blocks
         return EncodingStack([block.attn.encoding for block in blocks])

@@ -1,4 +1,4 @@
-"""Decoding with :class:`lrpe_md.models.lm.CausalLm`: a step at a time, as a CUDA graph on a GPU, and sampling.
+"""Decoding with :class:`lrpe_md.models.lm.CausalLm`: single steps, replayed as a CUDA graph on a GPU, and sampling.
 
 Shapes: B batch, N tokens.
 """
@@ -33,14 +33,14 @@ def generate(
     """Continue each prompt: (B, N) → (B, N + max_new_tokens).
 
     Args:
-        prompt: tokens, at least one; of unequal lengths by :func:`left_pad`.
+        prompt: tokens (B, N) with N > 0. If prompts have different lengths, use :func:`left_pad`.
         temperature, top_p, generator: see :func:`sample`.
-        padding: (B,), how many of each prompt's first tokens are padding: 0 to its length, which is not checked, since
-            that would wait for the GPU.
-        cuda_graph: replay decode steps as a CUDA graph; None: on a GPU.
+        padding: number of padding tokens at the start of each prompt, (B,), from 0 to N. Values are not checked,
+            because that would force a synchronisation with the GPU.
+        cuda_graph: whether to replay decoding steps as a CUDA graph. None: only on a GPU.
 
     Raises:
-        ValueError: an argument that does not fit.
+        ValueError: an invalid argument.
     """
     check_tokens("prompt", prompt)
     check_at_least(0, max_new_tokens=max_new_tokens)
@@ -56,12 +56,12 @@ def generate(
 
 
 class Decoder:
-    """A model with a cache: :meth:`prefill` a batch of prompts, then :meth:`step` by step, without a synchronisation.
+    """Model with a cache. Call :meth:`prefill` on a batch of prompts, then :meth:`step`; neither synchronises.
 
     Args:
-        batch, max_length, padding: as for :meth:`CausalLm.new_cache`.
-        cuda_graph: capture a step, and replay it; None: on a GPU. It stays valid after ``model.rescale`` and after
-            training goes on, which change tensors in place.
+        batch, max_length, padding: see :meth:`CausalLm.new_cache`.
+        cuda_graph: whether to capture a step as a CUDA graph and replay it. None: only on a GPU. The graph stays valid
+            after ``model.rescale`` and further training, because both change tensors in place.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Start again with these tokens (B, N): logits (B, vocab_size) of the next.
+        """Clear the cache, process tokens (B, N), and return the logits (B, vocab_size) of the next token.
 
         Raises:
-            ValueError: no tokens, of another number of samples, or of another dtype than integers.
-            IndexError: more than a cache with softmax attention has room for.
+            ValueError: no tokens, a different batch size, or a dtype that is not an integer.
+            IndexError: more tokens than a cache with softmax attention has room for.
         """
         check_tokens("prompt", prompt, len(self.token))
         self._take_room(0, prompt.shape[1])
@@ -98,11 +98,13 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """One more token each, (B,): logits (B, vocab_size) of the next; a graph's are overwritten by the next step.
+        """Process one more token per sample, (B,), and return the logits (B, vocab_size) of the next token.
+
+        With a CUDA graph, the next step overwrites these logits.
 
         Raises:
-            ValueError: tokens of another shape or dtype.
-            IndexError: no room for it in a cache with softmax attention.
+            ValueError: tokens of the wrong shape or dtype.
+            IndexError: a full cache with softmax attention.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
@@ -114,7 +116,7 @@ class Decoder:
         return self.logits
 
     def _take_room(self, length: int, number: int) -> None:
-        """Count on the host what the cache holds, so that nothing waits for the device."""
+        """Check that the cache has room, and count its tokens on the host, to avoid a synchronisation."""
         if "softmax" in self.model.config.kinds:
             check_room(length, number, self.cache.max_length)
         self.length = length + number
@@ -125,7 +127,7 @@ class Decoder:
     @torch.no_grad()
     def _capture(self) -> None:
         kind, enabled = self.device.type, torch.is_autocast_enabled("cuda")
-        # Weights that autocast has cast and keeps would be gone when the graph replays.
+        # Autocast must not cache cast weights, because they would be freed before the graph is replayed.
         with torch.cuda.device(self.device), torch.autocast(
             kind, torch.get_autocast_dtype(kind), enabled=enabled, cache_enabled=False
         ):  # fmt: skip
@@ -153,12 +155,12 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def sample(
     logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw from softmax(logits / temperature): (.., vocab_size) → (..), without a synchronisation.
+    """Sample tokens from softmax(logits / temperature), (.., vocab_size) → (..), without a synchronisation.
 
     Args:
-        temperature: 0 takes the likeliest token.
-        top_p: keep the likeliest tokens that together reach this probability (arXiv 1904.09751).
-        generator: on the device of the logits.
+        temperature: 0 always chooses the most likely token.
+        top_p: keep the most likely tokens that together reach this probability (arXiv 1904.09751).
+        generator: random generator on the logits' device.
     """
     check_sampling(temperature, top_p)
     if temperature == 0:
@@ -168,12 +170,12 @@ def sample(
         ordered, index = probabilities.sort(dim=-1, descending=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
         probabilities = torch.zeros_like(ordered).scatter(-1, index, ordered)
-    # The largest of p / e with exponential e is a draw from p; torch.multinomial reads its input on the host.
+    # If e is exponentially distributed, argmax(p / e) is a sample from p. torch.multinomial would synchronise.
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Return prompts (N_i,) as a left-padded batch (B, N), and the padding before each, (B,)."""
+    """Pad prompts (N_i,) on the left to a batch (B, N). Return it with the number of padding tokens of each, (B,)."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
             f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"

@@ -3,15 +3,16 @@
 An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and defines the empty condition:
 
     class Labels(nn.Module):
-        width = 64                                   # channels of the features; 0: it gives none
-        pooled_width = 64                            # and of the pooled ones; default: width
+        width = 64                                   # channels of the features; 0: no features
+        pooled_width = 64                            # channels of the pooled features; default: width
 
-        def forward(self, labels): ...               # returns a Text of B samples
-        def empty(self, batch): ...                  # returns inputs of forward, or a Text, of empty conditions
-        def drop(self, labels, where): ...           # optional: returns the inputs, emptied where (B,) is True
+        def forward(self, labels): ...               # return a Text of B samples
+        def empty(self, batch): ...                  # return empty conditions: inputs of forward, or a Text
+        def drop(self, labels, where): ...           # optional: return the inputs, empty if where (B,) is True
 
 Use :class:`TextEncoder` for bytes (trained with the model), :class:`LabelEncoder` for classes,
-:class:`PretrainedEncoder` for T5, CLIP and others of transformers, and :class:`TextFeatures` for precomputed features.
+:class:`PretrainedEncoder` for T5, CLIP and other models from transformers, and :class:`TextFeatures` for precomputed
+features.
 
 Shapes: B batch, L tokens of text, C width.
 """
@@ -41,12 +42,12 @@ NUM_TOKENS = 2 + 256
 
 
 class Text(NamedTuple):
-    """Condition of B samples.
+    """Conditions of B samples.
 
     Args:
-        features: tokens (B, L, C) that patches attend to; None: there are none.
-        mask: (B, L), False or 0 for padding; None: there is none.
-        pooled: (B, P), added to the time embedding; None: there is none.
+        features: tokens (B, L, C) that patches attend to, or None.
+        mask: (B, L), False or 0 for padding; None: no padding.
+        pooled: features (B, P) that are added to the time embedding, or None.
     """
 
     features: Tensor | None
@@ -55,7 +56,7 @@ class Text(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of samples, B."""
         return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
@@ -65,7 +66,7 @@ class Text(NamedTuple):
 
 
 def join_texts(first: Text, second: Text) -> Text:
-    """Return the samples of both in one batch, padded to one length."""
+    """Concatenate both along the batch, padded to the same length."""
     (a, mask, p), (b, other, r) = _padded_alike(first, second)
     return Text(
         None if a is None or b is None else torch.cat([a, b]),
@@ -75,7 +76,7 @@ def join_texts(first: Text, second: Text) -> Text:
 
 
 def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
-    """Return the samples of ``other``, B or 1 of them, where ``where`` (B,) is True, else those of ``text``."""
+    """Replace the samples of ``text`` for which ``where`` (B,) is True by those of ``other`` (B or 1 samples)."""
     (a, mask, p), (b, other_mask, r) = _padded_alike(text, other)
     rows = where[:, None]
     return Text(
@@ -86,7 +87,7 @@ def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
 
 
 def _padded_alike(first: Text, second: Text) -> tuple[Text, Text]:
-    """Pad the shorter one to the length of the other; afterwards both have a mask or neither does."""
+    """Pad the shorter text to the length of the other. Afterwards, both have a mask or neither does."""
     if first.features is None or second.features is None:
         return first, second
     length = max(first.features.shape[1], second.features.shape[1])
@@ -107,11 +108,11 @@ def _padded(text: Text, length: int) -> Text:
 
 
 def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device | str = "cpu") -> Tensor:
-    """START and the UTF-8 bytes of each caption, cut at ``max_length`` tokens, the shorter ones padded: (B, L) int64.
+    """Return START and the UTF-8 bytes of each caption, truncated to ``max_length`` and padded: (B, L) int64.
 
     Raises:
-        TypeError: a single string, something else than strings.
-        ValueError: no caption, a max_length below 1.
+        TypeError: a single string, or a caption that is not a string.
+        ValueError: no captions, or a max_length below 1.
     """
     if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
         raise TypeError(f"captions: expected a sequence of strings, got {captions!r}")
@@ -125,13 +126,14 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
 
 
 class TextEncoder(nn.Module):
-    """Tokens (B, L) of :func:`tokenize` → :class:`Text` of the same length: a transformer with RoPE on one axis.
+    """Transformer with 1D RoPE, from tokens (B, L) of :func:`tokenize` to a :class:`Text` of the same length.
 
-    Padding does not change the other tokens. ``pooled`` is the START token, which an empty caption consists of.
+    Padding does not affect other tokens. ``pooled`` is the output of the START token, the only token of an empty
+    caption.
 
     Args:
         width: C.
-        depth, num_heads, mlp_ratio: of the blocks, timm's with RMSNorm and qk-norm.
+        depth, num_heads, mlp_ratio: sizes of the blocks, which are timm's with RMSNorm and qk-norm.
     """
 
     def __init__(self, width: int = 192, depth: int = 2, num_heads: int = 3, mlp_ratio: float = 4.0) -> None:
@@ -151,7 +153,7 @@ class TextEncoder(nn.Module):
         self.norm = RmsNorm(width)
 
     def forward(self, tokens: Tensor) -> Text:
-        """Tokens (B, L) → features (B, L, C), mask (B, L), pooled (B, C)."""
+        """Encode tokens (B, L) to features (B, L, C), mask (B, L) and pooled (B, C)."""
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"text: expected integer tokens (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
         mask = tokens != PAD
@@ -167,16 +169,16 @@ class TextEncoder(nn.Module):
         return torch.full((batch, 1), START, device=self.embed.weight.device)
 
     def drop(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """Return the tokens (B, L), with empty captions where ``where`` (B,) is True, padded to the same length."""
+        """Replace captions for which ``where`` (B,) is True by empty ones, padded to the same length: (B, L)."""
         return torch.where(where[:, None] & (tokens != START), PAD, tokens)
 
 
 class LabelEncoder(nn.Module):
-    """Class labels (B,) → :class:`Text` with pooled features alone, which steer the blocks (DiT, arXiv 2212.09748).
+    """Embedding of class labels (B,) to a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
         num_classes: labels are 0 to num_classes - 1. The table has one more row, for the empty condition.
-        width: P, of the pooled features.
+        width: P, the width of the pooled features.
     """
 
     def __init__(self, num_classes: int, width: int = 192) -> None:
@@ -187,7 +189,7 @@ class LabelEncoder(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, labels: Tensor) -> Text:
-        """Labels (B,) → pooled (B, P)."""
+        """Look up labels (B,) → pooled (B, P)."""
         if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
             got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise ValueError(f"text: expected integer class labels (B,), got {got}")
@@ -199,22 +201,22 @@ class LabelEncoder(nn.Module):
         return Text(None, None, self.embed(labels))
 
     def empty(self, batch: int) -> Tensor:
-        """Return the label of the empty condition, (B,)."""
+        """Return labels of the empty condition, (B,)."""
         return torch.full((batch,), self.num_classes, device=self.embed.weight.device)
 
     def drop(self, labels: Tensor, where: Tensor) -> Tensor:
-        """Return the labels (B,), emptied where ``where`` (B,) is True."""
+        """Replace labels (B,) for which ``where`` (B,) is True by the label of the empty condition."""
         return torch.where(where, self.num_classes, labels)
 
 
 class TextFeatures(nn.Module):
-    """Precomputed features, of T5 or CLIP for example: a :class:`Text` → the same.
+    """Pass-through encoder for precomputed features, for example of T5 or CLIP, as a :class:`Text`.
 
     Args:
         width: C; 0: only pooled features.
         pooled_width: P; 0: no pooled features.
-        empty: the :class:`Text` of one empty caption, from the encoder that made the others; saved with the model.
-            Default: one token of zeros, and zeros as pooled features.
+        empty: the :class:`Text` of one empty caption, from the encoder that computed the features. It is saved with the
+            model. Default: one token of zeros, and zeros as pooled features.
     """
 
     empty_features: Tensor | None
@@ -236,7 +238,7 @@ class TextFeatures(nn.Module):
             )
 
     def forward(self, text: Text) -> Text:
-        """Return the features as they are."""
+        """Return the features unchanged."""
         if not isinstance(text, Text):
             raise TypeError(
                 "text: expected precomputed features as a lrpe_md.models.text.Text(features, mask, pooled), got "
@@ -251,15 +253,15 @@ class TextFeatures(nn.Module):
 
 
 class PretrainedEncoder(nn.Module):
-    """Captions → :class:`Text` by a text model of transformers, as T5EncoderModel or CLIPTextModel. It stays frozen.
+    """Frozen text model from transformers, such as T5EncoderModel or CLIPTextModel, from captions to a :class:`Text`.
 
-    Its weights become part of the model and of its checkpoints. For a large encoder precompute the features:
-    ``PretrainedEncoder(model, tokenizer)(captions)`` gives what :class:`TextFeatures` takes.
+    Its weights become part of the diffusion model and its checkpoints. If the encoder is large, precompute the
+    features: pass the result of ``PretrainedEncoder(model, tokenizer)(captions)`` to :class:`TextFeatures`.
 
     Args:
-        model: gives ``last_hidden_state``, and ``pooler_output`` if it has one.
-        tokenizer: that of the model.
-        max_length: tokens of a caption at most.
+        model: model that returns ``last_hidden_state`` and, optionally, ``pooler_output``.
+        tokenizer: the model's tokenizer.
+        max_length: maximum number of tokens per caption.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int = 77) -> None:
@@ -278,7 +280,7 @@ class PretrainedEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Text:
-        """B captions → features (B, L, C), mask (B, L), pooled (B, P) if the model has it; without a gradient."""
+        """Encode B captions, without gradients: features (B, L, C), mask (B, L) and, if available, pooled (B, P)."""
         if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
             raise TypeError(f"text: expected a sequence of captions, got {captions!r}")
         tokens = self.tokenizer(
@@ -293,5 +295,5 @@ class PretrainedEncoder(nn.Module):
         return [""] * batch
 
     def drop(self, captions: Sequence[str], where: Tensor) -> list[str]:
-        """Return the captions, with empty ones where ``where`` (B,) is True."""
+        """Replace captions for which ``where`` (B,) is True by empty ones."""
         return ["" if out else caption for caption, out in zip(captions, where.tolist(), strict=True)]

@@ -1,13 +1,13 @@
-"""Video transformers with relative positions in space and time, on timm's VisionTransformer.
+"""Video transformers with relative positions in space and time, built on timm's VisionTransformer.
 
-``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one; the default is that of the image
-models. Blocks, head and the names of the weights are theirs, too; the patch embedding takes tubelets, and the grid has
-three axes, (T, H, W). The video models of diffusion, with text and time, are ``lrpe_md.models.dit.DiT(num_axes=3)``.
+``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is that of the
+image models. Blocks, head and weight names are also theirs; the patch embedding takes tubelets, and the grid has three
+axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
-Number of frames and resolution are free at run time, and so is where the positions are: one unit a token, as in
-training, or laid over a grid of another size (``model.reference``).
+The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
+training, or are interpolated to a grid of another size (``model.reference``).
 
-Shapes: B batch, T, H, W the grid of tubelets, S = H W places, P prefix tokens (class, registers), C embed_dim.
+Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix tokens (class, registers), C embed_dim.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Reference = Sequence[int | None] | None
 
 
 class TubeletEmbed(nn.Module):
-    """x (B, in_chans, frames, height, width) → tokens (B, T H W, C), one a tubelet (ViViT, arXiv 2103.15691).
+    """Embedding of tubelets, x (B, in_chans, frames, height, width) → (B, T H W, C) (ViViT, arXiv 2103.15691).
 
-    The weight is that of a Conv3d, (C, in_chans, tubelet, patch, patch). Any size that the tubelet divides.
+    The weight is that of a Conv3d, (C, in_chans, tubelet, patch, patch). The input may have any size that the tubelet
+    divides.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TubeletEmbed(nn.Module):
         norm_layer: Any = None,
         device: Any = None,
         dtype: Any = None,
-        **unused: Any,  # of images: timm's options for padding and for the layout
+        **unused: Any,  # timm's options of image padding and layout
     ) -> None:
         super().__init__()
         self.patch_size: Any = (tubelet_size, *to_2tuple(patch_size))
@@ -70,13 +71,13 @@ class TubeletEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim, **dd)
 
     def set_input_size(self, img_size: tuple[int, ...]) -> None:
-        """Frames, height and width of the training: what ``grid_size`` and a learned table belong to."""
+        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
         self.img_size = tuple(img_size)
         self.grid_size = self.dynamic_feat_size(self.img_size)
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
 
     def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
-        """(T, H, W) of a video of (frames, height, width)."""
+        """Return the grid (T, H, W) of a video (frames, height, width)."""
         if len(size) != 3 or any(n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
                 f"x: expected a video of frames, height and width in multiples of {self.patch_size} "
@@ -88,17 +89,17 @@ class TubeletEmbed(nn.Module):
         return max(self.patch_size) if as_scalar else self.patch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        # A convolution without overlap is a product of matrices; cuDNN's own in 3-D and 16 bits is slower.
+        # A convolution without overlap is a matrix product, which is faster than cuDNN's 3D convolution in 16 bits.
         return self.norm(F.linear(patchify(x, self.patch_size), self.proj.weight.flatten(1), self.proj.bias))
 
 
 class Layout(NamedTuple):
-    """Positions of the tokens, for the blocks of one forward."""
+    """Positions of the tokens in one forward."""
 
-    joint: Grid | Coordinates | None  # None: factorised
+    joint: Grid | Coordinates | None  # None for factorised attention
     space: Grid | Coordinates | None = None
     time: Grid | None = None
-    block: int | None = None  # tokens of a frame, where it sees none that is later or a memory needs frames
+    block: int | None = None  # tokens per frame, if frames are causal or a memory needs them
     carried: Carried | None = None
 
 
@@ -106,10 +107,10 @@ class Layout(NamedTuple):
 class VideoState:
     """State that :meth:`LrpeVideoTransformer.stream` passes from frames to later frames.
 
-    num_frames: of the grid, T. frame: height and width of its frames, in tokens. layers: of each attention, with linear
-    attention its ``state``, see :func:`lrpe_md.linear_attention`; with softmax attention keys and values
-    (B, H, P + T S, D), of the prefix and of as many frames as those behind see. The keys are not encoded: positions are
-    those of the window that sees them.
+    num_frames: T, the number of grid frames so far. frame: height and width of a frame, in tokens. layers: an entry for
+    each attention. For linear attention, this is its ``state``, see :func:`lrpe_md.linear_attention`. For softmax
+    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of as many frames as later frames see. Keys
+    are not encoded, because their positions depend on the window that sees them.
     """
 
     num_frames: int
@@ -118,45 +119,45 @@ class VideoState:
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
-    """timm's VisionTransformer on videos (B, in_chans, frames, height, width), with an encoding of q and k.
+    """timm's VisionTransformer for videos (B, in_chans, frames, height, width), with an encoding of q and k.
 
     Args:
-        img_size, patch_size: height and width, pixels.
-        num_frames, tubelet_size: frames of the training, frames a token.
-        encoding, encoding_kwargs: as for :class:`LrpeVisionTransformer`, on three axes, with presets of three axes
+        img_size, patch_size: height and width, in pixels.
+        num_frames, tubelet_size: number of frames in training, and frames per token.
+        encoding, encoding_kwargs: see :class:`LrpeVisionTransformer`. Encodings have three axes, and so must presets
             (wan, cosmos, ..).
-        absolute: "none"; "learned", a table (T, H, W), resampled to the grid of the input; "sincos", a third of the
-            channels an axis, from the same positions as the encoding.
+        absolute: "none"; "learned", a table (T, H, W) that is resampled to the input's grid; or "sincos", a third of
+            the channels per axis, with the same positions as the encoding.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: a :class:`lrpe_md.Memory`: how linear layers forget earlier frames. Of joint attention;
-            causal="frames" expects directions="forward", other models expect "both". Class and register tokens enter
-            the memory before the first frame, and fade like it.
-        space_time: "joint": every token attends to all. "factorised": blocks 0, 2, .. within each frame, blocks
-            1, 3, .. along time at each place, with the same weights (Latte, arXiv 2401.03048, variant 1). Prefix
-            tokens take part in every group, and the mean over the groups goes on (TimeSformer, arXiv 2102.05095).
-        causal: "frames": tokens attend to their frame and to those before it, prefix tokens to themselves, so that a
-            video can be read frame by frame (:meth:`stream`). Of joint attention; pool the patches
-            (``global_pool="avg"``), since a class token sees no frame.
-        window: with causal, the frames (of the grid) that a token sees in softmax attention, its own among them; None:
-            all. Positions in time are then those in this window, whose first frame is at 0: a stream of any length has
-            no others than those of a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers see all
-            frames through their state, whose size is constant.
-        temporal: False leaves time out of all positions. Parameters stay; with ``tubelet_size=1`` and joint or
-            factorised attention the output does not depend on the order of the frames.
-        patch_drop_rate: share of the tokens to drop in training; the others keep their positions.
-        drop_unit: "token", or "tube": the same places in all frames (VideoMAE, arXiv 2203.12602), which factorised
-            attention needs.
-        args, kwargs: timm's, as reg_tokens, qk_norm, mlp_ratio, mlp_layer=SwiGLU or block_fn=ParallelThingsBlock.
+        memory: how linear layers forget earlier frames: a :class:`lrpe_md.Memory`. Only with joint attention.
+            causal="frames" requires directions="forward"; other models require "both". Class and register tokens enter
+            the memory before the first frame, and decay with it.
+        space_time: "joint": every token attends to all tokens. "factorised": blocks 0, 2, .. attend within each frame,
+            and blocks 1, 3, .. along time at each location, with the same weights (Latte, arXiv 2401.03048, variant 1).
+            Prefix tokens join every group, and are then averaged over the groups (TimeSformer, arXiv 2102.05095).
+        causal: "frames": tokens attend to their own and earlier frames, and prefix tokens only to the prefix, so that
+            you can process a video frame by frame (:meth:`stream`). Only with joint attention. Use
+            ``global_pool="avg"``, because a class token sees no frame.
+        window: with causal, the number of grid frames that a token sees in softmax attention, including its own. None:
+            all earlier frames. The first frame of the window then has time 0, so a stream of any length has the same
+            positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers see all earlier frames
+            through their state, whose size is constant.
+        temporal: if False, no positions include time. Parameters stay the same. With ``tubelet_size=1`` and joint or
+            factorised attention, the output does not depend on the order of frames.
+        patch_drop_rate: fraction of tokens to drop in training; the others keep their positions.
+        drop_unit: "token", or "tube" to drop the same locations in all frames (VideoMAE, arXiv 2203.12602). Factorised
+            and causal attention and a memory require "tube".
+        args, kwargs: timm's, such as reg_tokens, qk_norm, mlp_ratio, mlp_layer=SwiGLU or block_fn=ParallelThingsBlock.
 
     Attributes:
-        reference: may be set at any time. None: one unit a token, beyond the trained size extrapolated. One size an
-            axis, or None for one: positions of that axis are laid over a grid of this size, whatever its number of
-            tokens. ``model.reference = model.patch_embed.grid_size`` keeps them in the trained range,
-            ``(None, 14, 14)`` those of space alone. A learned table is always laid over the grid.
-        window: may be set at any time, too.
+        reference: interpolation size; you can change it later. None: one unit per token, which extrapolates beyond the
+            trained size. Otherwise a size per axis, or None for an axis: positions are interpolated to a grid of this
+            size, for any number of tokens. ``model.reference = model.patch_embed.grid_size`` keeps positions in the
+            trained range, and ``(None, 14, 14)`` only those in space. A learned table is always resampled to the grid.
+        window: see above; you can also change it later.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit.
+        ValueError, TypeError: an invalid argument.
     """
 
     num_axes = preset_axes = 3
@@ -214,10 +215,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.window = window
 
     def check_memory(self, memory: Memory) -> None:
-        """Check that a memory has the order of frames that it needs.
+        """Check that the model's attention provides the order of frames that a memory needs.
 
         Raises:
-            ValueError: factorised attention, or directions that don't match ``causal``.
+            ValueError: factorised attention, or ``directions`` that don't match ``causal``.
         """
         if self.space_time != "joint":
             raise ValueError(
@@ -249,7 +250,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Again before each use: :func:`adapt` may have changed the attention."""
+        """Check that a window is supported. Each forward checks again, as :func:`adapt` may change the attention."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
@@ -259,7 +260,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
-        """Return the positions of the tokens of a grid (T, H, W), with the prefix in front."""
+        """Return the positions of the prefix, followed by those of the tokens of a grid (T, H, W)."""
         prefix, stack = Tokens(self.num_prefix_tokens), EncodingStack(self.encoding)
         grid = stack.lay_out(shape, prefix, reference=self.reference, device=device)
         return grid if self.temporal else grid.rescale((0, 1, 1))
@@ -272,10 +273,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         *,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """x (B, in_chans, frames, height, width) → tokens (B, P + T H W, C), time slowest.
+        """Compute features, x (B, in_chans, frames, height, width) → (B, P + T H W, C), with time as the slowest axis.
 
-        keep: indices of the tokens that are not dropped, (n,) or (B, n), in place of a random choice: of T H W with
-            ``drop_unit="token"``, → (B, P + n, C); of the places H W with "tube", → (B, P + T n, C).
+        keep: indices of the tokens to keep, (n,) or (B, n), instead of a random choice. With ``drop_unit="token"``,
+            they index T H W tokens → (B, P + n, C). With "tube", they index the H W locations → (B, P + T n, C).
         """
         self._check_window(self.window)
         x, layout = self._embed(x, keep)
@@ -284,17 +285,18 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm(x)
 
     def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
-        """The next frames of a video, read piece by piece with causal="frames": the same as read at once.
+        """Compute features of a video in chunks of frames, with causal="frames": the same features as all at once.
 
-        x (B, in_chans, frames, height, width) → tokens (B, T H W, C), those of the first piece behind the prefix, and
-        the state that the next call takes; None begins a video. No tokens are dropped, nothing is recomputed but, with
-        softmax attention, the encoding of the keys in the window, which moves. The state's size is constant if all
-        layers are linear, or softmax layers have a ``window``.
+        x: the next frames, (B, in_chans, frames, height, width). state: the state that the previous call returned; None
+        starts a video. Returns tokens (B, T H W, C), with the prefix before those of the first chunk, and the state for
+        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention encodes the keys in
+        its window again, because it moves. The state has a constant size if all layers are linear, or softmax layers
+        have a ``window``.
 
         Differentiable, also through the state.
 
         Raises:
-            ValueError: positions, or a learned table, that are laid over the whole video in time.
+            ValueError: positions in time, or a learned table, that depend on the length of the whole video.
         """
         if self.causal is None:
             raise ValueError("stream: expected a model with causal='frames', got causal=None")
@@ -330,7 +332,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"state: expected frames of {frame} tokens, as in x, got {state.frame}")
 
     def _check_growing(self, grid: Grid) -> None:
-        """A frame must stay where it is when others follow."""
+        """Check that the positions of a frame do not change if more frames follow."""
         longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
@@ -359,7 +361,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         stack = EncodingStack(self.encoding)
         if self.space_time == "joint":
             places = shape[1] * shape[2] if keep is None else keep.shape[-1]
-            if self.causal and keep is None:  # where frames are depends on the window that holds them
+            if self.causal and keep is None:  # each window gives frames different positions
                 return x, Layout(grid, block=places)
             grid = stack.locate(grid)
             where = grid if keep is None else grid.take(self._tokens(keep, shape))
@@ -367,7 +369,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         if stack.locate(grid) is not grid:
             raise ValueError("places: expected None with space_time='factorised', whose grids have one or two axes")
         grid = _as_grid("space_time='factorised'", grid)
-        # Relative positions within a frame do not depend on its time, nor those along time on the place.
+        # Relative positions within a frame do not depend on time, and those along time do not depend on the location.
         space = replace(grid, shape=(1, *shape[1:])).rescale((0, 1, 1))
         time = replace(grid, shape=(shape[0], 1, 1)).rescale((1, 0, 0))
         if keep is None:
@@ -381,7 +383,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
 
     def _absolute(self, x: Tensor, shape: Sequence[int], positions: Grid | Coordinates) -> Tensor:
-        """Tokens (B, T H W, C) of a grid of this shape with their absolute positions."""
+        """Add absolute positions to the tokens (B, T H W, C) of a grid of this shape."""
         if self.sincos is not None:
             ones = torch.ones((1, 1, x.shape[1], x.shape[2] // 2), dtype=x.dtype, device=x.device)
             return x + self.sincos(ones, positions=positions)[:, 0]  # [cos Θ, sin Θ]
@@ -393,7 +395,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return x + _resample(table, shape).flatten(2).transpose(-2, -1)
 
     def _prefix(self, x: Tensor) -> Tensor:
-        """Class and register tokens (B, P, C), with their part of a learned table."""
+        """Return the class and register tokens (B, P, C), including their part of a learned table."""
         tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else x[:, :0]
         if self.pos_embed is not None and not self.no_embed_class:
@@ -401,7 +403,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return prefix
 
     def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
-        """A random choice of tokens or places, (B, n), in their order."""
+        """Choose random tokens or locations to keep, (B, n) in ascending order; None keeps all."""
         if not self.training or not self.patch_drop_rate:
             return None
         num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]
@@ -409,7 +411,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return torch.rand(x.shape[0], num, device=x.device).argsort(-1)[:, :kept].sort(-1).values
 
     def _tokens(self, keep: Tensor, shape: Sequence[int]) -> Tensor:
-        """Indices of places as indices of tokens, where tubes are kept."""
+        """Convert indices of tubes to indices of tokens."""
         if self.drop_unit == "token":
             return keep
         frames = torch.arange(shape[0], device=keep.device) * (shape[1] * shape[2])
@@ -452,7 +454,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
     ) -> None:
-        """Frames, height and width that count as trained: ``grid_size``, and the size of a learned table."""
+        """Set the training size (frames, height, width): ``grid_size``, and the size of a learned table."""
         if patch_size is not None:
             raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
         if img_size is None:
@@ -466,7 +468,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 self.pos_embed = nn.Parameter(torch.cat([first, table], dim=1), self.pos_embed.requires_grad)
 
     def _table(self) -> Tensor | None:
-        """The learned table (1, C, T, H, W)."""
+        """Return the learned table (1, C, T, H, W), or None."""
         if self.pos_embed is None:
             return None
         first = 0 if self.no_embed_class else self.num_prefix_tokens
@@ -480,19 +482,19 @@ def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
-    """A table (1, C, T, H, W) on a grid of another size."""
+    """Resample a table (1, C, T, H, W) to a grid of another size."""
     if tuple(table.shape[2:]) == tuple(size):
         return table
     return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Weights for a video model from those of an image model, or of a video model with other absolute positions.
+    """Convert weights of an image model, or of a video model with other absolute positions, to those of a video model.
 
     A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
-    time (I3D, arXiv 1705.07750; ViViT). A video without motion then yields the features of its image, except for the
-    effect of prefix tokens, which weigh less among more tokens. A table that the model lacks is dropped, and
-    frequencies that the weights lack stay as they are.
+    time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the features of its image, except that prefix
+    tokens have less weight among more tokens. A table that the model lacks is dropped. Frequencies that are missing
+    from the weights keep their values.
     """
     video: Any = model
     state_dict = dict(state_dict)
@@ -532,23 +534,23 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:
 
 @register_model
 def lrpe_video_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
-    """ViT-Ti/16 on 16 frames, tubelets of 2."""
+    """Build a ViT-Ti/16 for 16 frames, with tubelets of 2 frames."""
     return _create("tiny", pretrained, **kwargs)
 
 
 @register_model
 def lrpe_video_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
-    """ViT-S/16 on 16 frames, tubelets of 2."""
+    """Build a ViT-S/16 for 16 frames, with tubelets of 2 frames."""
     return _create("small", pretrained, **kwargs)
 
 
 @register_model
 def lrpe_video_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
-    """ViT-B/16 on 16 frames, tubelets of 2."""
+    """Build a ViT-B/16 for 16 frames, with tubelets of 2 frames."""
     return _create("base", pretrained, **kwargs)
 
 
 @register_model
 def lrpe_video_large_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVideoTransformer:
-    """ViT-L/16 on 16 frames, tubelets of 2."""
+    """Build a ViT-L/16 for 16 frames, with tubelets of 2 frames."""
     return _create("large", pretrained, **kwargs)

@@ -1,8 +1,8 @@
-"""timm's entries for vision transformers with relative positions.
+"""Vision transformers with relative positions, registered with timm.
 
-``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")`` builds one. The default is the cosine map, or no
-encoding where ``absolute`` positions are asked for; ``encoding="none"`` is none, too. The class and ``adapt``, which
-turns a model of timm's into one, are in :mod:`lrpe_md.integrations.timm`.
+``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is the cosine
+map, or none if you pass ``absolute`` positions or ``encoding="none"``. The class is in
+:mod:`lrpe_md.integrations.timm`, next to ``adapt``, which converts a timm model to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An entry's arguments, with the cosine map where nothing is said of positions."""
+    """Add the cosine map to a model's arguments if they specify no positions."""
     silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
     return {**kwargs, "encoding": "cosine"} if silent else kwargs
 
@@ -36,7 +36,7 @@ def timm_cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 def _timm_weights(size: str) -> dict[str, dict[str, Any]]:
-    """``pretrained=True`` takes timm's own weights of this size; ``lrpe_vit_*.untrained`` has none."""
+    """Return the weights of a size for ``pretrained=True``: timm's, and none for ``lrpe_vit_*.untrained``."""
     name = f"vit_{size}_patch16_224"
     cfg: Any = get_pretrained_cfg(name)
     known = {key: getattr(cfg, key) for key in ("hf_hub_id", "mean", "std", "crop_pct", "interpolation", "license")}
@@ -62,7 +62,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransfor
 
 @register_model
 def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """ViT-Ti/16: 5.7 M parameters without an absolute embedding."""
+    """Build a ViT-Ti/16, with 5.7 M parameters without an absolute embedding."""
     return _create(
         "lrpe_vit_tiny_patch16_224",
         pretrained,
@@ -72,7 +72,7 @@ def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVi
 
 @register_model
 def lrpe_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """ViT-S/16."""
+    """Build a ViT-S/16."""
     return _create(
         "lrpe_vit_small_patch16_224",
         pretrained,
@@ -82,7 +82,7 @@ def lrpe_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeV
 
 @register_model
 def lrpe_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """ViT-B/16."""
+    """Build a ViT-B/16."""
     return _create(
         "lrpe_vit_base_patch16_224",
         pretrained,
@@ -92,7 +92,7 @@ def lrpe_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVi
 
 @register_model
 def lrpe_vit_large_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """ViT-L/16."""
+    """Build a ViT-L/16."""
     return _create(
         "lrpe_vit_large_patch16_224",
         pretrained,

@@ -1,7 +1,7 @@
 """Values that describe a call.
 
 :class:`Options` are the user's choices. :class:`Call` is the validated result that all lower layers take.
-:class:`Variant` is what a kernel is compiled for.
+:class:`Variant` holds all compile-time settings of a kernel.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Tables(NamedTuple):
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
     coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
-    origin: Tensor | None = None  # of a grid: (1, K) or (B, 1, K)
-    affine: Tensor | None = None  # of a grid: scale and shift (K, 2)
+    origin: Tensor | None = None  # a grid's origin: (1, K) or (B, 1, K)
+    affine: Tensor | None = None  # a grid's scale and shift: (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N) like coords: whether a token is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
 
@@ -241,12 +241,12 @@ class Call(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Everything that a kernel is compiled for, as one value that every helper takes.
+    """All compile-time settings of a kernel, as one value that every helper takes.
 
     Its repr can be evaluated anywhere, because compiler-generated code contains it.
     """
 
-    # What is computed: the fields of Spec.
+    # The computation: the fields of Spec.
     map: str = "cosine"
     act: str = "none"
     dim: int = 0
@@ -268,7 +268,7 @@ class Variant(NamedTuple):
     has_k: bool = False
     has_start: bool = False  # outputs begin at a token index that is read on the device
     # Positions.
-    explicit: bool = False  # from a table of coordinates
+    explicit: bool = False  # positions come from a table of coordinates
     by_sample: bool = False  # each sample has its own coordinates, origin or tables
     affine: bool = False
     has_origin: bool = False
@@ -277,31 +277,31 @@ class Variant(NamedTuple):
     tables: str = "none"  # | "pairs" | "full"
     joined: bool = False  # cos and sin alternate in memory
     inverse: bool = False  # sin is negated
-    table_unit: int = 1  # if above 1: entries are adjacent, and strides multiples of this, so loads are aligned
+    table_unit: int = 1  # if above 1: entries are adjacent and strides are multiples of this, so loads are aligned
     # The norm.
     has_weight: bool = False
     has_bias: bool = False
     weight_by_head: bool = False  # each head has its own γ and β
-    token_groups: int = 1  # each has its own γ and β
+    token_groups: int = 1  # each group has its own γ and β
     need_dweight: bool = False
     # Arithmetic.
-    wide: bool = False  # float64
-    fast: bool = False  # the hardware's sine and cosine
-    fixed: bool = False  # angles counted in integers
+    wide: bool = False  # compute in float64
+    fast: bool = False  # use the hardware's sine and cosine
+    fixed: bool = False  # count angles in integers
     functions: int = 0  # see kernels/activations.py
     # Memory.
     aligned: bool = False  # strides in units of 8, rows at multiples of 16 bytes
-    long: bool = False  # strides beyond 32 bits
-    # A row's tiles: first the channels that the map turns, then those that pass through as x̄.
+    long: bool = False  # some strides need more than 32 bits
+    # A row's tiles: first the mapped channels, then those that pass through as x̄.
     num_mapped: int = 1
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     halves: int = 1  # tiles of a row per tile of the map: 2 for pairs
     num_map_tiles: int = 1
-    map_tiles: tuple[Variant, ...] = ()  # if there are several: for each one a variant with only its channels
+    map_tiles: tuple[Variant, ...] = ()  # if the map has several tiles: a variant for each, with only its channels
     first: int = 0  # first channel or pair of such a tile
-    # Division of the work.
+    # The division of the work.
     block_r: int = 1  # rows (heads of samples)
     block_n: int = 1  # tokens
     block_c: int = 1  # channels (cosine) or pairs (rotate)
@@ -310,7 +310,7 @@ class Variant(NamedTuple):
     early: bool = False  # the second pass of dω may be launched once all programs of this one have started
     rows_first: bool = False  # frequencies are loaded after the rows
     # Linear attention.
-    tokens_as_n: bool = False  # tokens are the columns of products: fewer than 64 can't be rows on Hopper
+    tokens_as_n: bool = False  # tokens are the columns of products, because fewer than 64 can't be rows on Hopper
     single_layout: bool = False  # causal, bfloat16, one tile of at least 64 features: all sums share a layout
     output_transposed: bool = False  # with single_layout: o of a block is computed with tokens as columns
     keeps_zero: bool = False  # act(0) is 0
@@ -319,15 +319,15 @@ class Variant(NamedTuple):
     need_dgate: bool = False
     operand: str = "same"  # dtype of operands | "bfloat16" | "rounded": float32 with bfloat16 values, for interpreters
     v_dim: int = 0
-    v_begins: tuple[int, ...] = ()  # of the tiles of v
+    v_begins: tuple[int, ...] = ()  # first channel of each tile of v
     v_widths: tuple[int, ...] = ()
     v_blocks: tuple[int, ...] = ()
-    num_features: int = 0  # of q̂ and k̂
-    accumulate_outside_mma: bool = False  # products are summed outside of the matrix units
+    num_features: int = 0  # width of q̂ and k̂
+    accumulate_outside_mma: bool = False  # products are summed outside the matrix units
     raw: bool = False  # features are the rows as they are in memory
     share: int = 1  # tokens of a block that share a row of sums for dω
     run: int = 1  # adjacent channels from one half in a tile of features
-    feature_begins: tuple[int, ...] = ()  # of the tiles of features, in their order
+    feature_begins: tuple[int, ...] = ()  # first feature of each tile of features
     feature_widths: tuple[int, ...] = ()
     feature_blocks: tuple[int, ...] = ()
     sum_blocks: tuple[int, ...] = ()  # tiles of the normaliser's features
@@ -335,13 +335,13 @@ class Variant(NamedTuple):
     state_size: int = 0  # elements of S and Z of a head
     causal: bool = False
     one_side: bool = False  # q and k share positions and phase
-    has_no_gqa: bool = False  # as many heads of q as of k
+    has_no_gqa: bool = False  # q and k have the same number of heads
     has_state: bool = False  # there are earlier tokens, whose state is loaded
     # Not Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by I − A, "add" does not.
     memory: str = "sum"
     width: int = 0  # elements of a row of a state, in tiles of block_c
     num_scans: int = 1  # 2 for both directions
-    adds_first: bool = False  # a scan of gradients
+    adds_first: bool = False  # the scan computes gradients
     need_ddecay: bool = False
     queries: Variant | None = None  # variant of q's side in a kernel with both sides; None: the same as k's
 

@@ -68,7 +68,7 @@ class TracedSplit(torch.autograd.Function):
 
 
 def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    """Join dq, dk and dv (B, H, N, D) to the gradient of their projection."""
+    """Join dq, dk and dv (B, H, N, D) into the gradient of their projection."""
     combine = torch.stack if num_key_heads is None else torch.cat
     return combine([g.transpose(1, 2) for g in grads], dim=2)
 

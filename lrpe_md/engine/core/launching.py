@@ -1,4 +1,4 @@
-"""Code that all launchers share: tables in the form that kernels read, numbers of grids, and GPU features."""
+"""Code that all launchers share: preparing tables, describing grids by numbers, and detecting GPU features."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
 
-MAX_AXES = 4  # of a grid inside the kernel; grids with more axes are passed as coordinates
+MAX_AXES = 4  # most axes of a grid in a kernel; grids with more axes are passed as coordinates
 LARGE_GRID = 2**16  # tokens along an axis; larger grids may need use_affine_positions
-MAX_INDEX = 2**31 - 1  # of a token inside the kernel; shards of larger grids are passed as coordinates
+MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids are passed as coordinates
 
 
 def make_readable(call: Call) -> Call:
@@ -100,7 +100,7 @@ def materialise(t: Tensor) -> Tensor:
 def use_affine_positions(call: Call) -> Call:
     """Return the call with the positions of a large grid as an affine map of indices.
 
-    Kernels with the hardware's sine and cosine count up to 2^22 turns per axis. With LARGE_GRID tokens, that allows 400
+    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, that is 400
     radians per position.
     """
     layout, tables = call.layout, call.tables
@@ -119,7 +119,7 @@ def num_groups(call: Call) -> int:
 
 
 class Tiles(NamedTuple):
-    """Tiles of a row: first those that the map turns, then those that pass through. Linear attention joins some."""
+    """Tiles of a row: first the mapped ones, then those that pass through. Linear attention joins some tiles."""
 
     block_c: int
     num_mapped: int
@@ -147,12 +147,12 @@ class Segment(NamedTuple):
     """A tile of channels."""
 
     begin: int
-    width: int  # channels that exist
+    width: int  # number of channels, without padding
     block: int
 
 
 def pad_channels(width: int) -> tuple[int, ...]:
-    """Return one tile as wide as the next power of two."""
+    """Return the width of a single tile: the next power of two."""
     return (triton.next_power_of_2(width),)
 
 
@@ -223,13 +223,13 @@ def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
 
 
 def count_grid(layout: Layout) -> dict[str, int]:
-    n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest first
+    n1, n2, n3 = (*layout.sizes[::-1], 1, 1, 1)[:3]  # fastest axis first
     sizes = {"n1": n1, "n2": n2, "n3": n3, **divide_by("1", n1), **divide_by("2", n2), **divide_by("3", n3)}
     return {"first_index": layout.start - layout.prefix, "num_grid": layout.num_grid_tokens, **sizes}
 
 
 def divide_by(name: str, divisor: int) -> dict[str, int]:
-    """Return magic and shift for dividing by ``divisor`` in a kernel, with ``name`` as suffix of their names."""
+    """Return magic and shift for dividing by ``divisor`` in a kernel, as a dict whose keys end in ``name``."""
     magic, shift = _find_magic(divisor)
     return {f"magic{name}": magic, f"shift{name}": shift}
 

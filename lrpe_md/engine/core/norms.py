@@ -23,7 +23,7 @@ _FORMS = {"head": "(D,), (H, D) or (2 or 3, 1 or H, D)", "heads": "(H, D) or (2 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-AnyOptions = TypeVar("AnyOptions", bound=Any)  # of the encoding, or of linear attention
+AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of linear attention
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:

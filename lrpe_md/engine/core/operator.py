@@ -184,7 +184,7 @@ class Part(NamedTuple):
     """A NamedTuple whose fields are separate arguments of a registered operator."""
 
     kind: Any
-    prefix: str = ""  # of the arguments' names
+    prefix: str = ""  # prefix of the arguments' names
     integer: str = "int"  # or "SymInt", for sizes that a compiler may not know
 
     def declare(self) -> str:
@@ -223,7 +223,7 @@ class Operator(ABC):
             prefix: prefix of the operators' names.
             inputs: declarations of the inputs, then of the tensors that a forward saves for the backward.
             parts: the parts of a call.
-            options: NamedTuple class of the forward's options (what to return beside the outputs), or None.
+            options: NamedTuple class of the forward's options (what to return in addition to the outputs), or None.
             needs: NamedTuple class of flags: which gradients of learned tensors a backward computes.
         """
         *input_arguments, saved_argument = inputs
@@ -297,7 +297,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
-        """Return for each learned tensor whether its gradient is needed."""
+        """Return whether the gradient of each learned tensor is needed."""
 
     @abstractmethod
     def run_reference(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
@@ -313,7 +313,7 @@ class Operator(ABC):
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return, for the gradient of each row tensor, a tensor with its memory order, and its width."""
+        """Return a pair for the gradient of each row tensor: a tensor with its memory order, and its width."""
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
@@ -352,7 +352,7 @@ class Operator(ABC):
         transformed: bool,
         options: Any = (),
     ) -> tuple[Tensor, ...]:
-        """Do the work of :meth:`run`. constants, transformed: see :func:`use_triton`."""
+        """Implement :meth:`run`. constants, transformed: see :func:`use_triton`."""
         rows = inputs[: self.num_rows or None]
         if not direct and is_sharded(*rows, *learned, *constants):
 
@@ -389,7 +389,7 @@ class Operator(ABC):
         return module
 
     def forward(self, call: Any, inputs: Any, options: Any, direct: bool) -> list[Tensor]:
-        """Return the outputs, and the tensors that the backward needs beside them."""
+        """Return the outputs, and any further tensors that the backward needs."""
         if direct:
             return self.launcher(call).forward(call, inputs, *options)
         return self.forward_op(*self.write_inputs(inputs), *self.flatten(call), *options, SOURCE)
@@ -437,7 +437,7 @@ class Operator(ABC):
             return leaves[-1]
 
         with torch.enable_grad():
-            # No x was saved if the map is linear in x. Any values will do then.
+            # If the map is linear in x, no x was saved, and any values will do.
             rows = inputs[: self.num_rows or None] or [
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]

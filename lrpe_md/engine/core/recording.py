@@ -15,8 +15,8 @@ from .call import Variant
 
 __all__ = ["COMPILER_OPTIONS", "KernelLaunch", "Record", "UnrecordableError", "is_recording", "launch_kernel", "record"]
 
-# Compilers may fuse a product and a sum into an fma, depending on the code around them. Without this, all kernels
-# compute the formula with the same rounding.
+# Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, all kernels
+# round the formula in the same way.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -25,16 +25,16 @@ class KernelLaunch(NamedTuple):
 
     kernel: Any
     programs: int
-    args: tuple[Any, ...]  # before V: tensors, numbers, None, and tuples of these
+    args: tuple[Any, ...]  # arguments before V: tensors, numbers, None, and tuples of these
     variant: Variant
-    options: dict[str, Any]  # of Triton's compiler
+    options: dict[str, Any]  # options for Triton's compiler
 
 
 class Record(NamedTuple):
     """Launches and allocations of a launcher that runs on meta tensors."""
 
-    launches: list[KernelLaunch]  # in their order
-    allocations: dict[int, Tensor]  # by storage
+    launches: list[KernelLaunch]  # in launch order
+    allocations: dict[int, Tensor]  # keyed by storage
 
 
 class UnrecordableError(Exception):

@@ -60,7 +60,7 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
     _launch_reduction(
         jobs, rows > 0 and launches_early(needs), partials.sums.all_heads
-    )  # early only after a first pass
+    )  # an early launch needs a first pass before it
     return [out.contiguous() for out in outs]
 
 
@@ -78,8 +78,8 @@ def reduce_weights(q_partials: Partials, k_partials: Partials, weights: Weights)
 
 def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
-    # Shared frequencies have few sums, each over all programs of the first pass, so a program reduces few channels.
-    # With a norm over all heads there are many sums, over fewer programs.
+    # Shared frequencies have few sums, each over all programs of the first pass, so a program reduces few channels. A
+    # norm over all heads has many sums, each over fewer programs.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []
@@ -91,7 +91,7 @@ def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
 
 
 class Job(NamedTuple):
-    """Work of a reduction for one gradient. Fields after ``heads`` are numbers for :func:`reduce_partial_kernel`."""
+    """Reduction of one gradient. Fields after ``heads`` are numbers for :func:`reduce_partial_kernel`."""
 
     source: Tensor
     out: Tensor

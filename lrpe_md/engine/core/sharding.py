@@ -1,4 +1,4 @@
-"""DTensors: a call on sharded tensors is the same call on each rank's shard.
+"""Support for DTensors: each rank runs the same call on its shard.
 
 We shard before the operators run, instead of registering sharding strategies with DTensor's dispatcher. Strategies
 can't change positions, can't mix plain tensors (frequencies, coordinates) with sharded ones, and have no stable
@@ -110,8 +110,8 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
 def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
     """Return this rank's γ and β of the norm of one tensor.
 
-    Groups of tokens depend on the prefix and suffix of a layout, which are lost if the tokens of coordinates are
-    sharded (in_rows).
+    in_rows: sharding the tokens of coordinates turns prefix and suffix into ordinary rows, so that token groups are
+    lost.
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
@@ -168,7 +168,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x is sharded like torch.chunk along dimensions that other tensors share, which are cut that way."""
+    """Check that x's shards are those of torch.chunk, because tensors that share its dimensions are cut that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)

@@ -92,7 +92,7 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
 ) -> tuple[bool, Hashable | None]:  # fmt: skip
-    """Return the result of :func:`is_direct`, and the cache key: everything that :func:`validate` looks at.
+    """Return the result of :func:`is_direct`, and the cache key: everything that :func:`validate` depends on.
 
     The key is None for calls that are validated each time: if tensors are not plain, if positions are neither a Grid
     nor tables, and if validation creates tensors.
@@ -115,7 +115,7 @@ def _call_key(
 
 
 def is_laid_out(amplitude: Any) -> bool:
-    """Return whether an amplitude already has the form that a call stores."""
+    """Return whether an amplitude is already in the form that calls store."""
     return isinstance(amplitude, Tensor) and amplitude.ndim == 2
 
 
@@ -140,7 +140,7 @@ def run_call(
 def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_call`. The launch writes the outputs to the target, or a copy does."""
+    """Run a validated call like :func:`run_call`. The launch writes its outputs to the target, or they are copied."""
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
@@ -199,7 +199,7 @@ def _run_each(
         q, k = xs
         check_input("q", q, q)
         check_input("k", k, q, other_length=True)
-    calls = [  # before any launch
+    calls = [  # check all arguments before any launch
         validate(options, (x,), omega, x_positions, phi, amplitude, of_tensor(weights, i))
         for i, (x_positions, phi, x) in enumerate(arguments)
     ]
@@ -216,9 +216,9 @@ def _run_each(
         (call, (x,), phi, options.impl, direct, x_target, groups)
         for call, (_, phi, x), direct, x_target in zip(calls, arguments, direct_flags, targets, strict=True)
     ]
-    for call, inputs, phi, _, direct, x_target, _ in jobs:  # before any launch
+    for call, inputs, phi, _, direct, x_target, _ in jobs:  # check all targets before any launch
         _check_call_target(call, inputs, phi, direct and is_plain(x_target.tensors), x_target, groups)
-        if options.impl != "triton":  # its kernels skip tokens that don't fit
+        if options.impl != "triton":  # kernels skip tokens that don't fit
             check_places(x_target, [inputs[0].shape[2]])
     for job in jobs:
         ys += _run_with_target(*job)
@@ -258,7 +258,7 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Apply the cosine map to the channels of ``rotary_dim``. The output keeps the other channels as x̄ around it."""
+    """Apply the cosine map to the channels of ``rotary_dim``. The other channels become x̄ and keep their order."""
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:

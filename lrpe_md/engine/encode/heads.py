@@ -93,7 +93,7 @@ class _Launch(NamedTuple):
     programs: int
     outs: Sequence[tuple[Any, tuple[int, ...]]]  # size and stride
     sums: Sums
-    strides: tuple[tuple[tuple[int, ...], ...], ...]  # of q and k in x, dy and o, packed
+    strides: tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and k in x, dy and o
     numbers: tuple[tuple[int, ...], tuple[int, ...]]
     tables: tuple[int, ...]  # packed strides of cos and sin
     variant: Variant
@@ -198,7 +198,7 @@ def _list_grid_numbers(layout: Layout) -> list[int]:
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
     """Return how many programs work on q, so that all are equally busy.
 
-    Half of the work grows with the tensor's own heads, half with the larger number of heads of the two.
+    Half of the work grows with the tensor's own number of heads, and half with the larger of the two numbers.
     """
     max_heads = max(heads_q, heads_k)
     return min(programs - 1, max(1, round(programs * (heads_q + max_heads) / (heads_q + heads_k + 2 * max_heads))))

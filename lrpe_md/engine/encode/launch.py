@@ -130,7 +130,7 @@ class Launch:
         self.sums = sums
         self.scalars = scalars
         self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
-        self.start_numbers: tuple[int, ...] = ()  # numbers of where outputs begin
+        self.start_numbers: tuple[int, ...] = ()  # numbers that tell where outputs begin
         self.tables: tuple[int, ...] = ()  # strides of tables
         self.variant = variant
         self.options = options
@@ -150,12 +150,15 @@ def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 def launch_rows(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel on q (and k); return its outputs and the partial sums. dtype: of outputs; None: as inputs."""
+    """Launch the kernel on q (and k); return its outputs and the partial sums.
+
+    dtype: the outputs' dtype; None: that of the inputs.
+    """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
-    if dys and spec.dim == -2:  # outputs are dx̄, in the accumulator's dtype, as a later kernel computes dx
+    if dys and spec.dim == -2:  # a later kernel computes dx from dx̄, which keeps the accumulator's dtype
         dtype = accumulator(dtype)
     call = use_affine_if_large(call, dtype, needs)
     tables, launches, weights, cos_sin = call.tables, call.launches, call.weights, call.cos_sin
@@ -292,7 +295,7 @@ def prepare_launch(
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
     programs = token_programs * groups * parts_per_sample * num_runs * samples
     first, second = token_programs, groups * parts_per_sample
-    tokens_first = outs[0][1][2] <= outs[0][1][1]  # neighbours in memory run at the same time
+    tokens_first = outs[0][1][2] <= outs[0][1][1]  # programs that run at the same time access adjacent memory
     if not tokens_first:
         first, second = second, first
     numbers = {
@@ -331,7 +334,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -
 def describe_variant(
     call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
 ) -> Variant:
-    """Return the variant without the division of the work. row: head_dim, and whether all rows are aligned."""
+    """Return the variant before the work is divided. row: head_dim, and whether all rows are aligned."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     has_tables = cos_sin.cos is not None
@@ -346,7 +349,7 @@ def describe_variant(
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not has_tables,
-        # If a position is an index. With the hardware's approximations, exact angles would gain nothing.
+        # Integers can count angles if positions are indices. The hardware's approximations would gain nothing from it.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
     )  # fmt: skip
@@ -361,7 +364,7 @@ def _describe_tables(call: Call) -> dict[str, Any]:
     strides = cos_sin.strides()
     are_adjacent = all(d == 1 + is_complex for _, _, _, d in strides)
     if are_adjacent and all(t.data_ptr() % 16 == 0 for t in cos_sin.tensors):
-        # The largest number of entries (at most those of one load) that divides all strides.
+        # Use the largest number of entries that divides all strides, but no more than one load has.
         steps = [step for b, h, n, _ in strides for step in (b, h, n)]
         entries = math.gcd(8, *steps)
     kind = "pairs" if cos_sin.shape[-1] == call.spec.num_channels else "full"
@@ -380,9 +383,9 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
     """Divide channels into small blocks if their number is not a power of two, so that no threads idle.
 
-    This only works if the map turns all channels, and nothing is summed over the channels.
+    This only works if all channels are mapped, and nothing is summed over the channels.
     """
-    channels = variant.num_channels  # a multiple of 4 or 8 if the map turns all channels
+    channels = variant.num_channels  # a multiple of 4 or 8 if all channels are mapped
     if len(variant.begins) > variant.num_mapped or channels == variant.block_c or num_tokens * channels >= 2**31:
         return variant
     block_c = min(8, channels & -channels)
@@ -417,7 +420,7 @@ def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
-    """Return whether to use CUDA's sine and cosine. Their error is below the rounding of 16-bit outputs, not of dω."""
+    """Return whether to use CUDA's sine and cosine, which are precise enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
     return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and has_ptx(dtype)
 

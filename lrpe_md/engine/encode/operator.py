@@ -20,7 +20,7 @@ Xs = tuple[Tensor, ...]  # x, or q and k
 
 
 def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
-    """Run the kernels on plain tensors, without autograd. outs, start: see Target in output.py."""
+    """Run the kernels on plain tensors, without autograd. outs, start: see ``Target`` in output.py."""
     ys = ENCODE.launcher(call).forward(call, xs, outs, start)
     # Tell autograd about the in-place change, in case another node saved one of these tensors.
     written_outs = [t for t in outs if t is not None and not t.is_inference()]

@@ -44,7 +44,7 @@ class Target(NamedTuple):
         return *self.outs, self.start
 
     def can_launch(self, call: Call) -> bool:
-        """Return whether a launch can write the outputs: channels must be adjacent, and programs have whole rows."""
+        """Return whether a launch can write the outputs. It can't with strided channels or a norm over all heads."""
         if call.spec.norm != "none" and call.spec.norm_over == "heads":
             return False
         return all(t is None or (t.stride(-1) == 1 and not t.is_neg()) for t in self.outs)
@@ -166,7 +166,7 @@ def _find_name(target: Target, number: int) -> str:
 
 
 def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
-    """Check what doesn't depend on memory addresses."""
+    """Check everything that doesn't depend on memory addresses."""
     for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
@@ -196,7 +196,7 @@ def _check_out(name: str, out: Tensor, x: Tensor, shape: tuple[int, ...], has_st
 
 @lru_cache(maxsize=4096)
 def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Return whether elements of a tensor may share memory, because its dimensions are not nested."""
+    """Return whether elements of a tensor may share memory, as in an expanded or overlapping view."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
         if step <= reach:
@@ -212,7 +212,7 @@ def _find_reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
 
 
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return False if two tensors certainly share no memory."""
+    """Return whether two tensors may share memory."""
     if not (a.numel() and b.numel()):
         return False
     first, second, itemsize = a.data_ptr(), b.data_ptr(), a.element_size()
@@ -236,7 +236,7 @@ def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
 
 
 def check_places(target: Target, lengths: Sequence[int]) -> None:
-    """Check that the tokens of each output fit in after its start, if the host can read the start."""
+    """Check that the tokens of each output fit after its start, if the host can read the start."""
     start = target.start
     if start is None or not start.numel() or not can_read(start):
         return

@@ -49,13 +49,13 @@ class Plan(NamedTuple):
     max_registers: int | None  # per thread; fewer leave room for more warps
     stages: int  # of the walk with dω: the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
-    token_programs: int  # T: each walks over every T-th block of tokens, and shares those left after full rounds
+    token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
     rows_per_program: int  # rows of a program, which share its angles
 
 
 class Tile(NamedTuple):
     rows: int
-    elements: int  # of a row: tokens times channels
+    elements: int  # per row: tokens times channels
     num_warps: int
     max_registers: int | None = None
     stages: int = 1
@@ -143,7 +143,7 @@ def plan(work: Work) -> Plan:
 
 
 def _count_resident_programs(num_warps: int, max_registers: int) -> int:
-    """Return how many programs run at once."""
+    """Return how many programs can run at once."""
     return NUM_SM * (REGISTERS // (32 * num_warps * max_registers))
 
 
@@ -192,7 +192,7 @@ def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) 
 
 @lru_cache(maxsize=4096)
 def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
-    """Return the number of programs along the tokens and the rows per program that make the longest walk shortest.
+    """Return the number of programs along the tokens and the rows per program that minimise the longest walk.
 
     A program computes the angles of a block of tokens and maps its rows. It does so for every ``token_programs``-th
     block, while there are blocks for all programs. They then share the rows of the remaining blocks. All programs run

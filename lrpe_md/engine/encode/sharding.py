@@ -1,4 +1,4 @@
-"""DTensors in the encoding: a call on sharded tensors is the same call on each rank's shard."""
+"""The encoding on DTensors: each rank runs the same call on its shard."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
     """Return the rows of the caller's tables that belong to x's shard, and the layout.
 
     DTensor tables with sharded rows, and a row for each token, are sharded along the tokens. Other tables keep all
-    rows, and the layout's start tells where the shard begins.
+    rows, and the layout's start is the row where the shard begins.
     """
     start, length = local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2

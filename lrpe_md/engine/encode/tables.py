@@ -38,7 +38,7 @@ def find_positional(xs: Sequence[Any]) -> str | None:
 def take_tables(
     tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
 ) -> CallerTables:
-    """Convert the tables of a public call, and check that its other arguments go with them."""
+    """Convert the tables of a public call, and check that its other arguments are compatible with them."""
     if tables is None:
         if omega is None:
             raise TypeError(

@@ -180,7 +180,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@cache  # without a limit, because a CUDA graph may hold the address
+@cache  # unlimited, because a CUDA graph may hold the address
 def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
@@ -249,7 +249,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 
 
 def remedy(x: Tensor, positions: Any) -> str:
-    """Return advice for an error about the number of tokens, if the shapes show the mistake; else ""."""
+    """Return advice to append to an error about the number of tokens, or "" if the shapes don't show the mistake."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"

@@ -18,7 +18,7 @@ from ..inductor.private import is_exporting, is_transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
 
-# Takes one tensor, or q and k, (B, H, N, D) each, and returns as many.
+# Function that takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
 Encode = Callable[..., Any]
 
 
@@ -44,9 +44,9 @@ def encode_qkv(
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Split (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D), into views q, k, v (B, H, N, D).
 
-    Backwards write straight into the projection's gradient: :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` write dq
-    and dk, so only dv is copied, and :func:`lrpe_md.linear_attention` writes all three. This works in eager mode, and
-    in Inductor's code if sizes are static. The gradients of ordinary PyTorch views would all be copied.
+    The backward writes directly into the projection's gradient: :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` write
+    dq and dk, so only dv is copied, and :func:`lrpe_md.linear_attention` writes all three. This works in eager mode,
+    and in Inductor's code if sizes are static. With ordinary PyTorch views, all three gradients would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
         if is_direct((qkv,)):

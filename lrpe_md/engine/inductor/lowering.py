@@ -2,15 +2,16 @@
 
 In a compiled program, calling a Python operator takes more host time than the launches in it. So we register lowerings
 with Inductor. A lowering runs the operator's launcher on meta tensors, records what it allocates and launches, and adds
-each launch to Inductor's graph. The lowering keeps the call to the operator if the launcher does anything else: if it
-creates or changes tables before a kernel reads them, or needs states, or pieces of packed sequences or causal masks. It
-also does so for symbolic sizes, tensors that are not on a GPU, and sums over rows that are not 16-byte aligned. Before
-torch 2.15, Inductor could not limit registers. Kernels that need a limit are then launched by Triton from Inductor's
-Python code, and stay operators in C++ code. Export, ONNX and other ``torch.compile`` backends see only the operator.
+each launch to Inductor's graph. If the launcher does anything else, the lowering falls back to calling the operator.
+Examples are tables that are created or changed before a kernel reads them, states, and pieces of packed sequences or
+of causal attention. It also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows
+that are not 16-byte aligned. Before torch 2.15, Inductor could not limit registers. In these versions, Triton launches
+kernels that need a limit from Inductor's Python code, and in C++ code such kernels stay operators. Export, ONNX and
+other ``torch.compile`` backends see only the operator.
 
-If gradients belong to one projection (core/joined.py), the operator writes them straight into the joined buffer, which
-is allocated with them. v's gradient comes from elsewhere. Extra programs of the same launch copy it if it is in memory
-by then; otherwise, the lowering of the join copies it.
+If gradients belong to one projection (core/joined.py), the operator writes them directly into the joined buffer, which
+is allocated with them. v's gradient comes from elsewhere. If it is in memory by then, extra programs of the same launch
+copy it; otherwise, the lowering of the join does.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ _LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs that the tiles of
 
 
 def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None:
-    """Check that Inductor can compile the kernel and gets bitwise the same results. It can't try other tiles."""
+    """Check that Inductor can compile the kernel with bitwise equal results. It can't fall back to smaller tiles."""
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper and _needs_launcher(launch):
@@ -378,9 +379,9 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
 def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str]) -> Any:
     """Allocate an output once the buffers ``predecessors`` exist.
 
-    Inductor searches for the order with the least memory, and may move an allocation that depends on nothing, or only
-    on saved tensors, before all layers. That can cost all the memory that recomputing an encoding saves. The reason: if
-    inputs share a storage, Inductor assumes that it is freed with each of them.
+    Inductor searches for the order with the least memory. It assumes that a storage shared by several inputs is freed
+    with each of them. So it may move an allocation that depends on nothing, or only on saved tensors, before all
+    layers. That can cost all the memory that recomputing an encoding saves.
     """
     from torch._inductor.virtualized import V
 
@@ -468,8 +469,8 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
     """Define kernels with COMPILER_OPTIONS, which Inductor ignores if it has no ``launch_kwargs``.
 
     by_torch: launch them with Inductor's C++ launcher, like its own kernels. For user kernels, which may be autotuned,
-    Inductor uses Triton's launcher. It takes twice as long, and passes our constants at each launch. Our kernels have
-    just one configuration.
+    Inductor uses Triton's launcher, which takes twice as long and passes our constants at each launch. Our kernels have
+    just one configuration, so they don't need it.
     """
     define = wrapper.define_kernel
 

@@ -1,4 +1,4 @@
-"""Private names of torch, which may change without notice. Those of its compiler are used in lowering.py.
+"""Private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, including the names in lowering.py and
 core/recording.py. A test resolves all of them, and reports those that a new torch has removed. The attributes

@@ -4,15 +4,15 @@
 - angles: cos Θ and sin Θ from token indices. tables: cos and sin passed by the caller.
 - activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
 - features: q̂ and k̂ of linear attention. linear: states, and attention without a causal mask. linear_causal: with one.
-- decay, memory: states that forget, from token to token and from block to block.
+- decay, memory: states that decay from token to token, and memory that forgets from block to block.
 - reduce: sums the partial gradients of ω, φ and a norm's weights.
 - rows: products and sums of rows. tiles: loads and stores. signature: which arguments select a variant.
 - fixed: kernels with their numbers compiled in, for compilers.
 
 The formulas are those of ``reference.py``. Prefixes: p_ pointer, o_ offsets, m_ mask; tiles in registers have none.
-s is a position and w a frequency. V holds everything that is compiled in (:class:`engine.core.call.Variant`). A tile
-has V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a
-row is one head of one sample. Sizes are always run-time arguments.
+s is a position and w a frequency. V holds all compile-time settings (:class:`engine.core.call.Variant`). A tile has
+V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a row is
+one head of one sample. Sizes are always run-time arguments.
 
 In Triton 3.6 the fields of V are plain numbers. Shapes and ranges need a constexpr, so we assign them to local ones.
 """

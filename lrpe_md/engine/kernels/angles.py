@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .tiles import zeros
 
-# Angles are unevaluated sums of two float32, in half turns (in turns if V.fast). 1/2π = C_HI + C_LO, C_HI a float32.
+# Angles are unevaluated sums of two float32, in half turns (in turns if V.fast). 1/2π = C_HI + C_LO in float32.
 C_HI = tl.constexpr(0.15915493667125702)
 C_LO = tl.constexpr(6.420638326565253e-09)
 INV_TAU = tl.constexpr(0.15915494309189535)

@@ -44,7 +44,7 @@ from .tiles import move_tokens
 def load_decay(decay, place, V: tl.constexpr):
     """Load log g of a block. Return L, the sums over the tokens after each token, and the sum over the block.
 
-    Differences of L lose precision if decays are strong, so L is float64 if operands are not rounded.
+    Differences of L lose precision if decays are strong. So L is float64, unless operands are rounded anyway.
     """
     b, h, n0, o_n, m_n = place
     logs = load_gate(decay, b, h, n0 + o_n, m_n, V=V)
@@ -129,7 +129,7 @@ def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", size
 def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS and dZ before each piece, by piece and query head, from its queries. scales: see point_to_scales."""
+    """Compute dS and dZ before each piece, for each piece and query head. scales: see :func:`point_to_scales`."""
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R

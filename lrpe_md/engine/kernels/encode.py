@@ -5,9 +5,9 @@ frequencies. It starts loading its rows, computes the block's angles meanwhile, 
 and sin Θ in registers. If frequencies or weights need a gradient, there are few programs, and each walks over many
 blocks and rows. This is one loop, so the rows of the next block can be loaded ahead.
 
-A row's channels are a tuple of tiles (tokens, channels): first what the map turns (cosine: x̄; rotate: both halves of
-the pairs), then the other channels, which pass through as x̄. Rows are unrolled. As a dimension of the tile they would
-be distributed over threads, which would then all compute the same angles.
+A row's channels are a tuple of tiles (tokens, channels): first the mapped channels (cosine: x̄; rotate: both halves of
+the pairs), then the other channels, which pass through as x̄. Loops over rows are unrolled. If rows were a dimension of
+the tile, they would be distributed over threads, which would then all compute the same angles.
 """
 
 import triton
@@ -114,7 +114,7 @@ def find_halves(V: tl.constexpr):
 
 @triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the channels of a row of x that the map turns: two tiles, or the same tile twice."""
+    """Load the mapped channels of a row of x: two tiles, or the same tile twice."""
     if V.map == "cosine":
         x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
@@ -157,7 +157,7 @@ def store_outputs(row, outputs, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def store_input_gradients(row, gradients, o_n, m_n, c0, V: tl.constexpr):
-    """Store the gradient of what :func:`load_inputs` loads."""
+    """Store the gradient of the tiles that :func:`load_inputs` returns."""
     if V.map == "cosine":
         store(row, gradients[0], o_n, m_n, c0, V.rotary_start, V)
     else:
@@ -198,8 +198,8 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Returns dΘ if it is needed, and the row's share of dγ and dβ. row_weights: γ and β, and the previous row's share, to
-    which this row's is added, or ().
+    Returns dΘ if it is needed, and the row's share of dγ and dβ. row_weights: γ and β; and the previous row's share, to
+    which this row's share is added, or ().
     """
     weights, dweights_before = row_weights
     xa, xb, ga, gb, place, token_range = loaded_row
@@ -286,7 +286,7 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 
 @triton.jit
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
-    """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two; also return where each row is.
+    """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two. Also return each row's location.
 
     If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
     over the sequence, and the extras of :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
@@ -371,7 +371,7 @@ def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
         if V.need_dweight and (i % 2 == 1 or i == V.block_r - 1):
             dweights = add_weight_gradients(dweights, pair_dweights, token_group, V=V)
         if V.need_dangles:  # masked rows and tokens contribute 0, because their dy is 0
-            if V.dim == -2:  # except here, where their x̄ can be inf
+            if V.dim == -2:  # but their x̄ can be inf after a softmax over the sequence
                 _, _, _, _, place, _ = loaded_rows[i]
                 _, _, _, num, _ = place
                 row_dangles = tl.where((o_n < num)[:, None], row_dangles, 0.0)
@@ -400,7 +400,7 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 
     First, the program walks over every T-th block alone, as long as every program has a block. The programs that have
     the same channels (V.flat: every V.flat-th program) then share the remaining blocks evenly. Returns the number of
-    steps alone, the number of all steps, and the block and row where the program's share begins.
+    steps walked alone, the total number of steps, and the block and row where the program's share begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
@@ -474,7 +474,7 @@ def lrpe_kernel(
     of their gradients; then the parts of q in a sample and the runs of parts. The rows of a part then share weights.
     With V.has_start, extras is a pair of this and ``start`` of :func:`move_output`.
 
-    V: what is compiled in, :class:`lrpe_md.engine.core.call.Variant`.
+    V: the compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
@@ -526,7 +526,7 @@ def lrpe_kernel(
         o_b = n0 + o_n
         n0 = 0
         o_n = o_b // V.flat
-        c0 = (o_b % V.flat * V.block_c)[:, None]  # the same in every V.flat-th block from here on
+        c0 = (o_b % V.flat * V.block_c)[:, None]  # equal in all blocks that the program visits
         o_c = c0 + o_c[None, :]
     m_c = None if V.num_channels % V.block_c == 0 else o_c < V.num_channels
     cos_sin_tables = 0

@@ -1,12 +1,12 @@
-"""q̂ and k̂ of linear attention on tiles (tokens, channels), formed in registers from q and k; and their gradients.
+"""Form q̂ and k̂ of linear attention from q and k, on tiles (tokens, channels) in registers, and compute gradients.
 
 A row's features are a tuple of tiles: first the output of the map, with both halves channel by channel, then the
 channels that the map leaves out, as x̄ (kernels/encode.py). Widths that are not powers of two are split into several
-tiles, for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. With a single tile,
-sums over the channels of a row might go through all warps.
+tiles, for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If they were in a
+single tile, sums over the channels of a row might go through all warps.
 
-A "side" of an attention (q or k) holds what encodes its tokens: frequencies, positions and tables, often shared by q
-and k; and the norm, which is None or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
+A "side" of an attention (q or k) has two parts. One encodes its tokens: frequencies, positions and tables, often shared
+by q and k. The other is the norm: None, or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
 """
 
 import triton
@@ -81,7 +81,7 @@ def load_side(side, b, g, h, V: tl.constexpr):
 
 @triton.jit
 def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
-    """Do the same for a head of q; with V.one_side, reuse k_head_tables, the tables of its key head."""
+    """Load the tables of a head of q; with V.one_side, reuse k_head_tables, the tables of its key head."""
     if V.one_side:
         tables, _ = k_head_tables
         return tables, h
@@ -419,7 +419,7 @@ def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexp
 
 @triton.jit
 def store_map_tile(row, dx, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Store what :func:`load_map_tile` loads."""
+    """Store tiles in the form that :func:`load_map_tile` returns."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     store_input_gradients(row, select_map_tile(dx, i=i, V=V), o_n, m_n, first_channel(V=T), V=T)
 
@@ -476,7 +476,7 @@ def store_weight_sums(side, row, sums, V: tl.constexpr):
 
 @triton.jit
 def store_values(row, values, o_n, m_n, V: tl.constexpr):
-    """Store what :func:`load_values` loads."""
+    """Store tiles in the form that :func:`load_values` returns."""
     for i in tl.static_range(len(V.v_blocks)):
         o_v, mask = find_values(i=i, m_n=m_n, V=V)
         store_at(row, values[i], o_n, o_v, mask, V=V)

@@ -151,7 +151,7 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
 
 
 class Launcher:
-    """Launches a fixed kernel from compiler-generated code, with launch options that the compiler does not support.
+    """Launcher of a fixed kernel in compiler-generated code, with launch options that the compiler does not support.
 
     Its arguments can be written into source code: the original kernel's name, its number of tensors, the source of its
     arguments, the code of extra programs, the constants, the number of programs and the launch options.

@@ -67,7 +67,7 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
-    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample, and in all."""
+    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample and in total."""
     N, num_items = counts
     b = item // N
     token = (is_k, b, item - b * N)
@@ -181,7 +181,7 @@ def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def widen_rows(sums, recent_sums):
-    """Return the float64 sums plus the sums over a few tokens."""
+    """Return the float64 sums plus recent float32 sums over a few tokens."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         new_sums += (sums[j] + recent_sums[j].to(tl.float64),)
@@ -206,7 +206,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
-    """Store y, computed from ``out`` = x̄, or in the backward pass ``out`` = dx."""
+    """Store y, computed from ``out`` = x̄; in the backward, store ``out`` = dx."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = cos_sin

@@ -1,12 +1,13 @@
-"""Linear attention where all tokens of a slot see the same state: S = Σ β k̂ vᵀ, o = q̂ S / z. Forward and backward.
+"""Linear attention in which all tokens of a slot see the same state: S = Σ β k̂ vᵀ, o = q̂ S / z. Forward and backward.
 
-A slot is a whole sample, a sequence or a block. linear_causal.py also gets the states before its pieces from here.
+A slot is a whole sample, a sequence or a block. These kernels also compute the states before the pieces of
+linear_causal.py.
 
 S is stored transposed, Sᵀ (D_v, Ê), with a tile for each pair of a feature tile and a tile of v. So v goes to the
 matrix units as it was loaded. With one pass, a program computes the state of a key head of a sample, and then the
 outputs of its query heads. With two passes, programs compute the states of pieces of the tokens, another kernel sums
-them, and further programs use the sums. Both share the same loops: over keys and values for S, over queries for o, over
-queries and do for dq and dS, over keys and values for dk and dv.
+them, and further programs use the sums. Both ways share their loops: over keys and values for S, over queries for o,
+over queries and do for dq and dS, and over keys and values for dk and dv.
 
 Names: S, dS are transposed states. Z, dZ are the sums Σ β k̄ (Σ β k̂ for V.normalizer "encoded") and their gradients.
 """
@@ -120,8 +121,8 @@ def transpose_tiles(x):
     return result
 
 
-# Products that share a factor share the second one, which is in shared memory. The first factor may be in registers,
-# and two products that read it from the same registers gave wrong results (Triton 3.6, sm_90).
+# If two products share a factor, it must be the second one, which is in shared memory. The first factor may be in
+# registers. If two products read it from the same registers, results are wrong (Triton 3.6, sm_90).
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
-        # If tokens are columns of the product, 1/z has q's layout, not o's. Scale q̂ then, or q̄: the map is linear.
+        # If tokens are columns of the product, 1/z has q's layout, not o's. So scale q̂, or q̄, as the map is linear.
         if V.normalizer == "unrotated":
             scale, _is_free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
@@ -403,7 +404,7 @@ def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
 
 @triton.jit
 def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr):
-    """Do the work of :func:`add_angle_gradients` for tile i."""
+    """Implement :func:`add_angle_gradients` for tile i."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     new_total = ()
     for j in tl.static_range(len(weights)):
@@ -664,8 +665,8 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 def locate_piece(pieces, p, heads):
     """Return the piece, sample, head, first token, end and slot of program p.
 
-    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the tokens of a
-    piece, and of all. heads: heads of a sample, and P.
+    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the number of
+    tokens per piece and in total. heads: number of heads per sample, and P.
     """
     p_table, sizes = pieces
     length, N = unpack_numbers(sizes)
@@ -722,7 +723,7 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 def linear_query_gradient_kernel(
     q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dq, sums for dω, and dZ by piece and query head. dstates (P, B H, D_v Ê + sums) holds dS, then dZ."""
+    """Compute dq, sums for dω, and dZ for each piece and query head. dstates (P, B H, D_v Ê + sums): dS, then dZ."""
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     pid = tl.program_id(0)
@@ -752,7 +753,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS by piece and query head. With a causal mask, also compute dZ, from ``scales`` of point_to_scales."""
+    """Compute dS for each piece and query head and, with a causal mask, dZ. scales: see :func:`point_to_scales`."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))

@@ -2,8 +2,8 @@
 
 A program walks along the tokens of its piece, and keeps the state of all earlier tokens in registers. Within a block,
 it multiplies queries and keys directly, as softmax attention does. The kernels in linear.py compute the state before
-each piece. Names are those of linear.py; P are products (tokens, tokens), tri is their mask. With V.memory "add" states
-decay from token to token (decay.py), and masks include the decay between two tokens.
+each piece. Names are those of linear.py. P are products (tokens, tokens), and tri is their mask. With V.memory "add",
+states decay from token to token (decay.py), and masks include the decay between two tokens.
 """
 
 import triton
@@ -117,7 +117,7 @@ def mask_pairs(products, block_decay, V: tl.constexpr):
 
 @triton.jit
 def mask_pairs_transposed(products, block_decay, V: tl.constexpr):
-    """Do the same for products of keys (rows) and queries (columns)."""
+    """Apply the causal mask, or the decay, to products of keys (rows) and queries (columns) of a block."""
     if V.memory == "add":
         L, _logs_to_end, _total = block_decay
         return products * fade_pairs_transposed(L, V=V)
@@ -239,7 +239,7 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 @triton.jit
 def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
-    """Return o z of a block, tile by tile of v. Tokens see S, and themselves and earlier tokens of the block."""
+    """Return o z of a block, for each tile of v. Tokens see S, and the block's tokens up to themselves."""
     S = to_operands(S, V=V)
     q_from_start = fade_from_start(q_hat, block_decay, V=V)
     if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout

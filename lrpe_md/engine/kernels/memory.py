@@ -211,7 +211,7 @@ def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constex
 
 @triton.jit
 def apply_transition(S, p_transitions, pieces, steps, V: tl.constexpr):
-    """Return Sᵀ (I − A), which removes what the keys of a block read. With V.memory "add", return Sᵀ itself."""
+    """Return Sᵀ (I − A), without the values that a block's keys read. With V.memory "add", return Sᵀ itself."""
     if V.memory == "add":
         return S
     else:

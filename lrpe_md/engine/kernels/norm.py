@@ -84,7 +84,7 @@ def find_token_group(o_g, num_grid, V: tl.constexpr):
     """Return the token group of each index on the grid: 0 prefix (index below 0), 1 grid, 2 suffix."""
     if V.token_groups > 1:
         group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
-        return tl.minimum(group, V.token_groups - 1)  # also for masked tokens beyond the end
+        return tl.minimum(group, V.token_groups - 1)  # masked tokens beyond the end also need a valid group
     else:
         return 0
 

@@ -16,7 +16,7 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
     """Sum all channels of each row, or of all rows together with AXIS=None.
 
-    Both halves of the first pairs have one shape. They are added before the reduction across threads.
+    Both halves of the first pairs have the same shape. They are added before the reduction across threads.
     """
     FIRST: tl.constexpr = V.halves
     first = tiles[0]

@@ -13,8 +13,8 @@ import triton.language as tl
 def pack_numbers(*numbers: int) -> tuple[int, ...]:
     """Encode numbers as a tuple argument, which a kernel decodes with :func:`unpack_numbers`.
 
-    Triton specialises on each 1 and each multiple of 16 inside a tuple, despite do_not_specialize. No encoded number is
-    either of these.
+    Inside a tuple, Triton specialises on 1 and on multiples of 16, despite do_not_specialize. Encoded numbers are
+    neither.
     """
     return tuple(4 * n + 2 for n in numbers)
 

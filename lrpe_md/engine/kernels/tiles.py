@@ -47,7 +47,7 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_d = tl.where(is_k, k_stride_d, stride_d)
     p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
     if V.aligned:
-        p = tl.multiple_of(p, 16)  # on the sum, because the compiler ignores it on a kernel's argument
+        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel's argument
     return p, stride_n, stride_d
 
 
@@ -120,7 +120,7 @@ def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
 
 @triton.jit
 def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Store what :func:`load` loads."""
+    """Store a tile in the form that :func:`load` returns."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
     mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
     store_at(row, value, o_n, lo + o_d, mask, V)
@@ -135,7 +135,7 @@ def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Store what :func:`load_tile` loads."""
+    """Store a tile in the form that :func:`load_tile` returns."""
     o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
     store_at(row, value, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 

@@ -106,7 +106,7 @@ class LinearCall(NamedTuple):
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and Σ, or only of S without a normaliser; for both directions, two memories' worth."""
+        """Return the shapes of S and Σ, or only of S without a normaliser. For both directions, list them twice."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
@@ -116,22 +116,25 @@ class LinearCall(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Arguments of the registered operators that are in no other part of a call."""
+    """Arguments of the registered operators that don't belong to any other part of a call."""
 
     cu_seqlens: Tensor | None
     one_side: bool
 
 
 class Results(NamedTuple):
-    """Flags: which results a forward returns beside o."""
+    """Flags for the results that a forward returns in addition to o."""
 
     return_state: bool = False
     keep: bool = False  # return what the backward would otherwise recompute
 
 
 class Operands(NamedTuple):
-    """Tensors that are not in the call. state: (S, Σ), (S,) or (), and in both directions twice as many: see
-    :func:`lrpe_md.reference_linear.attend`."""
+    """Tensors that are not in the call.
+
+    state: (S, Σ), (S,) or (). For both directions, there are twice as many: see
+    :func:`lrpe_md.reference_linear.attend`.
+    """
 
     q: Tensor
     k: Tensor

@@ -153,7 +153,7 @@ def pack_state(tensors: Sequence[Tensor]) -> State:
 def _call_key(
     options: LinearOptions, arguments: TensorArguments, sides: Sides, has_one_phase: bool
 ) -> tuple[bool, Hashable | None]:
-    """Return the result of :func:`is_direct`, and the cache key: everything that validation looks at.
+    """Return the result of :func:`is_direct`, and the cache key: everything that validation depends on.
 
     The key is None for calls that are validated each time: if tensors are not plain, if positions are not a Grid, if
     there is a pair of positions or phases, and if validation creates tensors. The key does not include the values of

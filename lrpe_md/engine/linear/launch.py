@@ -168,7 +168,7 @@ class Parts(NamedTuple):
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
     """Divide causal pieces into parts, so that enough programs compute their states.
 
-    needs_all: all pieces need a state. Otherwise, the last piece doesn't or, backward, the first one.
+    needs_all: all pieces need a state. Otherwise, all but the last one do (backward: all but the first one).
     """
     num_unneeded = 0 if needs_all else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
@@ -248,7 +248,7 @@ def _tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length:
 
 @cache
 def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int) -> tuple[int, int]:
-    """Return the number of pieces and of blocks."""
+    """Return the number of pieces and the number of blocks."""
     bounds = bound_blocks(num_tokens, ends, block)
     pieces = sum(triton.cdiv(end - begin, length) for begin, end in pairwise(bounds))
     return max(1, pieces), max(1, len(bounds) - 1)
@@ -303,7 +303,7 @@ class LaunchInputs:
             address |= t.data_ptr()
             strides.append(t.stride())
         self.tensors, self.is_16_byte_aligned = tensors, address % 16 == 0
-        # Variants, pieces and numbers of earlier calls like this one.
+        # Variants, pieces and numbers from earlier calls with the same sizes, strides and needs.
         self.cache: dict[Any, Any] = launches.setdefault((*strides, self.is_16_byte_aligned, needs), {})
 
     def describe(
@@ -319,7 +319,7 @@ class LaunchInputs:
     def describe_both(
         self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Do the same for a kernel that reads both sides. The variant is k's, and includes q's if they differ."""
+        """Return them for a kernel that reads both sides. The variant is k's, and includes q's if they differ."""
         key = stage, "both", *changes.values()
         config = self.cache.get(key)
         if config is None:
@@ -327,7 +327,7 @@ class LaunchInputs:
                 self._describe(stage, side, outs, changes) for side in (self.k_side, self.q_side)
             )
             if variant != queries:
-                # A mask orders tokens, so q and k share their positions there.
+                # With a causal or block mask, q and k share their positions.
                 assert self.call.attention.mask == "full"
                 variant = variant._replace(queries=queries)
             config = self.cache[key] = variant, options
@@ -581,7 +581,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
+    """Return o; with return_state, the state after the last token; and with keep, tensors for the backward."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
@@ -643,7 +643,7 @@ def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
 def sum_causal_states(
     inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
 ) -> tuple[SlotStates, list[Tensor]]:
-    """Do the same with a causal mask. Return no states if one program processes all tokens of a head."""
+    """Implement :func:`sum_states` for a causal mask. If one program has all tokens of a head, return no states."""
     if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(inputs, state, returns_final)
@@ -659,7 +659,7 @@ def scan_states(
 ) -> tuple[SlotStates, list[Tensor]]:
     """Sum the states of pieces, starting from ``initial_state``. backward: from the last piece to the first.
 
-    states: (P, B H_k R, size), of which R heads are summed. Pieces whose state nobody sees may be missing.
+    states: (P, B H_k R, size), of which R heads are summed. Pieces whose state no token sees may be missing.
     """
     sizes = inputs.sizes
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
@@ -716,7 +716,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
+    """Return the shapes and dtypes of the tensors that forward keeps, given those of a call."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
@@ -954,7 +954,7 @@ def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotSta
 def sum_query_states(
     inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: Tensor, pieces: Pieces
 ) -> None:
-    """Compute dS by piece and query head and, with a causal mask, dZ. Write both to dstates."""
+    """Compute dS for each piece and query head and, with a causal mask, dZ. Write both to dstates."""
     sizes = inputs.sizes
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
     variant, _ = config

@@ -69,15 +69,15 @@ class Extent(NamedTuple):
 
     width: int
     num_rows: int
-    begin: int  # first element in a state
-    matrix_begin: int  # first element of the matrix in a piece's transitions
+    begin: int  # index of the first element within a state
+    matrix_begin: int  # index of the matrix's first element within a piece's transitions
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o; with return_state, the state after the last token; and with keep, what the backward can reuse."""
+    """Return o; with return_state, the state after the last token; and with keep, tensors for the backward."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
@@ -246,7 +246,7 @@ def choose_columns(width: int) -> int:
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of what forward keeps, from the shapes and dtypes of a call."""
+    """Return the shapes and dtypes of the tensors that forward keeps, given those of a call."""
     sizes = derive_sizes(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     shape = (pieces.num_slots, sizes.rows)
@@ -277,7 +277,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of :func:`engine.linear.launch.backward`, then that of the decay if it is needed."""
+    """Return the gradients of :func:`engine.linear.launch.backward` and, if needed, the gradient of the decay."""
     differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 
@@ -289,7 +289,7 @@ def differentiate(
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=True)
     memory = restore(inputs, saved) if saved else form_memory(inputs, operands)
     parts = differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
-    if inputs.sizes.num_queries == 0:  # a call that only forms a state: zeros for each piece of the keys
+    if inputs.sizes.num_queries == 0:  # the call only forms a state, so each piece of the keys gets zeros
         pieces = inputs.pieces(of_queries=False)
         parts = parts.new_zeros(pieces.num_pieces, *parts.shape[1:])
     decay = lay_out_decay(inputs, operands.decay, pieces)
@@ -434,11 +434,12 @@ def _count_up(count: int, device: torch.device) -> Tensor:
 def differentiate_causal(
     inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Do the same as :func:`differentiate`, for a causal mask.
+    """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts: the product of the state before the piece with
-    its gradient; a running sum over the tokens of the piece, plus what each key gives to later blocks and minus what
-    each query reads from earlier ones; and, within a block, all pairs of an earlier key and a later query.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts. The first is the product of the state before
+    the piece with its gradient. The second is a running sum over the tokens of the piece: each key's contribution to
+    later blocks, minus each query's reads from earlier blocks. The third sums all pairs of an earlier key and a later
+    query within a block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     inputs.log_decay = form_log_decay(inputs, operands)
@@ -478,7 +479,7 @@ def sum_decay_gradients(
 
 
 def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
-    """Return dS and dZ before each piece, by query head."""
+    """Return dS and dZ before each piece, for each query head."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, True))
     variant, _ = config
@@ -493,7 +494,7 @@ def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
-    """Convert the gradient of log g (B, H_k, N) to that of the decay that was passed."""
+    """Convert the gradient of log g (B, H_k, N) to the gradient of the decay that was passed."""
     if decay.ndim == 1:
         dlogs = dlogs.sum((0, 2))
     return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()

@@ -14,15 +14,15 @@ __all__ = [
 class LinearPass(Enum):
     FORWARD = "forward"  # one pass
     BACKWARD = "backward"
-    STATE = "state"  # two passes: k, v to the state
-    OUTPUT = "output"  # q to o
-    QUERIES = "queries"  # q, do to dq
-    QUERIES_OMEGA = "queries_omega"  # q, do to dq and the sums for dω and dφ
-    QUERY_STATE = "query_state"  # q, do to the gradient of the state, also with a causal mask
-    KEYS = "keys"  # k, v and that gradient to dk and dv
-    CAUSAL = "causal"  # two passes with a causal mask: to o
-    CAUSAL_QUERIES = "causal_queries"  # to dq
-    CAUSAL_KEYS = "causal_keys"  # to dk and dv
+    STATE = "state"  # two passes: k, v → state
+    OUTPUT = "output"  # q, state → o
+    QUERIES = "queries"  # q, do → dq
+    QUERIES_OMEGA = "queries_omega"  # q, do → dq and the sums for dω and dφ
+    QUERY_STATE = "query_state"  # q, do → gradient of the state, also with a causal mask
+    KEYS = "keys"  # k, v, gradient of the state → dk, dv
+    CAUSAL = "causal"  # two passes with a causal mask: → o
+    CAUSAL_QUERIES = "causal_queries"  # → dq
+    CAUSAL_KEYS = "causal_keys"  # → dk, dv
 
 
 CAUSAL_PASSES = (LinearPass.CAUSAL, LinearPass.CAUSAL_QUERIES, LinearPass.CAUSAL_KEYS)
@@ -31,14 +31,14 @@ CAUSAL_PASSES = (LinearPass.CAUSAL, LinearPass.CAUSAL_QUERIES, LinearPass.CAUSAL
 class LinearTile(NamedTuple):
     block_n: int  # tokens
     num_warps: int
-    stages: int  # of a loop, which loads stages - 1 blocks of tokens ahead
+    stages: int  # pipeline stages of the loop, which loads stages - 1 blocks of tokens ahead
     max_registers: int | None = None
 
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md.
-# Causal kernels pad their state, so none has 16,384 to 24,576 elements, and their rows have one entry less.
-# 128 registers: 4 programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that.
-# 2 warps: 4 would have too little work for a head of few channels, and twice as many programs run at once.
+# Causal kernels pad their state, so no state has 16,384 to 24,576 elements, and their rows have one entry less.
+# With 128 registers, 4 programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that.
+# Heads with few channels use 2 warps, because 4 would have too little work. Twice as many programs then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
@@ -68,14 +68,14 @@ WIDEST_OF_OMEGA = 80  # channels; for more, sums for dω leave no registers for 
 LARGEST = 2 * 32768  # bytes of a state as operands
 PIECE = 128  # tokens; a multiple of every block_n
 SHORTEST = 256  # fewest tokens of a piece, if there is work for all multiprocessors
-FEW_PROGRAMS = 256  # fewer than two per multiprocessor
+FEW_PROGRAMS = 256  # just under two per multiprocessor
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
 STATE_TO_PART = 4  # elements of a state per token of a part
-# For programs of a scan: elements of a state to sum, and pieces to load ahead. For many programs, and for few.
+# Elements of a state that a program of a scan sums, and pieces that it loads ahead: for many programs, and for few.
 SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
 ONE_PASS = 384  # most tokens that one program processes in one pass
-MULTIPROCESSORS = 132  # of the largest GPUs
-PROGRAMS = MULTIPROCESSORS * 4  # programs at once; a fixed number, so that all GPUs sum in the same order
+MULTIPROCESSORS = 132  # on the largest GPUs
+PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
 
 
 def pad_width(width: int) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
     """Return whether a state fits into a program: into registers and, as operands, into shared memory.
 
-    delta: also a matrix (features, features).
+    delta: a matrix (features, features) must also fit.
     """
     return (sum(pad_width(v_dim)) + delta * num_features) * num_features <= LARGEST // itemsize
 
@@ -157,7 +157,7 @@ def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int,
 
 
 def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
-    """Do the same for programs that write no state. Pieces are shorter if there would be few of ``length``."""
+    """Implement :func:`cut_pieces` for programs without states. If ``length`` gives few pieces, they are shorter."""
     if heads * -(-num_tokens // length) < FEW_PROGRAMS:
         length = min(length, _share_tokens(num_tokens, heads, 1))
     return max(1, -(-num_tokens // length)), length
@@ -173,7 +173,7 @@ def cut_parts(length: int, programs: int, state: int) -> int:
     """Return the tokens of a part, if ``programs`` would compute the states of whole pieces of ``length`` tokens.
 
     These programs need fewer registers than causal walks, so more of them fit than there are pieces. state: elements of
-    a state, which is written and read for each part. The tokens of a part must have several times as much data.
+    a state. It is written and read for each part, so the tokens of a part must have several times as much data.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

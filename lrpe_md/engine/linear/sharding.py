@@ -1,9 +1,9 @@
-"""DTensors in linear attention: a call on sharded tensors is the same call on each rank's shard, and over tokens one
-sum of states between.
+"""Linear attention on DTensors: each rank runs the same call on its shard, and ranks with different tokens sum states.
 
-Sharded over tokens, a rank forms the state of its own keys (a call without queries). Where all tokens see each other it
-reads the sum of all ranks' states (a call without keys); where they see what comes before, its own call goes on from
-the sum of the states of the ranks before it. For a memory that forgets, see :mod:`engine.linear.sharding_memory`.
+If tokens are sharded, each rank first computes the state of its keys, in a call without queries. Without a mask, the
+rank's queries then read the sum of all ranks' states, in a call without keys. With a causal or block mask, the rank
+runs its tokens with the sum of the previous ranks' states as the initial state. For memory that forgets, see
+:mod:`engine.linear.sharding_memory`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ __all__ = ["run_shards"]
 def run_shards(
     run_local: Callable[..., Any], call: LinearCall, operands: Operands, return_state: bool
 ) -> tuple[Tensor, ...]:
-    """Run a call on the local shards: o with q's placements, and a state that all ranks of the same tokens have whole.
+    """Run a call on the local shards. Return o with q's placements and, with ``return_state``, the state.
 
-    Batch, heads and tokens may be sharded, as for the maps (:mod:`engine.core.sharding`): what is plain counts as
-    replicated, and gradients are those of the whole computation. k and v are sharded as q is, or replicated: one key
-    head where q's heads are sharded, and the keys of cross-attention where its tokens are.
+    The state is sharded like k along batch and heads, and replicated otherwise. As in the encoding
+    (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
+    gradients are those of the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads
+    are sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
 
     Raises:
         TypeError: plain tensors among DTensors.
-        ValueError: what the sharding of the maps raises; tokens over several axes of a mesh, or with
-            cu_seqlens; key heads that the ranks don't divide; a shard that cuts a block.
+        ValueError: any error from sharding the encoding, tokens sharded over several mesh axes or with cu_seqlens, key
+            heads that can't be divided among the ranks, or a block that is split between shards.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
@@ -108,7 +109,7 @@ def _add(state: State, before: State) -> State:
 
 
 class _SumRanks(torch.autograd.Function):
-    """The sum over a group's ranks, whose gradients are parts."""
+    """Sum over the ranks of a group. Its backward sums the ranks' partial gradients."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -123,7 +124,7 @@ class _SumRanks(torch.autograd.Function):
 
 
 class _SumBefore(torch.autograd.Function):
-    """The sum over the ranks before this one in a group, or after it."""
+    """Sum over the ranks of a group that come before this one, or over those after it."""
 
     @staticmethod
     def forward(ctx, t, group, behind):
@@ -140,7 +141,7 @@ class _SumBefore(torch.autograd.Function):
 
 
 class _ChangeGradient(torch.autograd.Function):
-    """Identity whose gradient is changed by a function of it and a group."""
+    """Identity whose backward applies a function to the gradient and a group."""
 
     @staticmethod
     def forward(ctx, t, change, group):
@@ -153,11 +154,11 @@ class _ChangeGradient(torch.autograd.Function):
 
 
 def _keep_first(grad: Tensor, group: Any) -> Tensor:
-    """Pass a gradient on from the first rank alone, because all ranks have the same one."""
+    """Return the gradient on the first rank and zeros on all others, because all ranks have the same gradient."""
     return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
 
 
-# --- what is where ------------------------------------------------------------------------------------------------
+# --- placements ---------------------------------------------------------------------------------------------------
 
 
 def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
@@ -189,7 +190,7 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
 
 
 def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
-    """Check the blocks of all ranks on each of them, so that no rank waits for one that has raised."""
+    """Check the blocks of all ranks on every rank. If only one rank raised an error, the others would hang."""
     num_ranks, num_tokens = count_ranks(q, TOKENS), q.shape[2]
     if call.attention.mask != "block" or num_ranks == 1:
         return
@@ -204,7 +205,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
 
 
 def _axes_apart(q: Any, k: Any) -> list[int]:
-    """The axes of the mesh over which q is sharded and k is not: each rank leaves a part of k's gradient."""
+    """Return the mesh axes along which q is sharded but k is not. Each rank then has only part of k's gradient."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]  # fmt: skip
@@ -217,12 +218,12 @@ def _share_gradient(t: Tensor, x: Any, axes: list[int]) -> Tensor:
 
 
 def _local(x: Any, q: Any) -> Tensor:
-    """This rank's part of q, k or v."""
+    """Return this rank's shard of q, k or v."""
     from torch.distributed.tensor import Partial
 
     apart = _axes_apart(q, x)
     grads = [Partial() if i in apart else p for i, p in enumerate(x.placements)]
-    # A redistribution where nothing moves: its backward gives the sum the placements of x.
+    # Needed even if no data moves, because its backward gives the summed gradient the placements of x.
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
 
 
@@ -232,7 +233,7 @@ def _local_gate(gate: Any, k: Any, apart: list[int]) -> Tensor:
 
 
 def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, apart: list[int]) -> Tensor:
-    """Return the decays of this rank's samples, heads and blocks. calls: the whole and the local one."""
+    """Return the decays of this rank's samples, heads and blocks. calls: the whole call and the local one."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
     found = _share_gradient(take_local(decay, k, dims), k, apart)
@@ -246,17 +247,17 @@ def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, apart
 
 
 def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
-    """The call of this rank's samples, heads and tokens."""
+    """Return the call for this rank's samples, heads and tokens."""
     q_layout, q_tables = k_layout, k_tables = _local_side(call, call.q_layout, call.q_tables, q)
     apart = _axes_apart(q, k)
     if apart or call.k_tables is not call.q_tables:
         k_layout, k_tables = _local_side(call, call.k_layout, call.k_tables, k)
         phase, coords = (t if t is None else _share_gradient(t, k, apart) for t in (k_tables.phase, k_tables.coords))
-        # One tensor of frequencies for both sides, whose gradients are added before they leave the rank.
+        # q and k share one tensor of frequencies, so that autograd adds their gradients before ranks communicate.
         k_tables = k_tables._replace(
             omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
         )  # fmt: skip
-    in_rows = call.spec.map != "none"  # without a map a shard keeps prefix and suffix
+    in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
     of_q = local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
     of_k = local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
     weight_k, bias_k = (None if t is None else _share_gradient(t, k, apart) for t in of_k[:2])
@@ -284,7 +285,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
             t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
-    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # or sequences
+    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples, or of sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

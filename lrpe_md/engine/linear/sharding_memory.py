@@ -1,12 +1,12 @@
-"""Tokens sharded over ranks, with a memory that forgets: a scan of the ranks.
+"""Memory that forgets, with tokens sharded over ranks: a scan over the ranks.
 
-The tokens of a rank map the state before them to S ↦ T S + B, and likewise the state behind them, for the scan in the
-other direction. Each rank forms its T and B without queries, gathers those of all ranks, applies the maps of the ranks
-before it (behind it, for the other direction) in order, and runs its own tokens from the result.
+A rank's tokens map the state before them, S, to T S + B. In the backward direction, they do the same to the state after
+them. Each rank computes its T and B without queries, and gathers those of all ranks. It applies the maps of the ranks
+before it (in the backward direction, after it) in order, and runs its own tokens with the result as the initial state.
 
-With rule "add", T is the product of the rank's decays, and B a sum of its keys, weighted by the decays of the blocks
-that follow. With rule "delta", T = Π_f g_f (I − A_f) is what the rank makes of the identity if all values are 0. A_f is
-symmetric, so T of the other direction is the transpose.
+With rule "add", T is the product of the rank's decays. B is the sum over its keys, weighted by the decays of the blocks
+that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the final state if the initial state is the identity and
+all values are 0. A_f is symmetric, so T of the backward direction is the transpose.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .validate import make_empty_frequencies
 __all__ = ["Run", "State", "run_memory", "without_queries", "without_tokens"]
 
 State = tuple[Tensor, ...]
-Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the state where it is asked for
+Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # returns o and, if the flag is set, the state
 
 
 def run_memory(
     run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Run the local tokens from the state that the other ranks leave. Return o and the state after all tokens."""
+    """Run the local tokens, starting from the other ranks' states. Return o and the state after all tokens."""
     both, k = call.attention.has_both_directions, operands.k
     with no_autocast(k):
         if call.attention.rule == "add":
@@ -63,8 +63,10 @@ def run_memory(
 
 
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
-    """Return the state before each rank, and after the last. parts (R, B, H, ..), transitions (R, B, H, E, E) or
-    factors (R, B, H)."""
+    """Return the state before each rank and after the last one.
+
+    parts: B, (R, B, H, ..). transitions: T, (R, B, H, E, E), or factors (R, B, H).
+    """
     series = [first]
     for part, transition in zip(parts, transitions, strict=True):
         state = series[-1]
@@ -82,7 +84,7 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
     """Return B and the product of the decays, for rule "add".
 
-    Each direction weights its keys, as a gate does: a sum over all keys, which needs no scan.
+    In each direction, the decays are weights of the keys, like a gate. B is a sum over all keys, so it needs no scan.
     """
     _, k, _, gate, _, decay = operands
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
@@ -91,7 +93,7 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
     logs = lay_out_decay(decay, num_blocks, k.new_empty((), dtype=torch.float64)).log()
     after = torch.nn.functional.pad(logs.flip(-1).cumsum(-1).flip(-1), (0, 1))
     before = torch.nn.functional.pad(logs.cumsum(-1), (1, 0))
-    # By slot: the prefix, the blocks and the suffix.
+    # One entry per slot: the prefix, the blocks and the suffix.
     slots = [torch.nn.functional.pad(after, (0, 1))] + [torch.nn.functional.pad(before, (1, 0))] * both
     alone, given = without_queries(call, operands)
     alone = alone._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
@@ -105,7 +107,7 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
 
 
 def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
-    """Repeat values of prefix, blocks and suffix (.., F + 2) for each of their tokens."""
+    """Repeat the values of the prefix, the blocks and the suffix (.., F + 2) for each of their tokens."""
     prefix, suffix = ends
     return torch.cat(
         [
@@ -117,7 +119,7 @@ def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
 
 
 def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and T, and for an unrotated normaliser also the T of its sums, if they are of other features."""
+    """Return B and T. For an unrotated normaliser whose features differ from k̂, also return the T of its sums."""
     call, operands = without_queries(call, operands)
     _, parts = run(call, operands, True)
     normalizer = call.attention.normalizer
@@ -134,9 +136,9 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 
 
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
-    """Return T (B, H_k, E, E): the state that values of 0 make of the identity.
+    """Return T (B, H_k, E, E): the final state if the initial state is the identity and all values are 0.
 
-    Where a kernel can't hold the identity, it gets as many of its columns at a time as there are channels of v.
+    If a kernel can't hold the whole identity, each call processes as many of its columns as v has channels.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -157,7 +159,10 @@ def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, O
 
 
 def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for zero tokens with the same frequencies, as new values for each side."""
+    """Return a layout and tables for zero tokens, with the same frequencies.
+
+    Both are new objects, so that q and k don't count as one side.
+    """
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables
@@ -169,7 +174,7 @@ def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
 
 
 def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
-    """Return the tensors (B, H, ..) of all ranks as (R, B, H, ..), by one all-gather."""
+    """Gather tensors (B, H, ..) of all ranks to (R, B, H, ..), with a single all-gather."""
     parts, transitions = given
     tensors = (*parts, *transitions)
     rows = torch.cat([t.flatten(2) if t.ndim > 2 else t.unsqueeze(2) for t in tensors], dim=2)
@@ -179,7 +184,7 @@ def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """The tensors of a group's ranks, (R, ..)."""
+    """All-gather over the ranks of a group, to (R, ..)."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -194,13 +199,13 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """The sum over a group's ranks of what each has for this one: from (R, ..)."""
+    """Reduce-scatter over the ranks of a group: from (R, ..), return the sum of all ranks' entries for this rank."""
 
     @staticmethod
     def forward(ctx, t, group):
         ctx.group = group
         received = torch.empty_like(t, memory_format=torch.contiguous_format)
-        # Not reduce_scatter, which some versions of gloo lack.
+        # We don't use reduce_scatter, because some versions of gloo lack it.
         dist.all_to_all_single(received, t.contiguous(), group=group)
         return received.sum(0)
 

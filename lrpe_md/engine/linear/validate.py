@@ -290,7 +290,7 @@ def _check_state(arguments: TensorArguments, spec: Spec, normalizer: str) -> Non
             raise ValueError(f"state: expected {dtype} on {q.device}, got {t.dtype} on {t.device}")
 
 
-# --- where q and k are ----------------------------------------------------------------------------------------------
+# --- positions of q and k -------------------------------------------------------------------------------------------
 
 
 def _place_sides(
