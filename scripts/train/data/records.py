@@ -17,7 +17,7 @@ CONDITIONS = ("auto", "captions", "labels", "none")
 
 @dataclass(frozen=True)
 class Split:
-    """Choice of samples: one in ``parts`` is held out, the ``fold``-th. limit: largest number of samples."""
+    """Choice of samples: the ``fold``-th of ``parts`` parts is held out. limit: maximum number of samples."""
 
     parts: int
     fold: int = 0
