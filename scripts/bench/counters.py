@@ -72,7 +72,7 @@ def run(keys: Path) -> None:
         for key, fn in passes(torch.device("cuda")):
             fn()
             torch.cuda.synchronize()
-            counted = torch.cuda.nvtx.range_start(RANGE)  # covers all threads, since autograd launches from its own
+            counted = torch.cuda.nvtx.range_start(RANGE)  # covers autograd's thread, which also launches kernels
             fn()
             torch.cuda.synchronize()
             torch.cuda.nvtx.range_end(counted)
