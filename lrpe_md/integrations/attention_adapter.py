@@ -445,7 +445,7 @@ def adapt_attention(
         encoding_kwargs: options of the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each
             layer its own.
         num_axes: number of axes, if the encoding is built here; default: that of fixed positions, else 2.
-        head_dim, num_heads: of the attentions; default: read from them.
+        head_dim, num_heads: sizes of the attentions; default: read from the modules.
         name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
             the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
@@ -504,8 +504,8 @@ def restore_attention(model: Model) -> Model:
 def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
     """Set the positions from inside the forward of an adapted model.
 
-    For models that choose their tokens in the forward: an MAE calls it after drawing the patches to keep. It applies to
-    the attentions that follow, until the forward ends. Call it outside of checkpointed code.
+    Use it in models that choose their tokens in the forward, such as an MAE after it draws the patches to keep. The
+    positions apply to all following attentions until the forward ends. Call it outside of checkpointed code.
 
     Args:
         model: the model passed to :func:`adapt_attention`.
@@ -513,7 +513,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
         name: the name passed to ``adapt_attention``.
 
     Raises:
-        ValueError: no such adaptation, one with fixed positions, or no running forward.
+        ValueError: no adaptation with this name, fixed positions, or no running forward.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)

@@ -304,7 +304,7 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the functions in another one's closure."""
+    """Return the functions in the closure of another function."""
     values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 

@@ -1,7 +1,7 @@
 """Probing of a rotary function with small tensors, to find out what it computes.
 
-All table entries get distinct values. For x that is one on one channel of each pair and zero on the other, the output
-is the entry that multiplied it. This shows which table entries are that channel's cos and sin.
+All table entries get distinct values. If x is one in one channel of each pair and zero in the other, the output is the
+entry that multiplied it. This shows which table entries are that channel's cos and sin.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         )  # fmt: skip
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory: patches of an image have no order in which they could be forgotten."""
+        """Reject a memory, because image patches have no order in which to forget them."""
         raise ValueError(
             f"memory: expected None for an image model, whose tokens have no order, got {memory}; use a video model, "
             "lrpe_md.models.video, with causal='frames' or directions='both'"

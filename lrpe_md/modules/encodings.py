@@ -339,8 +339,8 @@ class PresetMd(FrequencyModule):
             phase; or a name or :class:`lrpe_md.Scheme`, built for ``head_dim`` and ``num_heads``.
         head_dim, num_heads: for a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
         learnable: learn theta (num_heads or 1, C), one frequency per channel, or omega if channels have directions;
-            default: as in the scheme. The logarithm of theta is learned, unless the original learns theta or with
-                "raw".
+            default: as in the scheme. The logarithm of theta is learned, except with "raw" or if the original learns
+            theta.
         act, phase: override the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.

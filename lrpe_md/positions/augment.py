@@ -84,7 +84,7 @@ class AugmentPositions(nn.Module):
     def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
         if isinstance(positions, Coordinates):
             return self._moved(positions, torch.ones((), dtype=torch.float64, device="cpu"))
-        grid = replace(positions, start=0, length=None)  # perturb a shard exactly as the whole sequence
+        grid = replace(positions, start=0, length=None)  # perturb a shard exactly like the whole sequence
         affine = grid.affine(torch.device(device))
         step = torch.ones((), device="cpu") if affine is None else affine[:, 0]
         moved = self._moved(grid.explicit(device), step)

@@ -298,8 +298,8 @@ class Grid(Rules):
     def take(self, index: Tensor) -> Coordinates:
         """Select grid tokens by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
 
-        For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the index's
-        device.
+        Use it for dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the
+        index's device.
 
         Raises:
             IndexError: an index out of range; on a GPU this is a device-side assertion.

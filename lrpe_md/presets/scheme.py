@@ -214,7 +214,7 @@ class Scheme:
         pairs: "half", "interleaved", or "blocks": the half layout within the block of each axis.
         rotary: fraction of a head that is rotated; (0, 0.25) is the first quarter of its channels. None: all.
         order: order of the two halves that the cosine map returns.
-        num_heads: number of heads of the original if heads differ. 1: :func:`preset` requires it if they do.
+        num_heads: the original's number of heads, if heads differ. With 1, :func:`preset` then requires ``num_heads``.
         grid: (shape, **options) → positions of an image or a video; its parameters define the options.
         row_major: whether tokens are in row-major order; False: a table defines another order.
         reference: default of ``positions(.., reference=..)``.

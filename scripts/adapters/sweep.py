@@ -197,7 +197,7 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Load all weights of an attention or a router together: its forward may read those of its linear layers."""
+    """Load all weights of an attention or a router together, because its forward may read those of linear layers."""
     import accelerate
 
     names = sorted({type(part).__name__ for part in _named(model, _WHOLE, by_class=True)})

@@ -44,7 +44,7 @@ def read_scaling(folder: Path) -> pd.DataFrame:
 
 
 def label(impl: str, map: str) -> str:
-    """Return the label of a series; other implementations have no positions unless named."""
+    """Return the label of a series; other implementations have no positions unless the label names them."""
     return impl if map == "none" and impl != OURS else f"{impl}, {'no positions' if map == 'none' else map}"
 
 

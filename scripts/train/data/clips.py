@@ -97,7 +97,7 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     Args:
         paths: one folder.
         size: height and width after cropping to the central square and resizing.
-        parts: if there is no folder for tests, one video in ``parts`` is held out, chosen by a hash of its name.
+        parts: if there is no test folder, one video in ``parts`` is held out, chosen by a hash of its name.
         cache: folder for decoded frames, shared by runs.
 
     Raises:

@@ -35,8 +35,8 @@ class Records:
     """Names of samples, and their captions or classes.
 
     Args:
-        names: one for each sample, unique.
-        captions: one for each sample, or None.
+        names: a unique name for each sample.
+        captions: a caption for each sample, or None.
         labels: (N,) int64, or None without classes.
         classes: names of the classes.
         tests: (N,) bool, True for the test part of data that has one.
