@@ -56,7 +56,7 @@ def load_program(name: str) -> Any:
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program with these arguments. The default is the command line's."""
+    """Run a program with these arguments, by default those of the command line."""
     app = load_program(name)
     app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=f"lrpe-md {name}")
 

@@ -35,8 +35,8 @@ def _strides(widths: Sequence[int], num_channels: int) -> list[list[int]]:
     return _owned([c % k if c < k * widths[c % k] else 0 for c in range(num_channels)], k)
 
 
-# Maps the axes' widths and C to the series members that each axis takes, and the channels where they go; None for
-# consecutive blocks.
+# Map the axes' widths and C to the series members of each axis, and to the channels where they go (None for
+# consecutive blocks).
 _Places = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]
 _PLACES: dict[str, Callable[[Sequence[int], int], _Places]] = {
     "block": lambda w, c: ([range(n) for n in w], None),
@@ -62,7 +62,7 @@ def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
 
 
 def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
-    """Return the channels of each axis; the axes of a group alternate until each has its section."""
+    """Return the channels of each axis. Axes in a group alternate until each has filled its section."""
     owners: list[int] = []
     for group in axis_map:
         left = {axis: sections[axis] for axis in group}
@@ -136,17 +136,17 @@ def axial_omega(
             - ``"block"``: one block per axis, each from the start of its series;
             - ``"alternate"``: the axes alternate, each from the start of its series;
             - ``"chunk"``: one series over all channels, split into one section per axis (Qwen2-VL);
-            - ``"stride"``: one series; channel c belongs to axis c mod K until that axis has its section, later
-              channels to the first axis (Qwen3-VL). The first axis's section is not used;
+            - ``"stride"``: one series; channel c belongs to axis c mod K until that axis has filled its section, and
+              later channels to the first axis (Qwen3-VL). The first axis's section is not used;
             - ``"even_odd"``: one series dealt out to the axes in turn, one block per axis (Pixtral for K = 2);
             - ``"head"``: each head has one axis on all its channels (MHRoPE);
             - groups of axis numbers, 0 the slowest: one series over all channels. Groups follow one another; within a
-              group the axes alternate until each has its section. ``((1, 2), (0,))`` is h w h w .. and then t
+              group the axes alternate until each has filled its section. ``((1, 2), (0,))`` is h w h w .. and then t
               (ERNIE-4.5-VL, VideoRoPE); ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w h w (MM-RoPE).
         sections: channels per axis, slowest axis first, or heads for ``"head"``; channels beyond their sum are not
             rotated. Default for block: all of theta per axis, cut off at C. Default for the others: equal sections,
             with the remainder for the first axis.
-        gaps: unrotated channels before, between and after the blocks of the axes, one number more than there are
+        gaps: numbers of unrotated channels before, between and after the blocks of the axes, one more than there are
             blocks. ``"alternate"`` and ``"stride"`` have one block, groups have one each. Default: none.
         num_heads: for ``"head"``; default: the sum of the sections.
 

@@ -44,7 +44,7 @@ def random_directions(
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
     """Return directions in the plane, (H,) → (H, C, 2): angle a for half of the channels, a + π/2 for the others.
 
-    With a ~ U(0, 2π) a head this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
+    With a ~ U(0, 2π) per head, this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """
     check_at_least(1, num_channels=num_channels)
     check_dense("angles", angles, "(H,)")
@@ -58,7 +58,7 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
 
     On the half circle, successive channels differ by the golden section. On the half sphere, height and azimuth follow
     its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional embeddings"). Half is
-    enough, because v and -v rotate a pair by the same angle in opposite senses.
+    enough, because v and -v rotate a pair by the same angle in opposite directions.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
@@ -101,7 +101,7 @@ def mixed_omega(
 
     Each head draws a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame,
     each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the initialisation of
-    RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle per head, directions a and a + π/2), up to the sense of
+    RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle per head, directions a and a + π/2), up to the direction of
     rotation.
 
     Returns:

@@ -149,7 +149,7 @@ def rope_frequencies(
     Raises:
         ValueError: an unknown type, a missing field, or an odd width.
 
-    Source: the papers at :func:`lrpe_md.linear_scaling` and its neighbours; fields of transformers 5.23,
+    Source: the papers cited at :func:`lrpe_md.linear_scaling` and the other scalings; fields of transformers 5.23,
     ``modeling_rope_utils.py``, whose values match these up to float32 rounding. "ntk" is not one of its types.
     """
     fields = rope_parameters or {}

@@ -1,7 +1,7 @@
 """Scalings that extend a trained frequency series to longer sequences or larger grids.
 
 Each function takes the series of one axis, (E,) or (H, E), and returns the edited series and the amplitude for q and k.
-Scale each axis separately. Differentiable with respect to theta.
+Scale each axis separately. All functions are differentiable with respect to theta.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
 def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """Apply NTK-aware scaling: the base b becomes b · factor^(d / (d - 2)), d = 2E.
 
-    On a geometric series that is θ_i · factor^(-i / (E - 1)), which does not need the base; the slowest frequency
+    On a geometric series, this equals θ_i · factor^(-i / (E - 1)), which does not need the base. The slowest frequency
     is divided by ``factor``. Amplitude 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
@@ -55,9 +55,9 @@ def yarn_scaling(
 ) -> tuple[Tensor, float]:
     """Apply YaRN (Peng et al., arXiv 2309.00071).
 
-    θ / factor below ``slow`` turns in ``original_length``, θ above ``fast``. A linear ramp over the index joins the
-    two; ``truncate`` rounds its ends outwards, as in the authors' code. Amplitude 0.1 ln(factor) + 1. ``theta`` must be
-    a geometric series.
+    Frequencies with fewer than ``slow`` turns in ``original_length`` become θ / factor; those with more than ``fast``
+    stay θ. A linear ramp over the index joins the two; ``truncate`` rounds its ends outwards, as in the authors' code.
+    Amplitude 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
@@ -107,8 +107,8 @@ def llama3_scaling(
 ) -> tuple[Tensor, float]:
     """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
-    With L0 = ``original_length``: θ / factor for wavelengths above L0 / low, θ for those below L0 / high, and in
-    between a linear blend in the number of turns over L0. Amplitude 1.
+    With L0 = ``original_length``, wavelengths above L0 / low get θ / factor, and those below L0 / high keep θ. Between
+    them, the two are blended linearly in the number of turns over L0. Amplitude 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
@@ -124,7 +124,7 @@ def riflex_scaling(
     """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): set the intrinsic frequency to share · 2π / length.
 
     ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. Lengths within
-    the original period change nothing, as in the authors' code without finetuning. Use it for the time axis.
+    the original period leave theta unchanged, as in the authors' code without finetuning. Use it for the time axis.
 
     Args:
         length: frames (of the latent grid) to generate.
@@ -181,8 +181,8 @@ def dype_yarn_scaling(
 
     Below ``interpolated``: θ / factor. Above it: :func:`ntk_scaling`. Above ``kept``: θ itself. Both pairs of bounds
     are ramps, multiplied by t², so that all of θ is kept towards t = 0. Ramp ends are rounded outwards to whole
-    indices. This follows the authors' code, except where all frequencies lie on one side of a ramp, as close to t = 0.
-    Their ramp then flips and assigns them to the other side; here they stay.
+    indices. This follows the authors' code, except if all frequencies lie on one side of a ramp, which happens close to
+    t = 0. Their ramp then flips and assigns the frequencies to the other side; here they stay on their side.
 
     Args:
         factor: length divided by the training length; up to 1, theta is unchanged.
@@ -203,7 +203,7 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Ramp over the index from 1, where θ makes turns[1] · share turns in the length, to 0 at turns[0] · share."""
+    """Return a ramp over the index: 1 where θ makes turns[1] · share turns in the length, 0 at turns[0] · share."""
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()

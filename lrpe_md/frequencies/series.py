@@ -48,7 +48,7 @@ def period_theta(periods: Tensor) -> Tensor:
 
 
 def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Split one geometric series into a band per head: (num_heads, num), head 0 the fastest.
+    """Split one geometric series into a band per head, (num_heads, num), with the fastest for head 0.
 
     TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
     """

@@ -43,13 +43,13 @@ NOTHING = Activation()
 class Context:
     """Inputs that a backbone's forward passes to each attention through the ``attn_mask`` argument.
 
-    This is not a tuple, because mixed precision of FSDP and DDP would cast the tensors inside, including positions.
+    This is not a tuple, because the mixed precision of FSDP and DDP would cast the tensors in it, including positions.
 
     Args:
         block: tokens per frame, for frames that see only themselves and earlier frames; see
             :func:`lrpe_md.linear_attention` and :func:`attend_frames`.
         carried: see :class:`Carried`.
-        window: number of frames that softmax attention sees, its own included; None: all.
+        window: number of frames that softmax attention sees, including the current one; None: all.
         bidirectional: frames see all frames; ``block`` then only serves linear layers with a :class:`lrpe_md.Memory`.
     """
 
@@ -68,7 +68,7 @@ class Context:
         self.block, self.carried, self.window, self.bidirectional = block, carried, window, bidirectional
 
     def block_for(self, memory: Memory | None) -> int | None:
-        """Return the tokens of a block in a layer with this memory; None: its tokens are in no order."""
+        """Return the tokens per block in a layer with this memory, or None if its tokens have no order."""
         return None if self.bidirectional and memory is None else self.block
 
 
@@ -120,7 +120,7 @@ def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor
         return softmax_attention(
             q, k, v, scale=attn.scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
         )
-    # timm.layers.set_fused_attn(False), for export and for hooks on the attention weights.
+    # This branch runs after timm.layers.set_fused_attn(False), for export or for hooks on the attention weights.
     from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 
     weights = (q * attn.scale) @ k.transpose(-2, -1)
@@ -141,7 +141,7 @@ def attend_encoded(
     projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
     still saved, so only the encoding runs twice, and the gradients are identical.
 
-    encode: must not draw random numbers. This is the plain call under function transforms, without gradients, and with
+    ``encode`` must not draw random numbers. It runs only once under function transforms, without gradients, and with
     other saved-tensor hooks (activation checkpointing).
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
@@ -173,7 +173,7 @@ class _Again:
         self.versions = [x._version for x in self.xs]
         self.storages = [y.untyped_storage()._cdata for y in encoded if not _shares_memory(y, xs)]
         self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
-        self.made: dict[int, Tensor] = {}  # recomputed tensors that are not unpacked yet
+        self.made: dict[int, Tensor] = {}  # recomputed tensors that have not been unpacked yet
 
     def pack(self, t: Tensor) -> Any:
         storage = t.untyped_storage()._cdata
@@ -235,8 +235,8 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
     """Compute softmax attention of raw q, k, v (B, H, N, D), where tokens see their own frame and earlier ones.
 
     Frames have ``context.block`` tokens each and follow the prefix, which sees only itself and is seen by all. Carried
-    keys are not encoded. With a window, its first frame is always at position 0 and its keys are encoded again as it
-    moves, so that positions stay in the range of the window (block-relativistic RoPE, arXiv 2511.20649).
+    keys are stored before encoding. The first frame of a window is always at position 0, and keys are encoded again as
+    the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv 2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
     assert grid is not None
@@ -303,7 +303,7 @@ def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Te
 
 
 def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Return a mask of the keys that each of the last queries sees."""
+    """Return a mask (queries, keys) that is True for the keys that each query sees; queries are the last tokens."""
     frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
     return frame[num_keys - num_queries :, None] >= frame
 
@@ -312,7 +312,10 @@ def _attend_window(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Encode and attend. frames: number of frames of the keys, and of the queries at their end; None: same tokens."""
+    """Encode q and k, and compute attention.
+
+    frames: number of frames in the keys, and in the queries, which are the last of these; None: the same tokens.
+    """
     encoding, grid, size = context.encoding, context.positions, context.block
     if encoding is not None:
         check_causal(encoding)
@@ -346,7 +349,8 @@ def attend_linearly(
 ) -> Tensor:
     """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype, as a backbone's :class:`Context` specifies.
 
-    norm: norm of q and k, if it is fused. memory, decay: the layer's, by blocks. act: see :func:`attend_with`.
+    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block. act: see
+    :func:`attend_with`.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -375,8 +379,8 @@ def attend_linearly(
 def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tensor:
     """Return the gate (B, H or 1, N) of the delta rule for keys (B, H, N, D) that were normalised over a head.
 
-    Squared norms of such keys are about D, so those of a frame, or of the prefix, sum to at most about 1. The state
-    then can't grow from frame to frame. SANA-WM multiplies keys by the root of this factor.
+    The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
+    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies keys by the root of this factor.
     """
     size = max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)
@@ -387,8 +391,8 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
     """Check the memory of a model with these kinds of attention.
 
     Raises:
-        TypeError: another type than a Memory.
-        ValueError: a memory without linear attention.
+        TypeError: not a Memory.
+        ValueError: a memory for a model without linear attention.
     """
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(

@@ -61,7 +61,7 @@ class _Entry(NamedTuple):
 
 
 class _Local(threading.local):
-    """Positions of this thread's forward (``running``), and those in effect (``current``, maybe unpacked ones)."""
+    """Positions of this thread's forward (``running``) and those in effect (``current``), maybe from a saved tensor."""
 
     def __init__(self) -> None:  # set per thread, because Dynamo's guards would miss class attributes
         self.running: Any = None  # an _Entry, or None
@@ -108,7 +108,7 @@ class _Adaptation:
         return True
 
     def locate(self, path: str) -> Where:
-        """Return the positions for an attention that is running, in a forward or recomputed in a backward."""
+        """Return the positions for an attention that runs in a forward, or is recomputed in a backward."""
         if self.is_fixed:
             return self.positions
         if torch.compiler.is_compiling():
@@ -268,7 +268,7 @@ class _Encoder:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copies": {}}  # the copies refer to this object
 
-    # A compiler runs these two at trace time, which is also when SDPA is or is not called.
+    # A compiler runs the next two methods only at trace time, which is when the forward calls SDPA, if it does at all.
 
     @torch.compiler.assume_constant_result
     def count_calls(self) -> int:
@@ -441,11 +441,11 @@ def adapt_attention(
             class token. For a preset, return the result of its ``positions()``. None if the model's code calls
             :func:`set_positions` itself.
         modules: name patterns of the self-attentions, such as "blocks.*.attn". The default matches modules named attn,
-            attn1, attention, self_attn or self_attention. Of nested matches, the outermost is used.
+            attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
         encoding_kwargs: options of the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each
             layer its own.
-        num_axes: number of axes for an encoding that is built here; default: that of fixed positions, else 2.
-        head_dim, num_heads: of the attentions; default: read from them.
+        num_axes: number of axes, if the encoding is built here; default: that of fixed positions, else 2.
+        head_dim, num_heads: sizes of the attentions; default: read from the modules.
         name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
             the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
@@ -481,7 +481,8 @@ def restore_attention(model: Model) -> Model:
     """Undo :func:`adapt_attention`, in place; a model that is not adapted is unchanged.
 
     Raises:
-        ValueError: a forward was replaced since, for example by an offloading hook; the model is left unchanged.
+        ValueError: a forward was replaced after adapting, for example by an offloading hook; the model is left
+            unchanged.
     """
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
@@ -503,8 +504,8 @@ def restore_attention(model: Model) -> Model:
 def set_positions(model: nn.Module, positions: Where, name: str = "encoding") -> None:
     """Set the positions from inside the forward of an adapted model.
 
-    For models that choose their tokens in the forward: an MAE calls it after drawing the patches to keep. It applies to
-    the attentions that follow, until the forward ends. Call it outside of checkpointed code.
+    Use it in models that choose their tokens in the forward, such as an MAE after it draws the patches to keep. The
+    positions apply to all following attentions until the forward ends. Call it outside of checkpointed code.
 
     Args:
         model: the model passed to :func:`adapt_attention`.
@@ -512,7 +513,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
         name: the name passed to ``adapt_attention``.
 
     Raises:
-        ValueError: no such adaptation, one with fixed positions, or no running forward.
+        ValueError: no adaptation with this name, fixed positions, or no running forward.
     """
     _check_positions(positions)
     own = next((f.adaptation for f in _forwards_of(model) if f.adaptation.name == name), None)
@@ -577,7 +578,7 @@ def _build(
     positions: Any,
     given: tuple[int | None, int | None, int | None],
 ) -> nn.Module:
-    """Build one module for all attentions, or one for each. given: num_axes, head_dim and num_heads, or None."""
+    """Build one module for all attentions, or one per attention. given: num_axes, head_dim and num_heads, or None."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)

@@ -68,7 +68,7 @@ def read_lookups(code: CodeType) -> Lookups:
     chain: tuple[str, ...] | None = None  # the chain loaded by the last instruction
     constants: tuple[Any, Any] = (0, None)  # the last two constants loaded
     local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    if sys.version_info >= (3, 11):  # one numbering; parameters that are cells keep their place
+    if sys.version_info >= (3, 11):  # locals and cells share one numbering; a parameter that is a cell keeps its index
         local = cells = (*dict.fromkeys((*local, *cells)),)
     module, extended = "", 0
     # Read the raw bytes, because the generator of dis.get_instructions is too slow for a whole model.
@@ -113,7 +113,7 @@ def _nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def looks_rotary(code: CodeType) -> bool:
-    """Return whether a function is not a method, and its name or parameters suggest a rotary function."""
+    """Return whether the name or parameters of a function suggest that it is rotary; False for methods."""
     names = (code.co_name, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return names[1:2] not in (("self",), ("cls",)) and any(map(_ROTARY.search, names))
 
@@ -185,7 +185,7 @@ class Copier:
         return self._replace_names(code, function, depth)
 
     def _find(self, code: CodeType, function: FunctionType, depth: int) -> dict[str, list[Place]]:
-        """Return the places of each name that refers to a replaced function everywhere in the code."""
+        """Return the places of each name whose every use in the code refers to a replaced function."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
         for kind, base, *attributes in lookups.chains:
@@ -291,7 +291,7 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 
 @functools.cache
 def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
-    """Return what a method looks up on its object: ``("rope", "rotate")`` for ``self.rope.rotate``."""
+    """Return the attributes that a method looks up on its object: ``("rope", "rotate")`` for ``self.rope.rotate``."""
     code = function.__code__
     first = code.co_varnames[0] if code.co_argcount else None
     found = {
@@ -304,13 +304,13 @@ def read_own(function: FunctionType) -> frozenset[tuple[str, ...]]:
 
 
 def _inner_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the functions in another one's closure."""
+    """Return the functions in the closure of another function."""
     values = map(_contents, function.__closure__ or ())
     return [value for value in values if isinstance(value, FunctionType) and value is not function]
 
 
 def find_method(cls: type, name: str) -> Any:
-    """Return the class attribute of a name, keeping a ``staticmethod`` wrapped, or None."""
+    """Return the class attribute with this name, or None; a ``staticmethod`` stays wrapped."""
     for base in cls.__mro__:
         if name in vars(base):
             return vars(base)[name]
@@ -336,7 +336,7 @@ def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
 
 
 class Recipe(NamedTuple):
-    """Recipe to derive an adapted class from another class, also when an object is unpickled in another process."""
+    """Recipe for an adapted class, from which another process can derive the same class to unpickle its objects."""
 
     exchange: Any  # a picklable Exchange, with ``refine(method, copy) -> method, attributes``
     entries: tuple[str, ...]

@@ -31,7 +31,7 @@ _DATA = re.compile(r"x|t|xq|xk|x_in|tensors?|hidden_states|([qkv]|query|key|valu
 _TABLES = re.compile(r"cos|sin|freq|rope|rot|emb|angle|theta|cis|table|pe$")
 _HEAD_DIM = 24  # head_dim of the first probes: its half, third and quarter are integers
 _EMPTY = inspect.Parameter.empty
-_MOST_ANSWERS = 4  # kinds of arguments that run without being a rotation, before giving up
+_MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
 _MOST_RECIPES = 64  # cached per function
 _GPU = "cuda"  # for functions that reject CPU tensors
 _MISSING: Any = object()
@@ -51,8 +51,8 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
     Returns:
         A function with the attribute ``original``. Each new kind of arguments (ranks, widths, dtypes, flags) is probed
         at its first call, also while a graph is compiled. Kinds that the kernel does not support go to the original.
-        Outputs have the original's dtype and x's memory order. Arithmetic is float32 (float64 for float64), where the
-        original may round to bfloat16 in between. Tables get a gradient if the original gives them one.
+        Outputs have the original's dtype and x's memory order. Arithmetic is float32 (float64 for float64), even if the
+        original rounds intermediate results to bfloat16. Tables get a gradient if the original gives them one.
 
     Raises:
         TypeError: the function does not rotate pairs of channels by its tables; the message says what it does.
@@ -69,7 +69,7 @@ def drop_in(function: Callable[..., Any], *, impl: Impl = "auto") -> Callable[..
 
 
 class _Probed:
-    """A function, which of its parameters are rotated, and the plans for the kinds of arguments seen so far.
+    """A function, the parameters that it rotates, and the plans for the kinds of arguments seen so far.
 
     It may read tensors and settings (numbers, flags and strings) of its ``owner``.
     """
@@ -106,8 +106,8 @@ class _Probed:
         plan = self.plans.get((key, relations))
         return plan if isinstance(plan, RotationPlan) else None
 
-    # Same mark as torch.compiler.assume_constant_result sets (torch 2.15), without importing the compiler: the method
-    # is called while a graph is traced, with constants of the trace.
+    # Set the same mark as torch.compiler.assume_constant_result (torch 2.15), without importing the compiler. While a
+    # graph is traced, all arguments of this method are constants.
     find._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def probe(self, key: tuple[Any, ...], relations: str) -> RotationPlan | Unlike:

@@ -282,7 +282,7 @@ class EncodingStack:
 
     @property
     def distinct(self) -> list[nn.Module | None]:
-        """List of the encodings, each once."""
+        """Encodings without duplicates."""
         return list(self.encoding) if self.by_layer else [self.encoding]
 
     @property
@@ -305,7 +305,7 @@ class EncodingStack:
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
         """Check that a preset can place images (2 axes) or videos (3) in row-major order.
 
-        preset_axes: exact number of axes required; None: more are fine, because an image is a video of one frame.
+        preset_axes: exact number of axes required; None allows more, because an image is a video of one frame.
         """
         made = self.preset
         if made is None:

@@ -1,8 +1,8 @@
-"""Attentions of known classes in which norms of q and k, or tokens of the prefix, join the rotation in one launch.
+"""Fusion of known attention classes' q and k norms, or prefix tokens, with the rotation into one launch.
 
-The library's own method runs, in a copy in which its norms rotate, too. That copy is called while the norms are plain
-(:mod:`.norms`); otherwise the copy of :mod:`.copies` is called, in which only the rotation is replaced. Classes are
-recognised by their names; a fork under another name has only its rotation replaced.
+A copy of the library's own method runs, in which the norms also rotate. If the norms are not plain (:mod:`.norms`), the
+copy from :mod:`.copies` runs instead, in which only the rotation is replaced. Classes are recognised by name, so only
+the rotation is replaced in a fork that has another name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Method = Callable[..., Any]
 
 @functools.cache
 def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) -> tuple[Method, dict[str, Any]]:
-    """Return a method that does more in a launch, and attributes that its class needs; ``plain`` for unknown methods.
+    """Return a method with fused launches and the attributes that its class needs; ``plain`` for unknown methods.
 
-    An attribute is a value and the kind of method, see :func:`.copies.derive_class`.
+    Each attribute is a value with its kind of method, see :func:`.copies.derive_class`.
 
     Args:
-        method: of a library's class.
-        plain: its copy, in which the rotation is replaced.
-        exchange: takes the functions that rotate q and k.
+        method: the method of a library's class.
+        plain: a copy of it in which the rotation is replaced.
+        exchange: returns a replacement for each function that rotates q and k.
         impl: see :func:`lrpe_md.rotate`.
     """
     inner = inspect.unwrap(method)
@@ -58,7 +58,7 @@ def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) ->
 
 
 def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for a norm or a rotation that was done before."""
+    """Return x, in place of a norm or rotation that has already been applied."""
     return x
 
 
@@ -66,7 +66,7 @@ def _return_unchanged(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Normed(NamedTuple):
-    """Takes the place of cos where the norms of q and k join the rotation."""
+    """Replacement for cos that also carries the norms of q and k."""
 
     cos: Tensor
     norm: Norm
@@ -94,7 +94,7 @@ def _fuse_qwen3(impl: Impl) -> tuple[Method, Method]:
 
 
 class _Rotating:
-    """An attention whose norms rotate, too; all else is the attention's own."""
+    """Wrapper of an attention whose norms also rotate; everything else comes from the attention."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
         self.attn = attn
@@ -116,7 +116,7 @@ def _is_pair(tables: Any, ndim: int) -> bool:
     return type(tables) is tuple and len(tables) == 2 and all(isinstance(t, Tensor) and t.ndim == ndim for t in tables)
 
 
-_Groups = dict[tuple[str, str], Any]  # names of the norms of q and of k → the tables of their tokens
+_Groups = dict[tuple[str, str], Any]  # names of the q norm and the k norm → the tables of their tokens
 
 
 def _group_flux(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
@@ -145,12 +145,12 @@ def _group_hunyuan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | Non
 
 
 class _Processor(NamedTuple):
-    """Describe the norms of a diffusers processor."""
+    """Description of the norms of a diffusers processor."""
 
-    group: Callable[[Any, Any, Any], _Groups | None]  # attention, text and tables → the norms to fuse; None: none
+    group: Callable[[Any, Any, Any], _Groups | None]  # attention, text and tables → the norms to fuse, or None
     over_heads: bool = False  # each norm is over all heads
-    on_cpu: bool = True  # fuse on a CPU, where that saves no time and takes more calls in Python
-    joins_text: bool = False  # text can follow the video in one tensor
+    on_cpu: bool = True  # fuse on a CPU too, where it adds Python calls and saves no time
+    joins_text: bool = False  # append text to the video in one tensor if possible
 
 
 def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
@@ -182,7 +182,7 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
         is_joined = how.joins_text and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
         if text is None or not is_joined:
             return copied(processor, rotating, hidden_states, text, attention_mask, tables)
-        # Text is not rotated and follows the video; as both have one projection they stay one tensor.
+        # Text follows the video and is not rotated. Both use the same projection, so they can stay in one tensor.
         both, _ = copied(processor, rotating, torch.cat([hidden_states, text], dim=1), None, attention_mask, tables)
         video, text = both.split([hidden_states.shape[1], text.shape[1]], dim=1)
         return video, (text if getattr(attn, "to_add_out", None) is None else attn.to_add_out(text))
@@ -194,7 +194,7 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
 
 
 def _cat(tensors: Any, dim: int = 0) -> Tensor:
-    """Concatenate without a copy where the tokens of the prefix are none."""
+    """Concatenate, without a copy if the prefix is empty."""
     if len(tensors) == 2 and dim == 2 and tensors[0].shape[2] == 0:
         return tensors[1]
     return torch.cat(tensors, dim)
@@ -231,7 +231,7 @@ _DIFFUSERS = {
     "ltx.LTXVideoAttnProcessor": _Processor(_group_ltx, over_heads=True, on_cpu=False),
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
-# Names of methods → a function that makes their parts, names that their copies look up, and attributes.
+# Method name → function that makes the rotation and the call, names that the copy looks up, and class attributes.
 _KNOWN: dict[str, tuple[Callable[[Impl], tuple[Method, Method]], dict[str, str], dict[str, Any]]] = {
     "timm.models.eva.EvaAttention.forward": _TIMM, "timm.layers.attention.AttentionRope.forward": _TIMM,
     **{

@@ -1,8 +1,8 @@
-"""Linear attention of other libraries: SANA-Video's, and the gated delta rule by frames of SANA-WM.
+"""Replacement of other libraries' linear attention: SANA-Video's, and SANA-WM's gated delta rule over frames.
 
-A function is recognised by its parameters, and then called with small random tensors: its result and its gradients must
-be those of :func:`lrpe_md.linear_attention`. cos and sin stay the model's own, as for all rotary functions; so q and k
-are rotated first, and the rows of the normaliser, which these models do not rotate, are a sum of their own.
+A function is recognised by its parameters and then called with small random tensors. Its result and gradients must
+match those of :func:`lrpe_md.linear_attention`. As for all rotary functions, the model computes its own cos and sin, so
+q and k are rotated first. These models do not rotate the normaliser, so it is computed as a separate sum.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .probing import quietly
 
 __all__ = ["find_core", "replace_core"]
 
-_TOLERANCE = 1e-5  # of a result and of gradients, relative to the largest entry
-_LEAST_DECAY = torch.finfo(torch.float32).tiny  # where a decay underflows to 0, which linear_attention does not take
+_TOLERANCE = 1e-5  # for a result and its gradients, relative to the largest entry
+_LEAST_DECAY = torch.finfo(torch.float32).tiny  # replaces decays that underflow to 0, which linear_attention rejects
 
 
 class Core(NamedTuple):
-    """Our implementation of a function, and how to compare the two.
+    """Our implementation of a function, and random arguments to compare the two.
 
-    run: takes ``impl`` and the function's arguments by name; returns None for arguments that it does not take.
-    draw: number of the comparison, function that draws a leaf → leaves with a gradient, and arguments.
+    run: takes ``impl`` and the function's arguments by name; returns None for arguments that it does not support.
+    draw: (number of the comparison, function that draws a leaf) → leaves that need a gradient, and arguments.
     """
 
     run: Callable[..., Any]
     draw: Callable[[int, Callable[..., Tensor]], tuple[list[Tensor], list[Any]]]
 
 
-_lookups: dict[FunctionType, list[Any]] = {}  # globals that each function looked up when it was compared
+_lookups: dict[FunctionType, list[Any]] = {}  # globals that each function used when it was compared
 
 
 @functools.cache
 def find_core(function: FunctionType) -> Core | None:
-    """Return our implementation of another library's function, compared with it; None for other functions."""
+    """Return our implementation of another library's function, or None if there is none or the two differ."""
     core = _CORES.get(_parameters(function))
     if core is None:
         return None
@@ -66,25 +66,25 @@ def _look_up(function: FunctionType) -> list[Any]:
 
 @torch.compiler.assume_constant_result
 def _is_unchanged(function: FunctionType) -> bool:
-    """Return whether a function looks up what it did when it was compared."""
+    """Return whether a function still uses the same globals as when it was compared."""
     return all(map(operator.is_, _lookups[function], _look_up(function)))
 
 
 def _agrees(function: FunctionType, core: Core) -> bool:
-    """Return whether a function has our results and gradients."""
+    """Return whether the results and gradients of a function match ours."""
     try:
         for case in range(2):
             found, right = (_differentiate(call, core, case) for call in (_by_name(core, function, "auto"), function))
             for a, b in zip(right, found, strict=True):
                 if a.shape != b.shape or not (a - b).abs().max() <= _TOLERANCE * a.abs().max():
                     return False
-    except Exception:  # code of other people may raise anything
+    except Exception:  # third-party code may raise anything
         return False
     return True
 
 
 def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tensor]:
-    """Return a result and gradients. Equal cases have equal arguments."""
+    """Return a result and its gradients. The same case always has the same arguments."""
     generator = torch.Generator().manual_seed(case)
     with torch.enable_grad():
         leaves, args = core.draw(case, lambda *size: torch.rand(size, generator=generator).requires_grad_())
@@ -94,11 +94,11 @@ def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tens
 
 @functools.cache
 def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) -> Callable[..., Any]:
-    """Return a function that runs our linear attention in place of one that :func:`find_core` knows.
+    """Return a function that runs our linear attention in place of one that :func:`find_core` recognises.
 
     Args:
-        function: of another library.
-        plain: what is called instead, with arguments of other kinds, or once the function looks up others by name.
+        function: a function of another library.
+        plain: called instead if the arguments are not supported, or if the globals of the function have changed.
         impl: see :func:`lrpe_md.rotate`.
     """
     core: Any = find_core(function)
@@ -113,20 +113,20 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
 
 
 def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., Any]:
-    """Return our implementation with the parameters of the function that it stands for."""
+    """Return our implementation with the parameters of the function that it replaces."""
     names, run = _parameters(function), core.run
     return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 
 
 def _widen(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in one dtype; float16 as float32, since sums over all tokens exceed its range."""
+    """Return q, k and v in one dtype. float16 becomes float32, because sums over all tokens exceed its range."""
     wide = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
     wide = torch.float32 if wide == torch.float16 else wide
     return q.to(wide), k.to(wide), v.to(wide)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tables: Any, eps: float, act: Act, impl: Impl, **memory: Any) -> Tensor:
-    """Return q̂ S / (q̄ · Σ + eps), with q̄ = act(q), and the rotation q̂ of it. q, k and v: (B, H, N, D)."""
+    """Return q̂ S / (q̄ · Σ + eps), where q̄ = act(q), and q̂ is q̄ after rotation. q, k and v are (B, H, N, D)."""
     sum_up = partial(linear_attention, map=None, normalizer="none", impl=impl, **memory)
     z = sum_up(q, k, v.new_ones(1).expand(*v.shape[:3], 1), act=act)
     if tables is not None:
@@ -142,7 +142,7 @@ def _run_processor(
     *, impl: Impl, self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None,
     attention_mask: Any = None, rotary_emb: Any = None,
 ) -> Tensor | None:  # fmt: skip
-    """Attend as a processor of diffusers, whose tables are cos and sin (1, N, 1, D)."""
+    """Compute the attention of a diffusers processor, whose tables are cos and sin (1, N, 1, D)."""
     if encoder_hidden_states is not None or attention_mask is not None or rotary_emb is None:
         return None
     q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
@@ -172,13 +172,14 @@ def _run_frames(
     *, impl: Impl, self: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, recall_gate: Any,
     num_frames: int, rotary_emb: Tensor | None = None, **masks: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Attend in both directions, q, k and v (B, N, H, D), beta (B, H, F, S), decay (B, H, F), F frames of S tokens.
+    """Compute attention in both directions over F frames of S tokens.
 
-    Keys are scaled by s = (D S)^-½. With s² β and s eps instead, numerator and denominator are s times what they were.
+    q, k and v are (B, N, H, D), beta is (B, H, F, S) and decay (B, H, F). The original scales keys by s = (D S)^-½.
+    Here beta is scaled by s² and eps by s instead, which multiplies both numerator and denominator by s.
     """
     q, k, v = (x.transpose(1, 2) for x in _widen(query, key, value))
     size, is_masked = query.shape[1] // num_frames, any(mask is not None for mask in masks.values())
-    fits = size > 1 and fits_kernels(v.shape[3], q.shape[3], q.element_size(), delta=True)  # else no faster
+    fits = size > 1 and fits_kernels(v.shape[3], q.shape[3], q.element_size(), delta=True)  # otherwise no faster
     if is_masked or not fits or beta.ndim != 4 or (rotary_emb is not None and rotary_emb.ndim != 4):
         return None
     scale = (query.shape[3] * size) ** -0.5
@@ -213,7 +214,7 @@ _FRAMES = (
     "self", "query", "key", "value", "beta", "decay", "recall_gate", "num_frames", "rotary_emb", "token_valid_mask",
     "beta_valid_mask", "decay_valid_mask",
 )  # fmt: skip
-_CORES = {  # by the names of a function's parameters
+_CORES = {  # keys are the parameter names of a function
     ("self", "attn", "hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"): Core(
         _run_processor, _draw_processor
     ),

@@ -35,9 +35,9 @@ def norm_of(
     instance-level forward, and with weights on q's device.
 
     Args:
-        dtype: of q and k.
+        dtype: dtype of q and k.
         heads: numbers of heads of q and k, if the norms are over all heads.
-        device: of q and k; None: that of the weights.
+        device: device of q and k; None: that of the weights.
     """
     q, k = _read_norm(q_norm, dtype), _read_norm(k_norm, dtype)
     if q is None or k is None or (q.kind, q.eps) != (k.kind, k.eps):
@@ -60,7 +60,7 @@ def _shape_by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[T
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens; None if one is None or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens; return None if one is None or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None
@@ -79,7 +79,7 @@ def is_plain_module(norm: nn.Module) -> bool:
 
 
 def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
-    """Read the norm of one module, or return None if it is not plain or not known."""
+    """Read the norm of one module, or return None if the module is unknown or not plain."""
     kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain_module(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if kind is None or (kind == "rms" and bias is not None):

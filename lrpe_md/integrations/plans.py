@@ -1,4 +1,4 @@
-"""Plans: the effect of a rotary function as data, and calls that run it on views of the caller's tables."""
+"""Plans that describe the effect of a rotary function as data, and calls that run them on the caller's tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
     "run_prepared",
 ]  # fmt: skip
 
-EQUAL, MORE, FEWER = "=", ">", "<"  # rows of the tables, compared with the tokens of an x
+EQUAL, MORE, FEWER = "=", ">", "<"  # number of table rows, compared with the number of tokens in x
 
 
 class Unlike(Exception):
-    """The function computes something else; ``depth`` says how far the probe came before it noticed."""
+    """Error for a function that computes something else; ``depth`` says how far the probe got before it noticed."""
 
     def __init__(self, depth: int, message: str) -> None:
         super().__init__(message)
@@ -39,17 +39,18 @@ class Unlike(Exception):
 
 
 class Follow(NamedTuple):
-    """A dimension of a table whose index is the place on an axis of x, or the integers of a leaf along these axes."""
+    """Dimension of a table, indexed by the position on an axis of x, or by the integers of a leaf along these axes."""
 
     axes: tuple[int, ...]
     positions: int | None = None
 
 
 class Run(NamedTuple):
-    """Channels of cos or sin that lie in a row in a leaf (a tensor among the other arguments).
+    """Channels of cos or sin that one view of a leaf contains. A leaf is a tensor among the other arguments.
 
-    follows: the dimensions of the leaf that follow something; ``gathers`` where this is positions. index, order: what
-    views the channels as (N, W), (B, N, W) or (B or 1, H, N, W), once rows are gathered; see :func:`arrange`.
+    follows: dimensions of the leaf that follow an axis of x or positions; ``gathers`` is True if any follows positions.
+    index, order: index and permutation that view the channels as (N, W), (B, N, W) or (B or 1, H, N, W), after rows are
+    gathered; see :func:`arrange`.
     """
 
     leaf: int
@@ -63,13 +64,13 @@ class Run(NamedTuple):
 class Turn(NamedTuple):
     """Rotation of one tensor by the tables.
 
-    cos, sin: runs, one after another, and whether they alternate: each of the two has every other channel.
-    rows: where the first token's row is: "start", "end" (rows and tokens end together), or "offset" (an argument says).
-    heads: the width of a head, where x has all heads in its last dimension; 0 elsewhere.
-    axes: which of x's axes are batch, heads and tokens, the last along which tables vary; negative for new ones.
-    index, order: what views x as (B, H, N, D). back_order, back_index: what undoes it.
-    shuffle: None, or how the channels ``span`` are regrouped before the rotation: unflatten(-1, shuffle).mT.
-    pairs, rotary_dim, inverse: as :func:`rotate` takes them.
+    cos, sin: runs in channel order, and whether they alternate, so that each of two runs has every other channel.
+    rows: position of the first token's row: "start", "end" (rows and tokens end together), or "offset" (an argument).
+    heads: width of a head if x has all heads in its last dimension, else 0.
+    axes: axes of x for batch, heads and tokens; tables vary along the last. Negative numbers are new axes.
+    index, order: index and permutation that view x as (B, H, N, D). back_order, back_index: their inverses.
+    shuffle: how to regroup the channels ``span`` before the rotation, unflatten(-1, shuffle).mT; None: as they are.
+    pairs, rotary_dim, inverse: see :func:`rotate`.
     """
 
     cos: tuple[tuple[Run, ...], bool]
@@ -92,12 +93,12 @@ class Turn(NamedTuple):
 class RotationPlan(NamedTuple):
     """Effect of the function on arguments of one kind; see :func:`describe`.
 
-    relations: for each x a character, EQUAL, MORE or FEWER.
-    like_next: for each turn whether the next one is equal, since Dynamo can't compare slices in all versions.
-    form: how the outputs come: "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
-    broadcast_axes: axes of x along which a table may have one row for all.
-    required_sizes: (leaf, dimension, axis of x or minus a number) of dimensions that have this size.
-    grids: instead of turns, the leaves with sizes (B, 3) and a complex table (L, D/2); see :func:`_run_on_grids`.
+    relations: one character per x: EQUAL, MORE or FEWER.
+    like_next: whether each turn equals the next. Stored because some versions of Dynamo can't compare slices.
+    form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
+    broadcast_axes: axes of x along which a table may have a single row for all tokens.
+    required_sizes: dimensions with a required size, as (leaf, dimension, axis of x with this size or minus the size).
+    grids: replaces turns: the leaves with sizes (B, 3) and a complex table (L, D/2); see :func:`_run_on_grids`.
     """
 
     turns: tuple[Turn, ...]
@@ -116,7 +117,7 @@ class RotationPlan(NamedTuple):
 
 
 def describe(value: Any, is_data: bool) -> Any:
-    """Return what a plan depends on: nested tuples of constants; sizes of batch, heads and tokens are left out."""
+    """Describe an argument in nested tuples of constants, without the sizes of batch, heads and tokens."""
     if isinstance(value, Tensor):
         kind, tail = "data" if is_data else "table", value.shape[-1:]
         if not (value.is_floating_point() or value.is_complex()):
@@ -128,9 +129,9 @@ def describe(value: Any, is_data: bool) -> Any:
     if type(value) in (tuple, list):
         return (type(value).__name__, *[describe(v, is_data) for v in value])
     if isinstance(value, (bool, float)):
-        return ("value", type(value).__name__, value)  # as a key, 1 == 1.0 == True
+        return ("value", type(value).__name__, value)  # keys need the type, because 1 == 1.0 == True
     if isinstance(value, int):
-        return operator.index(value)  # also where it is symbolic
+        return operator.index(value)  # makes symbolic integers constant
     return value if value is None or isinstance(value, (str, torch.dtype)) else ("unknown",)
 
 
@@ -140,8 +141,8 @@ def describe(value: Any, is_data: bool) -> Any:
 class _Side(NamedTuple):
     """Sizes of one x, as (B, H, N), and of its tables.
 
-    kept: the first row and the number of rows that are used, where the tables have more. tokens: their number where the
-    tables have one row for all, else 0.
+    kept: first row and number of rows to use, if the tables have more rows than x has tokens. tokens: number of tokens,
+    if the tables have one row for all of them, else 0.
     """
 
     sizes: tuple[int, ...]
@@ -151,9 +152,9 @@ class _Side(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A plan for tensors of known sizes; ``launches`` says how many of them each launch has.
+    """Plan for tensors of known sizes; ``launches`` is the number of tensors in each launch.
 
-    relations: as of a plan; those of another plan mean that this one is not for these sizes.
+    relations: relations at these sizes. If they differ from the plan's, these sizes need another plan.
     """
 
     plan: RotationPlan
@@ -163,13 +164,13 @@ class PreparedCall(NamedTuple):
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an index and an order of dimensions that bring labelled dimensions to the target; None for nothing to do.
+    """Return an index and a permutation that arrange labelled dimensions like the target; None if not needed.
 
-    Dimensions that the target has and ``labels`` has not are new ones.
+    Dimensions of the target that are not in ``labels`` are added.
     """
     new = [label for label in target if label not in labels]
     items, order = [*[None] * len(new), *index], tuple([*new, *labels].index(label) for label in target)
-    if [label for label in target if label in labels] == list(labels):  # new ones go to their places at once
+    if [label for label in target if label in labels] == list(labels):  # the index alone can add new ones in place
         rest, items, order = list(index), [], None
         for label in target:
             while label in labels and isinstance(rest[0], int):
@@ -182,7 +183,7 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
 
 
 def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:
-    """Work out a call with tensors of these sizes; None for tables that don't fit."""
+    """Prepare a call with tensors of these sizes; return None if the tables don't fit."""
     if plan.grids is not None:
         sizes, table = (leaves[i] for i in plan.grids)
         fits = sizes.shape == (len(xs[0]), 3) and 2 * table.shape[1] == xs[0].shape[3] and table.device == xs[0].device
@@ -226,7 +227,7 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
 
 
 def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
-    """Turn xs as the function would have, with our kernel; None where values in the leaves are not what it takes."""
+    """Rotate xs as the function would, with our kernel; return None if it does not support the values in the leaves."""
     plan = recipe.plan
     if plan.detach_tables:
         leaves = [t.detach() for t in leaves]
@@ -286,7 +287,7 @@ def _view_x(turn: Turn, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] | None, leaves: list[Tensor]) -> Tensor:
-    """Return cos or sin, made of views of the caller's tensors."""
+    """Return cos or sin, assembled from views of the caller's tensors."""
     parts = []
     for run in table[0]:
         t = leaves[run.leaf]
@@ -309,7 +310,7 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
 
 
 def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
-    """Rotate as Wan does: the first tokens of each sample are a grid (T, H, W) of its own, and the others pass."""
+    """Rotate as Wan does: the first tokens of each sample form its own grid (T, H, W), and the rest are unrotated."""
     sizes, table = (leaves[i] for i in cast(tuple[int, int], plan.grids))
     grids, width = sizes.tolist(), table.shape[1]
     if not all(0 < t * h * w <= x.shape[1] and max(t, h, w) <= len(table) for t, h, w in grids):

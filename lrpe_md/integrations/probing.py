@@ -1,7 +1,7 @@
 """Probing of a rotary function with small tensors, to find out what it computes.
 
-All table entries get distinct values. For x that is one on one channel of each pair and zero on the other, the output
-is the entry that multiplied it. This shows which table entries are that channel's cos and sin.
+All table entries get distinct values. If x is one in one channel of each pair and zero in the other, the output is the
+entry that multiplied it. This shows which table entries are that channel's cos and sin.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _OTHERS: dict[int, list[tuple[int, ...]]] = {
     3: [(5, 2, 3), (3, 3, 3), (1, 3, 5), (2, 1, 5), (2, 3, 1), (1, 1, 1)],
 }
 _MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in float32
-_MOST_TOKENS = 5  # per axis, whose entries are looked up
+_MOST_TOKENS = 5  # tokens per axis whose entries are looked up
 _MOST_LAYOUTS = 300
-_MOST_ANSWERS = 6  # results that are no rotation, before giving up a kind of arguments
+_MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that are not rotations
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
@@ -259,7 +259,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
-        """Return the output for x that is one at these of the changed channels, and zero elsewhere."""
+        """Return the output for an x that is one in these of the changed channels and zero elsewhere."""
         ones = zeros.clone()
         ones[..., start : start + width][..., channels] = 1
         return call(ones).to(x.dtype)
@@ -335,7 +335,7 @@ class Reading:
         raise IndexError(number)
 
     def turn(self, pairs: Pairs) -> Turn:
-        """Find the table entries that cos and sin equal, or whose cosine and sine they are."""
+        """Find the table entries that hold cos and sin, or the angles that they are computed from."""
         rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
@@ -382,7 +382,7 @@ class Reading:
                     candidates[Follow(axes, leaf)] = [
                         int(t[tuple(at[a] - box[a].start for a in axes)]) for at in tokens
                     ]
-        begins: dict[Follow, int] = {}  # the index of the first token, minus its place
+        begins: dict[Follow, int] = {}  # index of the first token, minus its position
 
         @cache
         def follow(column: tuple[int, ...]) -> Any:
@@ -592,7 +592,7 @@ def are_close(outs: Any, expected: list[Tensor], tolerance: float = 2e-5) -> boo
 
 
 def complete(probe: Probe, plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor]) -> RotationPlan:
-    """Compare gradients, and outputs in the call's dtypes; record whether autocast changes these."""
+    """Compare gradients, and outputs in the call's dtypes; record whether autocast changes the outputs."""
 
     def ours() -> list[Tensor]:
         out = run_prepared(cast(PreparedCall, prepare(plan, xs, leaves, probe.offset)), xs, leaves, "reference")

@@ -77,7 +77,7 @@ def recognise(
     """Find arguments of :func:`rotate` or :func:`cosine` that reproduce a function.
 
     Args:
-        function: takes x (1, H, N, D), or q and k, and returns them rotated; it determines its own positions.
+        function: takes x (1, H, N, D), or q and k, and returns them rotated; it must compute its own positions.
         head_dim: D.
         shape: grid of its tokens, slowest axis first: (H, W), (T, H, W), or (N,) for a sequence.
         num_heads: H; more than 1 if frequencies differ by head.

@@ -1,7 +1,7 @@
-"""Replace the functions that rotate q and k in other people's models by our kernels.
+"""Replace the functions that rotate q and k in third-party models with our kernels.
 
-Nothing here knows a library: each function that a module looks up by name is given to :func:`drop_in`, and those that
-it accepts are replaced in a copy of the module's methods. The cos and sin that the model computes go to the kernel.
+Nothing here depends on a library. Each function that a module looks up by name is passed to :func:`drop_in`, and the
+supported ones are replaced in a copy of the module's methods. The kernel reads the cos and sin that the model computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["adapt_rotary", "exchanged_names", "is_pipeline", "models_of", "parts
 
 Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
-_SAVED = "_lrpe_attributes"  # of an object: attributes of its own that were replaced, as they were
+_SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of its replaced attributes
 _ROTATES = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
 
@@ -35,7 +35,7 @@ _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "
 
 
 class DropIns(NamedTuple):
-    """Map rotary functions to ours, always the same ones.
+    """Mapping from each rotary function to our replacement; always the same object.
 
     Args:
         impl: see :func:`lrpe_md.rotate`.
@@ -44,16 +44,16 @@ class DropIns(NamedTuple):
     impl: Impl
 
     def __call__(self, function: Any) -> Any:
-        """Return a function of ours, or None where this is not a rotary function."""
+        """Return our replacement, or None if this is not a rotary function."""
         if isinstance(function, FunctionType) and find_core(function) is not None:
             return replace_core(function, function, self.impl)
         found = _drop_in(function, self.impl) if _is_candidate(function) else None
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the method of a known class in which more goes into a launch, and attributes of the class.
+        """Return a method of a known class with more operations fused, and attributes that the class needs.
 
-        copied: the method with its functions replaced; None where there are none.
+        copied: the method with its functions replaced, or None if none of them was.
         """
         if find_core(method) is not None:
             return replace_core(method, copied or method, self.impl), {}
@@ -73,7 +73,7 @@ def _is_candidate(function: Any) -> bool:
 
 @functools.cache
 def _drop_in(function: Any, impl: Impl) -> Any:
-    """Return a function of ours, or what the function does instead of a rotation."""
+    """Return our replacement, or a description of what the function does instead of a rotation."""
     try:
         return drop_in(function, impl=impl)
     except TypeError as error:
@@ -81,7 +81,7 @@ def _drop_in(function: Any, impl: Impl) -> Any:
 
 
 def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
-    """Return, by their names, what functions do that look like rotations but compute something else."""
+    """Return the names of functions that look like rotations, with a description of what they do instead."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
         code, reason = _unwrap(function).__code__, _drop_in(function, impl)
@@ -92,11 +92,11 @@ def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
         if isinstance(reason, str) and takes_data and _ROTATES.search(name.rpartition(".")[2]):
             refused[name] = reason
     whole = {name: reason for name, reason in refused.items() if not name.endswith("rotate_half")}
-    return whole or refused  # what rotates half of the channels is named by the function that calls it
+    return whole or refused  # rotate_half is only a helper, so name the function that calls it
 
 
 class Exchanged:
-    """A function of ours as an attribute of an object. Copies and files keep the original."""
+    """Replacement for a function in an object's attribute. Copies and pickles store the original."""
 
     def __init__(self, original: Any, exchange: DropIns) -> None:
         self.original, self.exchange = original, exchange
@@ -113,12 +113,12 @@ class Exchanged:
 
 
 def is_pipeline(model: Any) -> bool:
-    """Return whether this is a pipeline of diffusers."""
+    """Return whether this is a diffusers pipeline."""
     return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
 
 
 def models_of(model: Any) -> dict[str, nn.Module]:
-    """Return a model, or the models of a pipeline by name; text encoders, which are transformers', are left out."""
+    """Return a model, or the models of a pipeline by name, without text encoders, which come from transformers."""
     if not is_pipeline(model):
         return {"": model}
     return {
@@ -130,7 +130,7 @@ def models_of(model: Any) -> dict[str, nn.Module]:
 
 
 def parts(model: Any) -> dict[str, Any]:
-    """Return all modules by name, and the other objects that they call: attention processors."""
+    """Return all modules by name, and other objects that they call, such as attention processors."""
     found: dict[str, Any] = {}
     callables: dict[type, bool] = {Exchanged: False}
     seen: set[int] = set()
@@ -163,25 +163,25 @@ def exchanged_names(part: Any) -> list[str]:
 def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) -> Model:
     """Rotate q and k with :func:`lrpe_md.rotate` in a built model of any library, or in the denoisers of a pipeline.
 
-    In place; returns the model. The functions that its modules and attention processors call by name to rotate q and k
-    are replaced by equal ones (:func:`drop_in`), in this model alone: parameters, their names, hooks, optimizers and
-    the state_dict stay as they are, and so do other models of the same classes. cos and sin stay the model's own: what
-    it learns, what scales or replaces its frequencies, and hooks on its rotary module work as before, whether they are
-    set before or afterwards. Linear attention as SANA-Video and SANA-WM have it is replaced as a whole, by
+    This changes the model in place and returns it. Functions that its modules and attention processors call by name to
+    rotate q and k are replaced by equivalent ones (:func:`drop_in`). Only this model changes, not others of the same
+    classes. Parameters, their names, hooks, optimizers and the state_dict stay the same. The model still computes its
+    own cos and sin. Learned, scaled or replaced frequencies and hooks on its rotary module therefore work as before,
+    even if they are set later. The linear attention of SANA-Video and SANA-WM is replaced as a whole by
     :func:`lrpe_md.linear_attention`.
 
     Args:
-        model: an ``nn.Module``, or a pipeline of diffusers, whose text encoders are left alone.
+        model: an ``nn.Module``, or a diffusers pipeline, whose text encoders are left unchanged.
         impl: see :func:`lrpe_md.rotate`.
-        verbose: print what was adapted, and what was left and why.
+        verbose: print what was adapted, and what was left unchanged and why.
 
-    A function that looks like one of these and can't be replaced stays as it is, and a warning names it. Adapt before
-    ``torch.compile``. :func:`restore_rotary` undoes it. A model may be adapted again, after attention processors or
-    functions were set.
+    If a function looks rotary but can't be replaced, it is left unchanged and a warning names it. Adapt before
+    ``torch.compile``. :func:`restore_rotary` undoes the change. You can adapt a model again after you set attention
+    processors or functions.
 
     Raises:
-        TypeError: not a model, or none of its functions can be replaced; the message says why.
-        ValueError: a part was sharded (``fully_shard``) since it was adapted. The model is as it was.
+        TypeError: not a model, or a model without functions that can be replaced; the message says why.
+        ValueError: a part was sharded (``fully_shard``) after it was adapted; the model is left unchanged.
     """
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
@@ -216,7 +216,7 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
 
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
-    """Return by path the class that each changed object gets, and its own attributes that are replaced."""
+    """Return the new class and the replaced instance attributes of each object to change, by path."""
     entries = _find_entries(found)
     classes: dict[tuple[type, tuple[str, ...]], Any] = {}
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
@@ -229,7 +229,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
             classes[key] = copies.adapt_class(cls, copies.Recipe(drop_ins, key[1]), copier)
         attributes: dict[str, Any] = {}
         for name, value in vars(part).items():
-            if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks keep the forward so
+            if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks store forwards like this
                 ours = copier.copy(value.__func__) if isinstance(value.__func__, FunctionType) else None
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
@@ -240,7 +240,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
 
 
 def _find_entries(found: dict[str, Any]) -> dict[int, tuple[str, ...]]:
-    """Return by the id of an object the names of methods that others call: ``self.rope.rotate(q)``."""
+    """Return the methods of each object that others call, as in ``self.rope.rotate(q)``, by the object's id."""
     called: dict[int, set[str]] = {}
     known = {id(part) for part in found.values()}
     chains: dict[type, list[tuple[str, ...]]] = {}
@@ -272,6 +272,6 @@ def _restore(found: dict[str, Any]) -> None:
 
 
 def restore_rotary(model: Model) -> Model:
-    """Undo :func:`adapt_rotary`, in place; a model that is not adapted stays as it is."""
+    """Undo :func:`adapt_rotary`, in place; a model that is not adapted is unchanged."""
     _restore(parts(model))
     return model

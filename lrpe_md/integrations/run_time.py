@@ -55,8 +55,8 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
     zero, keeps 1.
 
     Raises:
-        ValueError: no encoding, a wrong number of axes, frequencies without a single axis each (mixed), or those of an
-            adapted language model.
+        ValueError: no encoding, a wrong number of axes, frequencies that combine several axes (mixed), or an adapted
+            language model.
     """
     prepare_scaling(model, scaling).apply()
 
@@ -103,7 +103,7 @@ def set_places(model: Any, axis: int, places: Tensor | None) -> None:
 
 
 def _find(model: Any) -> dict[str, Any]:
-    """Return encodings by name, and add them to modules that make tables."""
+    """Return encodings by name. If there are none, add encodings to modules that make tables."""
     if not isinstance(model, nn.Module) and not is_pipeline(model):
         raise TypeError(f"model: expected an nn.Module or a diffusers pipeline, got {type(model).__name__}")
     modules = {path: part for path, part in parts(model).items() if isinstance(part, nn.Module)}

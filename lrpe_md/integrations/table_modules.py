@@ -171,7 +171,7 @@ def _read_patches(rope: Any) -> _Found:
     if hasattr(rope, "rope_dim") and hasattr(rope, "patch_size_t"):
         omega, patch = _powers(rope.rope_dim, rope.theta), (rope.patch_size_t, rope.patch_size, rope.patch_size)
     elif hasattr(rope, "t_dim") and hasattr(rope, "freqs_cos"):
-        omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # it keeps no base
+        omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # base is not stored
         sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
         if (sin - omega.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
             omega = (omega != 0) * torch.atan2(sin, cos)[:, None]
@@ -200,7 +200,7 @@ def _read_timm(rope: Any) -> _Found:
 
 
 def _read_places(rope: Any) -> _Found:
-    """Read the formula of transformers' vision towers, with patch positions (N, K) or (K, N), from single steps."""
+    """Read the formula of transformers' vision towers, which take patch positions (N, K) or (K, N)."""
     code = getattr(find_method(type(rope), "forward"), "__code__", None)
     if code is None or code.co_varnames[1:3] != ("x", "position_ids") or not hasattr(rope, "inv_freq"):
         return None

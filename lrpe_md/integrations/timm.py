@@ -1,7 +1,7 @@
 """Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
 Weights and their names are timm's; learned frequencies (``encoding.*``) and decays (``*.decay.logit``) are the only
-additional keys of the state_dict. ``lrpe_md.models.vit`` registers entries of timm's for new models.
+additional keys of the state_dict. ``lrpe_md.models.vit`` registers new models with timm.
 
 The backbone owns the encoding, computes the positions once per forward, and passes both to its blocks. timm's blocks
 pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. No
@@ -182,7 +182,7 @@ def encode(
 
 
 def grid_size(x: Tensor, height: int, width: int) -> tuple[int, ...]:
-    """Return the grid of (B, H, W, C) inputs, because some embeddings round up; otherwise the expected grid."""
+    """Return the grid of tokens (B, H, W, C), because some embeddings round up; otherwise the expected grid."""
     return tuple(x.shape[1:3]) if x.ndim == 4 else (height, width)
 
 
@@ -236,7 +236,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         args, kwargs: timm's.
 
     Attributes:
-        reference: interpolation size, may be set at any time. None: one unit per patch, which extrapolates beyond the
+        reference: interpolation size; you can change it later. None: one unit per patch, which extrapolates beyond the
             trained size. Otherwise a size per axis, or None for an axis: positions are interpolated to a grid of this
             size, and a sin-cos table of this size is resampled. ``model.reference = model.patch_embed.grid_size`` keeps
             positions in the trained range. A learned table is always resampled to the grid.
@@ -286,7 +286,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         )  # fmt: skip
 
     def check_memory(self, memory: Memory) -> None:
-        """Refuse a memory: patches of an image have no order in which they could be forgotten."""
+        """Reject a memory, because image patches have no order in which to forget them."""
         raise ValueError(
             f"memory: expected None for an image model, whose tokens have no order, got {memory}; use a video model, "
             "lrpe_md.models.video, with causal='frames' or directions='both'"
@@ -507,7 +507,7 @@ def adapt(
 
 
 def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[Any], memory: Memory | None) -> None:
-    """Check that the layers with linear attention can have it, and this memory."""
+    """Check that the layers with linear attention support it, and that they support this memory."""
     if any(kind == "linear" and m.attn_drop.p > 0 for _, kind, m in attentions):
         raise ValueError("attn_drop_rate: expected 0, because linear attention has no weights to drop")
     check_memory(memory, kinds)

@@ -141,7 +141,7 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # Kept to rebuild the buffer when a module made on the meta device materialises.
+        # Needed to rebuild the buffer when a module made on the meta device materialises.
         self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
@@ -196,7 +196,7 @@ class FrequencyModule(nn.Module):
         raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
-        """Return zeros, or distinct phases for groups, because equal groups would stay equal in training."""
+        """Return zeros, or a distinct phase per group, because equal groups would stay equal in training."""
         groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
         phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
         return phase if self.phase_groups > 1 else phase[0]

@@ -41,7 +41,7 @@ class CosineMd(SeriesModule):
             conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
         phase: learn a phase (num_heads, D), initially zero, on q and k; "k": on the keys only (PoPE).
-        phase_groups: P > 1: learn P phases, (P, num_heads, D), with group g initialised at π g / P; see
+        phase_groups: if P > 1, learn P phases, (P, num_heads, D), with group g initialised at π g / P; see
             :func:`lrpe_md.cosine` for their meaning and cost.
         seed: seed of the random directions.
         dtype: dtype of the frequencies, float32 or float64; casting the model does not change it.
@@ -206,14 +206,14 @@ class Rotate1d(RotateMd):
 
     @torch.no_grad()
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
-        """Change the frequencies in place, for another length scaling at run time.
+        """Change the frequencies in place, for example to change the length scaling at run time.
 
         Compiled code and captured CUDA graphs use the new values without a recompile. See
         :func:`lrpe_md.rope_frequencies`.
 
         Args:
-            theta: in the shape that the module was built with, or another with as many heads.
-            amplitude: other than 1 only if the module was built with an amplitude.
+            theta: in the shape that the module was built with, or another shape with the same number of heads.
+            amplitude: must be 1 unless the module was built with an amplitude.
 
         Raises:
             ValueError: an invalid shape, or an amplitude for a module built without one.
@@ -339,8 +339,8 @@ class PresetMd(FrequencyModule):
             phase; or a name or :class:`lrpe_md.Scheme`, built for ``head_dim`` and ``num_heads``.
         head_dim, num_heads: for a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
         learnable: learn theta (num_heads or 1, C), one frequency per channel, or omega if channels have directions;
-            default: as in the scheme. The logarithm of theta is learned, unless the original learns theta or with
-                "raw".
+            default: as in the scheme. The logarithm of theta is learned, except with "raw" or if the original learns
+            theta.
         act, phase: override the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.

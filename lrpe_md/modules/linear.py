@@ -85,7 +85,7 @@ class HeadDecay(nn.Module):
         return self
 
     def no_weight_decay(self) -> set[str]:
-        """List the parameters that an optimiser should not decay."""
+        """Return the names of parameters that an optimiser should not decay."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def forward(self) -> Tensor:
@@ -117,7 +117,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Options of the state of a backbone's linear attention layers: how it takes in a block, and how it forgets.
+    """Options for the state of a backbone's linear attention layers: how it absorbs a block, and how it forgets.
 
     A block is a frame of a video, or a token of a language model.
 
@@ -152,7 +152,7 @@ class Memory:
     def build_decay(
         self, num_heads: int, layer: int, depth: int, device: torch.device | str | None = None
     ) -> HeadDecay | None:
-        """Build the decay of one layer, the ``layer``-th of ``depth``; None if there is none."""
+        """Build the decay of layer ``layer`` of ``depth``, or return None without a decay."""
         if self.decay is None:
             return None
         return HeadDecay(num_heads, self.decay, depth=layer / depth, learnable=self.learnable, device=device)
@@ -203,7 +203,7 @@ class LinearAttention(nn.Module):
         self.directions: Directions = directions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a pickle, including those of version 0.2, which have no decay."""
+        """Load a pickle. Pickles of version 0.2 have no decay."""
         super().__setstate__({"rule": "add", "directions": "forward", **state})
         self._modules.setdefault("decay", None)
 
@@ -267,9 +267,9 @@ def attend_with(
     norm: Norm | None = None,
     act: Act | None = None,
 ) -> Any:
-    """Compute a :class:`LinearAttention` with this encoding, for a backbone that holds the encoding itself.
+    """Compute :class:`LinearAttention` with this encoding, for a backbone that owns the encoding.
 
-    act: activation in place of the encoding's own, which must then describe itself.
+    act: activation to use instead of the encoding's; the encoding must then have ``describe()``.
     """
     call: Any = encoding
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

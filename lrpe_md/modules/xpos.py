@@ -36,7 +36,7 @@ def scale_xpos(
         q, k: (B, H, N, D) each.
         positions: positions of the rotation, on one axis, or a pair (for q, for k). Unrotated tokens are not scaled.
         scale_base: number of tokens over which the scale changes by a factor of ζ.
-        scale_centre: position where the scale is 1. Scores don't depend on it, but q and k leave float16's range some
+        scale_centre: position where the scale is 1. Scores don't depend on it, but q and k exceed float16's range a few
             thousand tokens away from it; flash-attn uses half of the maximum length.
         pairs, rotary_dim: as in the rotation.
 
@@ -44,7 +44,7 @@ def scale_xpos(
         q and k, (B, H, N, D) each, in their dtype. Differentiable with respect to them and coordinates.
 
     Raises:
-        ValueError, TypeError: more than one axis, positions of another length, or an invalid number.
+        ValueError, TypeError: more than one axis, positions of the wrong length, or an invalid number.
 
     Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as in flash-attn's ``RotaryEmbedding``.
     """
@@ -76,7 +76,7 @@ def check_scale(value: Any, centre: Any) -> None:
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:
-    """Wrap the factor of all tokens as a replicated DTensor if x is a DTensor, so that x selects its shard."""
+    """Wrap the factors of all tokens as a replicated DTensor if x is a DTensor, so that each rank uses its shard."""
     if not hasattr(x, "placements"):
         return factor
     from torch.distributed.tensor import DTensor, Replicate

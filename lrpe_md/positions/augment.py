@@ -21,10 +21,10 @@ Strength = float | Sequence[float]
 class AugmentPositions(nn.Module):
     """Randomly transform positions in training, and leave them unchanged in eval.
 
-    Each call draws once, for the whole batch and all layers. In this order, each token is moved individually
-    (``perturb``, which turns a grid into a table), all tokens are shifted, each axis is stretched, and all axes are
-    stretched alike. The last three steps keep a grid a grid with tensors as scale and shift, so that nothing is
-    recompiled. ``torch.compile`` can capture the draws; CUDA graphs cannot, so call this outside of them.
+    Each call draws once for the whole batch and all layers. First, each token is moved individually (``perturb``, which
+    turns a grid into a table). Then all tokens are shifted, each axis is stretched, and all axes are stretched by the
+    same factor. These last three steps keep a grid a grid. Its scale and shift are tensors, so nothing is recompiled.
+    ``torch.compile`` can capture the draws; CUDA graphs cannot, so call this outside of them.
 
     Args:
         shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one per axis.
@@ -84,7 +84,7 @@ class AugmentPositions(nn.Module):
     def _perturbed(self, positions: Grid | Coordinates, device: torch.device | str) -> Coordinates:
         if isinstance(positions, Coordinates):
             return self._moved(positions, torch.ones((), dtype=torch.float64, device="cpu"))
-        grid = replace(positions, start=0, length=None)  # perturb a shard exactly as the whole sequence
+        grid = replace(positions, start=0, length=None)  # perturb a shard exactly like the whole sequence
         affine = grid.affine(torch.device(device))
         step = torch.ones((), device="cpu") if affine is None else affine[:, 0]
         moved = self._moved(grid.explicit(device), step)
@@ -107,7 +107,7 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
     return torch.as_tensor(strength, dtype=torch.float64, device="cpu").expand(num)
 
 
-# --- draws as an operator: compilers take no generator -------------------------------------------------------------
+# --- draws as an operator, because compilers reject generators -----------------------------------------------------
 
 
 def _draw_random(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:

@@ -84,8 +84,8 @@ class Coordinates(Rules):
             16 bits or fewer are rejected, because they cannot resolve distant tokens.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
         suffix: number of unrotated tokens at the end, which have no row either.
-        rotated: (N,) or (B, N), False for tokens that have a row but are not rotated, such as text between images or
-            padding. Their coordinates are set to zero, so that Θ = 0, and they get no phase.
+        rotated: (N,) or (B, N), False for tokens that have a row but are not rotated, such as padding, or text
+            between images. Their coordinates are set to zero, so that Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -272,7 +272,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 
 def check_index(index: Tensor, num: int) -> None:
-    """Check indices of ``num`` tokens, on the device or in the compiled graph if reading them would synchronise."""
+    """Check indices into ``num`` tokens, on the device or in the compiled graph if reading them would synchronise."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"

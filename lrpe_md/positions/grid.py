@@ -4,8 +4,8 @@ Positions s have one row per token and one column per axis. Axes are ordered lik
 video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
 
 Operations that are affine on each axis keep a grid a grid, so no table of positions is stored, whatever the size:
-``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Operations are applied in order, each to the result
-of the one before. Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
+``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Operations apply in order, each to the previous
+result. Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether there is a scale or shift whose values the host knows."""
+        """Return whether there is a scale or shift with values known to the host."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 
@@ -204,7 +204,7 @@ class Grid(Rules):
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
         """Shift ``axes`` (default: all) so that the middle, index (n - 1) / 2, is at zero (Mochi).
 
-        whole: use index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
+        whole: take index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -231,8 +231,8 @@ class Grid(Rules):
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
         """Position a crop of a larger grid: s → start_j + s · step_j, with the n-th position at stop_j (n_j - 1) / n_j.
 
-        With start 0 these are n equal steps to ``stop``, excluding it. Otherwise the step differs slightly, as in
-        CogVideoX. For equal steps from any start use ``rescale((stop - start) / n).offset(start)``.
+        With start 0, these are n equal steps to ``stop``, which is excluded. Otherwise the step differs slightly, as in
+        CogVideoX. For equal steps from any start, use ``rescale((stop - start) / n).offset(start)``.
 
         Raises:
             ValueError: a crop so small and so far from 0 that the n-th position would precede the first.
@@ -298,8 +298,8 @@ class Grid(Rules):
     def take(self, index: Tensor) -> Coordinates:
         """Select grid tokens by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
 
-        For dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the index's
-        device.
+        Use it for dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the
+        index's device.
 
         Raises:
             IndexError: an index out of range; on a GPU this is a device-side assertion.
@@ -451,7 +451,7 @@ def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device
             )
         if offset.device != device:
             offset = offset.to(device, non_blocking=not offset.is_cuda)
-        # A single number applies to the whole batch.
+        # A single offset applies to the whole batch.
         return Grid((num_tokens,), origin=offset.reshape(1) if offset.numel() == 1 else offset.unsqueeze(-1))
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise ValueError(f"offset: expected an int or integers (B,), got {offset!r}")

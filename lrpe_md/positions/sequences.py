@@ -94,7 +94,7 @@ class Before:
 
     Args:
         grid: a grid or a table (N, K), as for :class:`After`.
-        axes: the axes on which it is shifted; None: all. On the others its positions stay unchanged.
+        axes: the axes on which it is shifted; None: all. Positions on other axes are unchanged.
     """
 
     grid: Grid | Coordinates
@@ -128,8 +128,8 @@ def compose(
     """Lay out one sample from its segments, in token order.
 
     A running position p starts at 0. :class:`Tokens` on an axis or the diagonal that start at s set it to s + length.
-    :class:`After` sets it to the grid's largest position plus 1, or as its options say; an empty grid leaves it.
-    Plain grids, coordinates and :class:`Before` do not change it. Plain grids and coordinates ignore it.
+    :class:`After` sets it to the grid's largest position plus 1, or as its options say; an empty grid leaves it
+    unchanged. Plain grids, coordinates and :class:`Before` do not change p. Plain grids and coordinates also ignore it.
 
     Args:
         segments: :class:`Tokens`; :class:`Grid` or :class:`Coordinates` (N, K) at fixed positions; :class:`After` or
@@ -138,8 +138,8 @@ def compose(
         num_tokens: expected total number of tokens, if known.
         start: first token of this shard of the sequence (sequence parallelism, decoding).
         length: number of tokens of the shard; default: up to the end.
-        order: indices of the segments in the order in which p visits them; default: token order. (1, 0) gives text
-            that follows an image the earlier positions (Z-Image).
+        order: indices of the segments in the order in which p visits them; default: token order. With (1, 0), text
+            after an image gets the earlier positions (Z-Image).
         device, dtype: of the positions. float32 represents integers up to 2^24.
 
     Returns:

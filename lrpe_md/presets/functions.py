@@ -51,7 +51,7 @@ def rising(num: int, base: float, heads: int) -> Tensor:
 
 
 def random_plane(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    """Return dense frequencies with one random angle U(0, 2π) per head, measured from the column axis."""
+    """Return dense frequencies with one random angle U(0, 2π) per head, relative to the column axis."""
     angles = 2 * math.pi * torch.rand(heads, dtype=torch.float64, generator=generator)
     theta = geometric_theta(-(-channels // 2), base).repeat(2)[:channels]
     return dense_omega(theta, plane_directions(channels, angles).flip(-1))
@@ -157,7 +157,7 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """Place two frames as the first and last of ``skip``; other numbers of frames are unchanged."""
+    """Place two frames like the first and last of ``skip`` frames; leave other numbers of frames unchanged."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
@@ -178,7 +178,7 @@ def whole_seconds(shape: Shape, interval: float = 1, rate: float = 25) -> Grid |
 
 
 def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
-    """Move frames along the diagonal: t, and h and w centred at t."""
+    """Shift frames along the diagonal: t is the frame's position, and h and w are centred at t."""
     shape = frames(shape)
     grid = Grid(shape).rescale((stride, 1, 1)).offset((0, -((shape[1] - 1) // 2), -((shape[2] - 1) // 2)))
     coords = grid.coordinates()
@@ -194,8 +194,8 @@ def flattened(shape: Shape, stride: float = 16) -> Grid:
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
     """Place tokens on a circle across the diagonal of the axes.
 
-    alpha: weight of the token's angle around the middle, against its index, in its angle on the circle. mix: weight of
-    the plain grid position, against the circle. stride: offset along the diagonal per frame.
+    alpha: weight of a token's angle around the middle, relative to its index, in its angle on the circle. mix: weight
+    of the plain grid position, relative to the circle. stride: offset along the diagonal per frame.
     """
     num, height, width = frames(shape)
     across = Grid((height, width)).centre().coordinates()

@@ -543,8 +543,8 @@ def preset(
     Args:
         scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
         head_dim: D; default: the original's.
-        num_heads: key heads; default: the original's, or 1 if heads share ω. Required if frequencies or phase differ by
-            head and the scheme does not fix the number: rope_vit_mixed, mochi, transnormer, pope.
+        num_heads: number of key heads; default: the original's, or 1 if heads share ω. Required if frequencies or phase
+            differ by head and the scheme does not fix the number: rope_vit_mixed, mochi, transnormer, pope.
         base, split, scaling: override the scheme's base of the series, the axes' shares of the channels, and the
             scaling to longer sequences or larger grids. A scaling such as ``partial(yarn_scaling, factor=4,
             original_length=32768)`` applies to all axes; or pass one per axis.

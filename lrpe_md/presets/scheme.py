@@ -38,8 +38,8 @@ class Axial:
         axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", the shares are of heads.
         gaps: shares of the channels that stay unrotated before, between and after the axes' blocks, one more than there
             are blocks. None: no gaps.
-        remainder: what gets the channels that the shares leave over: an axis number; "front" or "behind", where they
-            are not rotated; "cut" to exclude the last channels before pairs are formed. None: the split must be exact.
+        remainder: where the leftover channels go: an axis number; "front" or "behind", where they are not rotated;
+            "cut" to exclude the last channels before pairs are formed. None: the split must be exact.
         across_heads: lay out the channels of all heads as one, then split them into heads.
         scaling: theta → (theta, amplitude), a ``lrpe_md.*_scaling`` with its arguments bound; or one per axis.
     """
@@ -85,7 +85,7 @@ class Axial:
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Return how many of the channels are used."""
+        """Return the number of channels that are used."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
@@ -184,7 +184,7 @@ class Dense:
 
 
 def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a function of a scheme, with a clear error if a dict assigned it to the wrong field."""
+    """Call a scheme's function, and raise a clear error if a dict assigned it to the wrong field."""
     try:
         found = function(*args)
     except TypeError as error:
@@ -214,13 +214,13 @@ class Scheme:
         pairs: "half", "interleaved", or "blocks": the half layout within the block of each axis.
         rotary: fraction of a head that is rotated; (0, 0.25) is the first quarter of its channels. None: all.
         order: order of the two halves that the cosine map returns.
-        num_heads: number of heads of the original if heads differ. 1: :func:`preset` requires it if they do.
+        num_heads: the original's number of heads, if heads differ. With 1, :func:`preset` then requires ``num_heads``.
         grid: (shape, **options) → positions of an image or a video; its parameters define the options.
         row_major: whether tokens are in row-major order; False: a table defines another order.
         reference: default of ``positions(.., reference=..)``.
         tokens: placement of tokens outside the grids; None: such tokens are not supported.
         tokens_start: shapes of the grids → position of the first token; None: the running position.
-        tokens_first: give tokens the earlier running positions, wherever they are in the sequence.
+        tokens_first: give tokens the earlier running positions, regardless of their place in the sequence.
         after: axes on which grids continue after what precedes them; None: grids keep their own positions.
         advance, whole: how far grids advance the running position; see :class:`lrpe_md.After`.
         apart: offset between successive grids of a sequence, per axis.
@@ -395,7 +395,7 @@ class Preset:
 
         Returns:
             a :class:`Grid` if the sequence is one grid surrounded by unrotated tokens; otherwise :class:`Coordinates`,
-            also with prefix and suffix if there is one table.
+            which have a prefix and suffix if the sequence is one table.
 
         Raises:
             ValueError: a shape or tokens that the scheme does not support.
@@ -478,7 +478,7 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Build a scheme for a head_dim. changes: overrides for fields of its frequencies.
+    """Build a scheme for a head_dim; ``changes`` override fields of its frequencies.
 
     Raises:
         ValueError: channels or heads that cannot be split among the axes, or invalid frequencies.
@@ -509,7 +509,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Run ``make``, and attribute its errors to head_dim, their only possible cause."""
+    """Call ``make``, and blame its errors on head_dim, the only possible cause."""
     try:
         return make()
     except ValueError as error:
@@ -519,7 +519,7 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
     """Return the sequence as one grid or table with prefix and suffix if it has that form, else None."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
-    # Position zero rotates by nothing but still applies the amplitude. Schemes with a phase have no tokens at zero.
+    # Position zero applies no rotation but still the amplitude. Schemes with a phase have no tokens at zero.
     rules = ("skip",) if scaled else ("skip", "zero")
     still = all(part.rule in rules for part in parts if isinstance(part, Tokens))
     if len(grids) != 1 or not still:

@@ -14,7 +14,7 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Data is passed as to the training commands, and --set changes any of their options. Each result is saved as soon as its
+Pass data as you would to the training commands; --set changes any of their options. Each result is saved as soon as its
 training ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
 consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences to a
 baseline, parameters, time and memory. With --smoke everything is tiny and runs on a CPU.
@@ -105,7 +105,7 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # each encoding is tried on the model before the first is trained
+    for job in todo.values():  # check all encodings with the model before training the first
         comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -156,7 +156,7 @@ def select_encodings(
     for kind in kinds:
         backbone.split_attention(kind)
     if not pairs:
-        # What linear attention can have, softmax attention can have as well.
+        # Softmax attention supports every encoding that linear attention supports.
         linear = {kind: next((k for k in kind.split(",") if k != "softmax"), kind) for kind in kinds}
         return {kind: list(compared.get(kind) or compared.get(linear[kind], task.encodings)) for kind in kinds}
     named = {kind: [name for of, _, name in pairs if of in ("", kind)] for kind in kinds}

@@ -78,7 +78,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # whose report has no differences
+    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # which has no differences
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
         )

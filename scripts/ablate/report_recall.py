@@ -17,7 +17,7 @@ from ..train.data.recall import KINDS, OFFSETS
 from .report_sizes import KEYS, count_seeds, difference, how_long, how_run, sizes, summarize_trainings
 
 MEMORY = "add"  # the memory that the others are compared with
-LINES = 6  # most lines that a panel has room to label
+LINES = 6  # maximum number of lines that a panel has room to label
 COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
 DASHES = {"none": "-", "rotate": "--"}  # by encoding; others are dotted
 
@@ -112,7 +112,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     """Return the variants to plot as (attention, encoding), best at the longest clip first.
 
-    If there are more than six, only the best positions of each memory are left, and of those the best six.
+    If there are more than six, keep only the best positions of each memory, and the best six of those.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
@@ -125,7 +125,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Move values apart, upwards and in their order, until neighbours have this distance."""
+    """Move values upwards, in their order, until neighbours are at least ``gap`` apart."""
     placed, last = np.zeros(len(values)), -np.inf
     for i in np.argsort(values, kind="stable"):
         placed[i] = last = max(values[i], last + gap)

@@ -24,7 +24,7 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
-    """Return the most seeds of a variant, and their number as text: "3", or "1 to 3" if variants differ."""
+    """Return the largest number of seeds of a variant, and the number as text: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
     fewest, most = counts.min(), counts.max()
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
@@ -211,7 +211,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     means: Any = shown.groupby("encoding")["value"].mean()
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = "black", OKABE_ITO["grey"]  # colours of encodings mean encodings
+    two = "black", OKABE_ITO["grey"]  # not the colours that stand for encodings
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):

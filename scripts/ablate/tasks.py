@@ -62,7 +62,7 @@ class Task:
         values: extracts the measured values from the result of ``run``.
         measure: name of the measured value; higher: whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
-        series: column of results.csv for what a training has a series of values for.
+        series: column of results.csv that names each series of values of a training.
         plots: report file → name of its plot.
         defaults: fields that differ from the training's defaults; on_gpu: those that apply only on a GPU.
         by_encoding: fields of single encodings.
@@ -349,7 +349,7 @@ def train(
 ) -> dict[str, Any]:
     """Run one training, resuming from a checkpoint if there is one; delete the checkpoint once the result is saved.
 
-    schemes: registered schemes, for a process of its own.
+    schemes: schemes to register, if this is a new process.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -357,7 +357,7 @@ def train(
     folder = file.parent.parent / "trainings" / file.stem
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
-    torch.compiler.reset()  # or many models would exceed the recompilation limit
+    torch.compiler.reset()  # otherwise many models would exceed the recompilation limit
     with contextlib.redirect_stdout(io.StringIO()):
         result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
     result = {**result, "values": task.values(result)}

@@ -28,7 +28,7 @@ __all__ = ["Row", "functions", "try_function"]
 
 FILES = {"timm": "[lm]*/**/*.py", "diffusers": "models/**/*.py", "transformers": "models/*/modeling_*.py"}
 ROTARY = re.compile(r"rotary|rope|rot_e|rotate")
-OTHERS = re.compile(  # builds tables, reads settings, rotates only half of the channels, or is a model
+OTHERS = re.compile(  # functions that build tables, read settings or rotate half of the channels; models
     r"get_|compute_|rotate_(half|every|pair)|create_|build_|update|validate|init|params|_prepare|_pad_|"
     r"_layout|_rotary_freqs|^rope$|store_|set_|_slice_|_vit_|^vit_|interleaved_mrope|half$"
 )

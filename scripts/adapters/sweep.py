@@ -197,7 +197,7 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Load all weights of an attention or a router together: its forward may read those of its linear layers."""
+    """Load all weights of an attention or a router together, because its forward may read those of linear layers."""
     import accelerate
 
     names = sorted({type(part).__name__ for part in _named(model, _WHOLE, by_class=True)})
@@ -223,7 +223,7 @@ class Change(NamedTuple):
     Args:
         run: modifies a model in place.
         gradients: whether gradients can still be compared.
-        preserves: whether the original computes the same as without the modification.
+        preserves: whether the modified original computes the same result as the unmodified one.
     """
 
     run: Callable[[Any], None]
@@ -352,7 +352,7 @@ def _try(candidate: Candidate, original: Original, change: Change, when: str) ->
 
 
 def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | None:
-    """Return the outcome for two results of an original that differ; None if they are equal."""
+    """Return the outcome if two results of the same original differ, or None if they are equal."""
     if not found.gradients:
         expected = expected._replace(gradients={})
     gap = distance(found, expected)
@@ -370,7 +370,7 @@ def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], An
 
 
 def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Return the outcome for what ``make`` returns for the adapted model, after that was called."""
+    """Call the adapted model, make a copy of it with ``make``, and return the outcome of the copy."""
     try:
         adapted = adapt_rotary(copy.deepcopy(model))
         candidate.call(adapted)

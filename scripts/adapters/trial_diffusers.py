@@ -23,7 +23,7 @@ ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
 
 def rotary_classes() -> dict[str, type]:
-    """Find models whose files contain rotary code; models that are composed of others are left out."""
+    """Find models whose files contain rotary code, except models that are composed of others."""
     found: dict[str, type] = {}
     for package in (transformers, controlnets):
         for info in pkgutil.iter_modules(package.__path__):
@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
     "MotifVideoTransformer3DModel": {"num_decoder_layers": 1, "image_embed_dim": None},
     "NucleusMoEImageTransformer2DModel": {
         "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_dim": 32, "moe_enabled": False,
-        "mlp_ratio": 8.0,  # width in steps of 128: at 4.0 a linear layer would have none
+        "mlp_ratio": 8.0,  # widths are multiples of 128; at 4.0 one would be 0
     },
     "OmniGenTransformer2DModel": {
         "num_key_value_heads": 2, "vocab_size": 16, "pad_token_id": 0, "pos_embed_max_size": 16, "time_step_dim": 16,
@@ -175,7 +175,7 @@ def _make(cls: Any) -> Any:
 def _randomize(model: Any) -> Any:
     for part in model.modules():
         if type(part).__name__ == "LTXVideoRotaryPosEmbed":
-            part.theta = 20.0  # stock computes in float32, which rounds the angles of the default 10,000 visibly
+            part.theta = 20.0  # with the default 10,000, rounding of the stock model's float32 angles is visible
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():

@@ -1,4 +1,4 @@
-"""Build and call a tiny random model of each type of transformers, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each model type of transformers, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _shrink(default: Any) -> dict[str, Any]:
 
 
 def _by_layer(values: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Cut per-layer lists to the number of layers."""
+    """Truncate per-layer lists to the number of layers."""
     was, layers = values.get("num_hidden_layers"), kwargs.get("num_hidden_layers")
     if not isinstance(was, int) or not isinstance(layers, int) or was < 6:
         return {}

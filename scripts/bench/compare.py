@@ -77,7 +77,7 @@ def load(text: str, kind: Kind) -> Any:
 
 
 def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Find rows of both whose value grew by more than the tolerance; of rows with an implementation, only lrpe-md's."""
+    """Find rows in both whose value grew by more than the tolerance, without those of other implementations."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)

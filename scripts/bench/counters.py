@@ -29,7 +29,7 @@ from .peers import OURS, PEERS, large_inputs
 
 MODES = ("fwd", "bwd", "bwd_omega")
 TABLES = "torch.compile, tables"
-ELEMENTWISE = "element-wise, as many bytes"  # a plain copy would not be a kernel
+ELEMENTWISE = "element-wise, as many bytes"  # a plain copy would not run a kernel
 METRICS = {
     "ns": "gpu__time_duration.sum",
     "bytes_read": "dram__bytes_read.sum",
@@ -47,7 +47,7 @@ RANGE = "counted"
 
 
 def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the passes to profile one at a time; each runs a single one of the kernels above."""
+    """Yield the passes to profile one at a time; each runs only one of the kernels above."""
     for name, workload in WORKLOADS.items():
         for op in ("cosine", "rotate"):
             inputs = large_inputs(workload.case(op), device)
@@ -72,7 +72,7 @@ def run(keys: Path) -> None:
         for key, fn in passes(torch.device("cuda")):
             fn()
             torch.cuda.synchronize()
-            counted = torch.cuda.nvtx.range_start(RANGE)  # covers all threads, since autograd launches from its own
+            counted = torch.cuda.nvtx.range_start(RANGE)  # covers autograd's thread, which also launches kernels
             fn()
             torch.cuda.synchronize()
             torch.cuda.nvtx.range_end(counted)

@@ -33,7 +33,7 @@ WORKLOADS = {
     "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
     "video64": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=64, dtype=BF16),
     "video128": LinearCase(shape=(21, 30, 52), prefix=0, heads=(24, 24), head_dim=128, dtype=BF16),
-    # Widths that are no power of two, short windows, and a single head.
+    # Widths that are not powers of two, short windows, and a single head.
     "vit384": LinearCase(shape=(24, 24), batch=64, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
     "width72": LinearCase(shape=(27, 27), prefix=0, batch=32, heads=(16, 16), head_dim=72, dtype=BF16),
     "width80": LinearCase(shape=(16, 16), batch=128, heads=(16, 16), head_dim=80, dtype=BF16),

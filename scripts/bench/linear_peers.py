@@ -88,7 +88,7 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 
 
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
-    """Compile all candidates of its autotuner in threads, since compiling them one by one takes minutes per length.
+    """Compile all candidates of the autotuner in threads, because one by one they take minutes per length.
 
     The autotuner itself compiles any candidate that fails here.
     """

@@ -44,7 +44,7 @@ def read_scaling(folder: Path) -> pd.DataFrame:
 
 
 def label(impl: str, map: str) -> str:
-    """Return the label of a series; other implementations have no positions unless named."""
+    """Return the label of a series; other implementations have no positions unless the label names them."""
     return impl if map == "none" and impl != OURS else f"{impl}, {'no positions' if map == 'none' else map}"
 
 
@@ -146,7 +146,8 @@ def name_work(work: str) -> str:
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
     """Plot the share of the copy, forward next to backward.
 
-    There is a row for each kind of attention and a group of bars for each workload. The eager unfused one is left out.
+    There is a row for each kind of attention and a group of bars for each workload. The eager unfused implementation is
+    left out.
     """
     part: Any = rows[rows.share.notna() & rows["pass"].isin(["forward", "backward"])] if len(rows) else rows
     part = part[part.impl != "unfused"] if len(part) else part
@@ -178,7 +179,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def color_of(impl: str, map: str) -> str:
-    """Return the colour of a series: of the encoding for lrpe-md, of the library for others."""
+    """Return the colour of a series: that of the encoding for lrpe-md, that of the library for others."""
     return ENCODINGS[map] if impl == OURS else PEER_COLORS.get(impl, "purple")
 
 
@@ -218,7 +219,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Write the plots that there are results for."""
+    """Write all plots for which there are results."""
     drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
         BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
     }  # fmt: skip

@@ -3,7 +3,7 @@
     lrpe-md bench linear-scaling                         three backbones, 256 to 262,144 tokens
     lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
-A step is that of ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and a fused AdamW step.
+A step is the same as in ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and fused AdamW.
 The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT
 without text. The batch has enough samples for 65,536 tokens, and at least one. A step that runs out of memory is
 repeated with activation checkpointing, which its note says. Each row is saved at once, with milliseconds (median),
@@ -175,7 +175,7 @@ def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, f
 
 
 def measure(run: Run, workload: Any, attention: str, batch: int, expected: float) -> dict[str, Any]:
-    """Return the values of a row; all memory is released."""
+    """Return the values of a row, and release all memory."""
     backend = run.backend if run.device.type == "cuda" else "auto"
     found: dict[str, Any] = {}
     trainee = None

@@ -122,7 +122,7 @@ class LinearPlace(NamedTuple):
 
 
 class TooLarge(Exception):
-    """The tile needs more shared memory than the GPU has."""
+    """Error for a tile that needs more shared memory than the GPU has."""
 
 
 def refuse(tile: LinearTile) -> list[LinearTile]:

@@ -33,7 +33,7 @@ HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm"
 
 
 class OutOfTime(Exception):
-    """The time budget of --limit is spent."""
+    """Raised when the time budget of --limit is spent."""
 
 
 def release_memory(device: torch.device) -> None:
@@ -47,9 +47,9 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Return GPU times in milliseconds with a cold L2 cache, for as many calls as take about ``rep`` ms.
 
     This extends triton.testing.do_bench in two ways. The GPU spins between clearing the cache and the call, so that the
-    host has queued the call before it starts; otherwise short kernels would be timed with their launch latency. And
+    host has queued the call before it starts; otherwise short kernels would be timed with their launch latency. Second,
     calls cycle through the functions, each with its own tensors, because data loaded with an evict-last policy (as
-    torch.compile does) survives the clearing.
+    torch.compile does) stays in the cache.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:
@@ -199,7 +199,7 @@ def floor_bytes(mode: str, inputs: Inputs) -> int:
 
 
 def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs) -> None:
-    """Time a copy of as many bytes; small copies are slower than large ones because of their fixed overhead."""
+    """Time a copy of the same number of bytes; fixed overhead makes small copies slower than large ones."""
     for mode in modes:
         key = describe(mode, workload, COPY, inputs)
         with session.attempt(**key):
@@ -263,7 +263,7 @@ class Judge:
         return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
-        """Compute the exact gradient of omega; it sums over all samples, so float64 runs in parts to save memory."""
+        """Compute the exact gradient of omega, which sums over all samples; float64 runs in parts to save memory."""
         if "domega" in self.exact:
             return
         inputs = self.inputs

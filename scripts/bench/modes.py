@@ -32,7 +32,7 @@ SCALING_PEERS = (OURS, "torch.compile, tables", "torch.compile, angles", "timm, 
 
 
 def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
-    """Return variants of a call by their difference from the plain one."""
+    """Return variants of a call, named after their difference from the plain call."""
     found: dict[str, dict[str, Any]] = {"coordinates (N, K)": {"coords": "shared"}}
     found |= {f"act {act}": {"act": act} for act in ("relu", "silu", "softplus")}
     found["act softmax"] = {"act": "softmax", "dim": -1}

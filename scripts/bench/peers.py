@@ -44,7 +44,7 @@ class Peer:
     compiled: bool = False
     overwrites: Literal["nothing", "grads", "all"] = "nothing"
     adapt: Callable[[Inputs], Inputs] | None = None  # converts the inputs to the nearest supported call
-    text: bool = False  # compared on text only
+    text: bool = False  # compared only on text
     pairs: tuple[str, ...] = ("half",)  # pairs that its rotation supports
     note: str = ""
 

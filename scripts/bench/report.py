@@ -36,7 +36,7 @@ NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "fl
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
-    """Read the latest row of each measurement of one GPU, by default the one with most rows."""
+    """Read the latest row of each measurement of one GPU, by default the GPU with the most rows."""
     files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
@@ -49,13 +49,13 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Return the unique values: workloads and peers in the benchmark's order, others as they come."""
+    """Return the unique values: workloads and peers in the benchmark's order, others in order of appearance."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
 
 def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
-    """Return the one measured value of the rows, ✗ outside the error budget, or "" if nothing was measured."""
+    """Return the only measured value of the rows, ✗ if it is outside the error budget, or "" without one."""
     measured: Any = rows.dropna(subset=["p50"])
     if len(measured):
         last = measured.iloc[-1]

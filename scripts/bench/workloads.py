@@ -84,7 +84,7 @@ class ViT:
 
 
 class TimmRotary(nn.Module):
-    """Rotary positions as timm applies them: sine and cosine tables; prefix tokens by slice and cat."""
+    """Rotary positions as timm applies them, with sine and cosine tables; prefix tokens are sliced and concatenated."""
 
     table: Tensor
 
@@ -178,7 +178,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Return eight times the script's batch, since at its default the host limits such small models."""
+        """Return eight times the script's batch, because at its default such small models would wait for the host."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:

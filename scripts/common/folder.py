@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Refuse to write results and pages of an installed wheel, because they would land in site-packages."""
+    """Refuse to write results and pages from an installed wheel, because they would land in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 
@@ -34,7 +34,7 @@ def shown(path: Path) -> str:
 
 
 class SaveError(OSError):
-    """A file can't be written; its previous content is intact."""
+    """Error for a file that can't be written; its previous content is intact."""
 
 
 def save_whole(path: Path, save: Callable[[Path], Any]) -> None:

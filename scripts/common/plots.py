@@ -53,7 +53,7 @@ LIBRARIES = {
     "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
     "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
 }  # fmt: skip
-SERIES = 8  # most series that a reader can distinguish in one plot
+SERIES = 8  # maximum number of series that a reader can distinguish in one plot
 DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
@@ -148,7 +148,7 @@ def darken(figure: Figure) -> None:
 
 
 def _lighten(color: Any) -> Any:
-    """Return the colour on a dark page of a dark grey or black one; others stay."""
+    """Return a light version of black or dark grey for dark pages, and other colours unchanged."""
     if isinstance(color, str) and color in ("none", "auto"):
         return color
     *rgb, alpha = colors.to_rgba(color)

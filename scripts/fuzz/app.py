@@ -31,7 +31,7 @@ SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
 class GPUError(RuntimeError):
-    """An error after which the process can't use the GPU; it names the seed, or one soon after the cause."""
+    """Error after which the process can't use the GPU; it names the seed that caused it, or one shortly after it."""
 
 
 class Job(NamedTuple):

@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Let torch.empty and the like return NaN, so that memory that no kernel writes shows."""
+    """Make torch.empty and similar functions return NaN, so that memory that no kernel writes is noticed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -66,7 +66,7 @@ def nan_filled() -> Iterator[None]:
 
 
 def choose_rounding(c: Config, tensors: Named, impl: str) -> Rounding:
-    """Return the largest rounding error of each kind of step, which is taken for its standard deviation."""
+    """Return the largest rounding error of each kind of step, which serves as the standard deviation of its errors."""
     own = torch.finfo(getattr(torch, c.dtype)).eps / 2
     arithmetic = min(own, torch.finfo(torch.float32).eps / 2)
     products = isinstance(c, LinearConfig) and impl == "triton" and c.dtype in ("bfloat16", "float16")
@@ -101,7 +101,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
 
 
 def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> Tensor:
-    """Return the rows of o, (B, H, N, 1), whose denominator may cross a bound by rounding; they are not judged."""
+    """Return the rows of o, (B, H, N, 1), whose denominator may cross a bound by rounding; they are not checked."""
     no_grads = inputs._replace(grads={})
     exact = run_formula(c, no_grads)
     ambiguous = torch.zeros_like(exact["o"][..., :1], dtype=torch.bool)

@@ -267,7 +267,7 @@ def join(samples: list[Where]) -> Where:
 
 
 def pad(values: Tensor) -> Tensor:
-    """Copy values into the middle of NaN (or a large number), so that a read out of bounds shows."""
+    """Surround values with NaN (or a large number), so that an out-of-bounds read is noticed."""
     fill = float("nan") if values.is_floating_point() else values.dtype == torch.bool or 1 << 20
     memory = values.new_full((values.numel() + 2 * PADDING,), fill)
     view = memory[PADDING : PADDING + values.numel()].view(values.shape)

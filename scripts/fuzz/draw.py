@@ -114,7 +114,7 @@ def draw_norm(d: Dice, places: tuple[Place | None, ...], same_heads: bool, dtype
 
 
 def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """Draw the fields of :class:`Config` that depend on no other."""
+    """Draw the fields of :class:`Config` that do not depend on others."""
     v, f = d.variant, d.free
     head_dim = v.choice([n for n in head_dims if n > 1 or map != "rotate"])
     part, pairs = draw_part(d, map, head_dim)
@@ -203,7 +203,7 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the places of q and k, and the numbers of tokens, which apply without a place."""
+    """Draw the places of q and k, and the numbers of tokens, which are used if there is no place."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()
@@ -214,7 +214,7 @@ def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool
 
 
 def draw_lengths(f: Random, num_tokens: int) -> tuple[int, ...]:
-    """Draw one sequence, a few or many, of random lengths, some of which are 0."""
+    """Draw the lengths of one, a few or many sequences; some lengths are 0."""
     num = f.choice((1, 1, 2, 3, 5, num_tokens + 2))
     ends = sorted(f.randint(0, num_tokens) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_tokens], strict=True))

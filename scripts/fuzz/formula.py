@@ -6,8 +6,8 @@
     with a memory that forgets, block by block: S_f = g_f (I − [delta] Σ β k̂ k̂ᵀ) S_{f−1} + Σ β k̂ vᵀ
 
 It follows the documentation rather than the reference implementation, and autograd differentiates it. A
-:class:`Rounding` adds random errors to the steps after which an implementation may round; check.py measures what they
-do.
+:class:`Rounding` adds random errors to the steps after which an implementation may round; check.py measures their
+effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw errors, partly shared by all tokens, since equal tokens are rounded alike."""
+    """Draw errors that are partly shared by all tokens, because equal tokens are rounded equally."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
@@ -60,7 +60,7 @@ class Rounding(NamedTuple):
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add errors of float32 within one turn, and of float64 to large angles."""
+        """Add the errors of float32 within one turn, and those of float64 for large angles."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)

@@ -43,7 +43,7 @@ def describe(
         text: help text of the option.
         free: the option does not affect the weights.
         least, below: range of the value: at least ``least``, less than ``below``.
-        off: 0 disables the option, which errors mention.
+        off: whether 0 disables the option; error messages then mention it.
         panel: its group in --help. Default: that of the same option of :class:`Training`, Model for the names in
             :data:`MODEL_OPTIONS`, Data for others.
     """
@@ -208,7 +208,7 @@ class Training:
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return an option of every training with another default, and with another help text if one is passed."""
+    """Return an option of every training with a different default and, if one is passed, a different help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 

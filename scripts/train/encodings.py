@@ -113,7 +113,7 @@ def _is_list_of_integers(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(map(_is_integer, value))
 
 
-# Options of encodings that are numbers: what they expect, and the check of a value other than None.
+# Numeric options of encodings: a description of the expected value, and a check for values other than None.
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "base": ("a number", is_finite_number),
     "amplitude": ("a number", is_finite_number),
@@ -137,7 +137,7 @@ def fingerprint_scheme(encoding: str) -> str | None:
         return None
     try:
         definition = {name: value for name, value in scheme.to_dict().items() if name != "doc"}
-    except ValueError:  # it has functions of its own, which are called instead
+    except ValueError:  # the scheme has custom functions, which are called instead
         definition = _probe_scheme(scheme)
     return digest_of(definition)[:16]
 
@@ -169,7 +169,7 @@ MEMORY_HELP = (
 
 
 def parse_memory(text: str) -> Memory | None:
-    """Return the memory of "rule=delta,decay=retnet"; "" → None.
+    """Parse a memory, such as "rule=delta,decay=retnet"; return None for "".
 
     Raises:
         typer.BadParameter: an unknown option or value.
@@ -234,7 +234,7 @@ class Backbone:
 
     @property
     def attention_help(self) -> str:
-        """The help of --attention."""
+        """Help text of --attention."""
         return (
             f"Kind of attention, one of: {', '.join(self.attentions)}; or one for each layer, separated by commas and "
             "repeated over the depth, as in linear,linear,linear,softmax."

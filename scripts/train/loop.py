@@ -7,10 +7,10 @@ A task builds a :class:`.work.Work` from its configuration: a model, its batches
 
 **Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
 generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that
-was killed at any point ends with the same weights as one that was not (with the same number of processes; on a GPU, if
-its kernels are deterministic). Checkpoints are written to a new file and renamed. SIGINT and SIGTERM save one after
-the current step. A finished
-run continues if ``--steps`` is larger; with a constant schedule the result is that of one long run.
+was killed and resumed ends with the same weights as an uninterrupted run (with the same number of processes; on a GPU,
+if its kernels are deterministic). Checkpoints are written to a new file and renamed. SIGINT and SIGTERM save one after
+the current step. If you increase ``--steps``, a finished run continues. With a constant schedule, the result is the
+same as that of one long run.
 
 **Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
 loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. Halfway to the end,
@@ -103,7 +103,7 @@ def begin(config: Training) -> Accelerator:
     accelerator = start(config)
     set_seed(config.seed)
     if accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # for the same numbers with any number of cores
+        torch.set_num_threads(1)  # so that results do not depend on the number of cores
     return accelerator
 
 
@@ -113,7 +113,7 @@ class Trainer:
     Args:
         config: training options.
         accelerator: from :func:`start`.
-        model: on any device; its ``blocks``, where it has them, are the units that FSDP2 shards.
+        model: on any device; its ``blocks``, if it has any, are the units that FSDP2 shards.
         settings: from :func:`.config.settings_of`; a checkpoint with different settings raises an error.
     """
 

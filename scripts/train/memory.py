@@ -1,4 +1,4 @@
-"""Attention layers whose state of linear attention adds, forgets or overwrites, for `train recall`.
+"""Linear attention layers whose state adds, forgets or overwrites, for `train recall`.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -23,15 +23,15 @@ from lrpe_md.modules.linear import attend_with
 from ...models.video import LrpeVideoTransformer
 
 MemoryName = Literal["add", "decay", "delta"]
-HALF_LIVES = 1.0, 16.0  # frames, of the first and of the last head
+HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 
 
 class MemoryAttention(LrpeAttention):
     """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
 
     The gate, the sigmoid of a linear layer, is how strongly a token writes. The norm of the keys starts with the weight
-    1/√D, so that a key's length is at most about 1, and a gate of 1 replaces what was written with it. The delta rule
-    of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame alike.
+    1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same key. The
+    delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """
 
     rule: Rule
@@ -42,7 +42,7 @@ class MemoryAttention(LrpeAttention):
 
         Args:
             memory: "add" sums all frames. "decay" forgets them with a learned rate for each head. "delta" forgets
-                nothing, but a key replaces what was written with it.
+                nothing, but a write replaces the earlier value of its key.
         """
         self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
@@ -54,10 +54,13 @@ class MemoryAttention(LrpeAttention):
         nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x (B, N, C) → (B, N, C); attn_mask: the :class:`Context` of a video model that is causal between frames."""
+        """Compute attention, x (B, N, C) → (B, N, C).
+
+        attn_mask: the :class:`Context` of a video model that is causal between frames.
+        """
         assert isinstance(attn_mask, Context)
         q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in float32
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast runs norms in float32
         out = attend_with(
             NOTHING if attn_mask.encoding is None else attn_mask.encoding, q, k, v, attn_mask.positions,
             normalizer=self.normalizer, gate=self.write_gate(x).sigmoid().transpose(1, 2), block=attn_mask.block,
@@ -71,7 +74,7 @@ def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any)
 
     Args:
         attention: "softmax", or the memory of linear attention; or one for each layer, repeated over the depth.
-        depth, arguments: of :class:`LrpeVideoTransformer`.
+        depth, arguments: see :class:`LrpeVideoTransformer`.
     """
     names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))
     model = LrpeVideoTransformer(

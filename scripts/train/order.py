@@ -20,7 +20,7 @@ Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the 
 
 
 class DataError(typer.BadParameter):
-    """A sample can't be read during training. The run saves a checkpoint and stops."""
+    """Error for a sample that can't be read during training; the run saves a checkpoint and stops."""
 
 
 def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:

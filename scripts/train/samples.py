@@ -72,7 +72,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
     """Save images (N, H, W, 3) by column as a PNG with one row per caption."""
     shape, dpi = (len(captions), len(columns)), 150
     height, width = np.max([images.shape[1:3] for images in columns.values()], axis=0)
-    inches = max(1.4, max(height, width) / dpi)  # no image loses pixels
+    inches = max(1.4, max(height, width) / dpi)  # large enough to show every pixel
     side = inches * np.array([height, width]) / max(height, width)
     figure, axes = plt.subplots(*shape, figsize=(side[1] * shape[1] + 1.6, side[0] * shape[0] + 0.3), squeeze=False)
     for j, (name, images) in enumerate(columns.items()):
@@ -82,7 +82,7 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
     for i, caption in enumerate(captions):
         axes[i, 0].set_ylabel(_short(caption), fontsize=7, rotation=0, ha="right", va="center")
     figure.tight_layout(pad=0.3)
-    figure.savefig(path, dpi=dpi, format="png", bbox_inches="tight")  # captions reach beyond the figure
+    figure.savefig(path, dpi=dpi, format="png", bbox_inches="tight")  # captions extend beyond the figure
     plt.close(figure)
 
 

@@ -34,7 +34,7 @@ LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
-    encoding: option of this training; if the run that made the weights had another one, that is printed too.
+    encoding: option of this training; if the run that made the weights had a different one, that is printed, too.
 
     The head of other classes, class and register tokens, and the encoding may differ. Weights of a vision transformer
     are resampled to the model's sizes, and those of an image model are inflated for a video model.
@@ -124,7 +124,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
-    """Reject weights of a run with another number of heads, which does not show in the weights' shapes."""
+    """Reject weights of a run with a different number of heads, because the weights' shapes do not reveal it."""
     heads = settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
         raise typer.BadParameter(

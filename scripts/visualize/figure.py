@@ -55,7 +55,7 @@ FOOT = (
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Parts of a subject to draw on a grid. reference: size per axis that positions are rescaled to, None for kept."""
+    """Parts of a subject to draw on a grid. reference: size to rescale positions to, per axis; None keeps an axis."""
 
     subject: Subject
     layout: Layout

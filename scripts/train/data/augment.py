@@ -1,4 +1,4 @@
-"""Decode and augment batches of images. An image's draw determines its augmentation, in whatever process."""
+"""Decode and augment batches of images. An image's draw determines its augmentation in any process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 Read = Callable[[], bytes]
-# What reading a file can raise, or a part of a zip: encrypted (RuntimeError), compressed in an unknown way, broken.
+# Errors from reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed in an unknown way.
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
@@ -40,7 +40,7 @@ def load_classes(
 ) -> Labelled:
     """Load the images of a table. One of its fields is the class.
 
-    An image is for tests if the hash of its name is 0 modulo ``parts``.
+    An image is held out for testing if the hash of its name is 0 modulo ``parts``.
     """
     files = list_files(path)
     pairs = sorted(pair_up(path, files, without, label).items())[:limit]
@@ -140,7 +140,7 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
         except csv.Error as error:
             raise typer.BadParameter(f"{path}: {table}, line {reader.line_num}: {error}") from error
         return
-    for i, line in enumerate(text.split("\n"), start=1):  # not splitlines, which ends lines inside of captions, too
+    for i, line in enumerate(text.split("\n"), start=1):  # splitlines would also split inside captions
         if line.strip():
             try:
                 yield i, json.loads(line)

@@ -18,7 +18,7 @@ from .streams import hold_out
 from .videos import SUFFIXES, VideoError, decode_all, describe_files
 
 SAMPLINGS = ("dense", "uniform")
-RESOLUTION = 2**20  # of the place of a clip in its video
+RESOLUTION = 2**20  # number of different places of a clip in its video
 REMEDY = "expected CLASS/*.mp4, or train/CLASS/*.mp4 and val/CLASS/*.mp4, with at least two classes"
 
 
@@ -60,7 +60,7 @@ class LabelledVideos:
         frames: uint8 (F, 3, S, S).
         firsts, lengths: first frame and number of frames of each video, (V,).
         labels: class of each video, (V,).
-        held_out: which videos are for tests, (V,) bool.
+        held_out: which videos are held out for testing, (V,) bool.
         names: names of the classes.
     """
 
@@ -97,7 +97,7 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     Args:
         paths: one folder.
         size: height and width after cropping to the central square and resizing.
-        parts: if there is no folder for tests, one video in ``parts`` is held out, chosen by a hash of its name.
+        parts: if there is no test folder, one video in ``parts`` is held out, chosen by a hash of its name.
         cache: folder for decoded frames, shared by runs.
 
     Raises:

@@ -31,8 +31,8 @@ REMEDY = (
     "train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same files for t10k (as in Debian's "
     "dataset-fashion-mnist); or a Hugging Face data set; or --dataset and the root of a timm data set"
 )
-PARTS = 5  # of a folder without tests one image in so many is held out
-STREAM_PARTS = 20  # of a stream without tests
+PARTS = 5  # one image in PARTS is held out if a folder has no test set
+STREAM_PARTS = 20  # the same for streams
 MEMORY = 24 * 2**30  # bytes that decoded images may take
 
 
@@ -90,7 +90,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
             unchanged.
         dataset: a name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. It must
             already be downloaded.
-        limit: largest number of training images and of test images, a random choice that is the same in every call.
+        limit: maximum number of training images and of test images; the random choice is the same in every call.
 
     Raises:
         ImageError: no such images, an image that can't be read, or images that don't fit into memory.
@@ -228,7 +228,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
         chosen = _some(len(found), limit)
-    except Exception as error:  # of any reader, torchvision's, hfds', tfds'
+    except Exception as error:  # the readers of torchvision, hfds and tfds can raise anything
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
         ) from error

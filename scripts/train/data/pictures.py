@@ -147,7 +147,7 @@ def _read_file(
 
 def _classes(path: Path, images: list[str]) -> Records:
     parts = [PurePosixPath(name).parts for name in images]
-    while len({each[0] for each in parts}) == 1 and min(map(len, parts)) > 2:  # a folder around all of them
+    while len({each[0] for each in parts}) == 1 and min(map(len, parts)) > 2:  # one folder contains all of them
         parts = [each[1:] for each in parts]
     tests = None
     tops = {each[0] for each in parts}

@@ -35,8 +35,8 @@ class Symbols:
     Args:
         keys, values: number of different keys and values.
         writes: tokens of a frame that write, at most ``keys``.
-        questions: tokens of a frame that ask, of each kind. A frame has fewer by place if fewer writes can be asked
-            for, and none by key before the first write.
+        questions: number of questions of each kind per frame. A frame has fewer questions by place if fewer writes can
+            be asked for, and no questions by key before the first write.
     """
 
     keys: int
@@ -85,7 +85,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
     keys = np.full(shape, -1)
     keys[writes] = _distinct(symbols, key, shape[:2])[(*np.nonzero(writes)[:2], order[writes])]
     latest = _latest(symbols, keys, values)
-    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # their value is not used
+    keys[asks] = _choose(latest[np.nonzero(asks)[:2]] >= 0, value[asks])  # value is otherwise unused here
     answers = np.full(shape, -1)
     known = asks & (keys >= 0)
     answers[known] = latest[(*np.nonzero(known)[:2], keys[known])]
@@ -136,7 +136,7 @@ def _targets(values: np.ndarray) -> np.ndarray:
 
 
 def _choose(possible: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Return the index of one of the possible columns of each row (n, columns), -1 in rows without any."""
+    """Return the index of one possible column for each row (n, columns), or -1 for rows without any."""
     number = possible.sum(-1)
     wanted = (random * number).astype(np.int64)[:, None]
     return np.where(number > 0, (possible & (possible.cumsum(-1) == wanted + 1)).argmax(-1), -1)

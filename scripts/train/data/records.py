@@ -17,7 +17,7 @@ CONDITIONS = ("auto", "captions", "labels", "none")
 
 @dataclass(frozen=True)
 class Split:
-    """Choice of samples: one in ``parts`` is held out, the ``fold``-th. limit: largest number of samples."""
+    """Choice of samples: the ``fold``-th of ``parts`` parts is held out. limit: maximum number of samples."""
 
     parts: int
     fold: int = 0
@@ -35,8 +35,8 @@ class Records:
     """Names of samples, and their captions or classes.
 
     Args:
-        names: one for each sample, unique.
-        captions: one for each sample, or None.
+        names: a unique name for each sample.
+        captions: a caption for each sample, or None.
         labels: (N,) int64, or None without classes.
         classes: names of the classes.
         tests: (N,) bool, True for the test part of data that has one.

@@ -89,7 +89,7 @@ class Source:
         condition: the model's condition for each sample.
         train, held_out: numbers of the samples.
         digest: hash of the data.
-        latents: latents.json, for latents.
+        latents: content of latents.json, if the values are latents.
         num_train_sizes: number of training sizes, which are the first sizes of the values.
     """
 
@@ -142,7 +142,7 @@ class Encoding(NamedTuple):
     """Encoders of the conditions.
 
     Args:
-        size: size of the caption encoder, whose width class embeddings have too.
+        size: size of the caption encoder; class embeddings have the same width.
         features: folder of ``train features``, instead of a caption encoder.
     """
 

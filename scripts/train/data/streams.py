@@ -1,7 +1,7 @@
 """Samples that are read on demand: webdataset shards, Hugging Face data sets, and folders of files.
 
-Every source knows the number and the location of its samples. So the order of a training depends only on (seed, step,
-process), and a run can resume at any step without reading earlier samples.
+Every source knows the number and the location of its samples. The order of the samples therefore depends only on (seed,
+step, process), and a run can resume at any step without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CAPTION_FIELDS = ("txt", "caption")
 TEST_NAMES = ("validation", "val", "test")
 HUB = "hf:"
 INDEX = 1  # version of the cached index of a shard
-BLOCK = 512  # bytes, of a tar
-# Raised for files that are missing, cut short, or of another format than their name says.
+BLOCK = 512  # bytes in a block of a tar
+# Errors from files that are missing, truncated, or not in the format that their name suggests.
 UNREADABLE = (OSError, EOFError, ValueError, SyntaxError, KeyError, Image.DecompressionBombError)
 
 
 class StreamError(typer.BadParameter):
-    """Data that can't be opened."""
+    """Error for data that can't be opened."""
 
 
 class Source(Protocol):
@@ -138,7 +138,7 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     width, height = image.size
-    # Pillow decodes a PNG to look for EXIF data behind its pixels.
+    # Skip PNGs without EXIF data in the header, because Pillow decodes the pixels to look for EXIF data after them.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
     is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
     return (width, height) if is_turned else (height, width)
@@ -188,7 +188,7 @@ def index_shard(path: Path, cache: Path | None = None) -> Shard:
                     return Shard(
                         path, found["keys"].tolist(), found["fields"].tolist(), found["offsets"], found["sizes"]
                     )
-        except Exception:  # of damaged bytes zipfile and NumPy raise errors of their own
+        except Exception:  # zipfile and NumPy raise various errors for damaged bytes
             kept.unlink(missing_ok=True)
     shard = _scan(path)
     if kept is not None:
@@ -333,7 +333,7 @@ class ShardSource:
 def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the training and test tars of a folder, a tar, or a pattern such as train-{000..009}.tar.
 
-    In a folder, shards whose names begin with val, validation or test are for tests.
+    In a folder, shards whose names begin with val, validation or test are test shards.
     """
     from webdataset.shardlists import expand_urls
 
@@ -425,7 +425,7 @@ def open_hub(name: str) -> tuple[Source, Source | None]:
     try:
         saved = any((Path(name) / each).is_file() for each in ("dataset_dict.json", "state.json"))
         found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
-    except Exception as error:  # of the library, its file systems and formats
+    except Exception as error:  # the library, its file systems and formats raise various errors
         raise StreamError(f"--data {name} can't be opened as a data set ({type(error).__name__}: {error})") from error
     if isinstance(found, datasets.Dataset):
         return HubSource(found, name), None
@@ -543,7 +543,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return which samples are for tests, (N,) bool: those whose name has a hash of 0 modulo ``parts``."""
+    """Return which samples are held out for testing, (N,) bool: those whose name's hash is 0 modulo ``parts``."""
     return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
 
 

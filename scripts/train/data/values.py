@@ -22,7 +22,7 @@ from .pictures import Pictures
 from .records import Records
 
 LATENTS, RECORDS, BUCKETS = "latents.json", "records.json", "buckets.npy"
-FORMAT = 2  # of folders of latents
+FORMAT = 2  # format version of latents folders
 
 
 class Values(Protocol):
@@ -55,7 +55,7 @@ class Values(Protocol):
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
         """Return samples of one bucket, (B, channels, [frames,] height, width), float32.
 
-        draws: (B,) int64, determine the augmentation; None: no augmentation, and the mean of latents.
+        draws: (B,) int64, which determine the augmentation; None: no augmentation, and the mean of latents.
         """
         ...
 

@@ -33,11 +33,11 @@ OPENED_AS = {
     "protocol_whitelist": "file",
 }
 DECODERS = {"pyav": "av", "opencv": "cv2"}
-LAYOUT = 1  # of decoded frames that are kept: another where decode gives others
+LAYOUT = 1  # version of cached frames; change it if decode returns different frames
 
 
 class VideoError(typer.BadParameter):
-    """A video that can't be read, or too little footage."""
+    """Error for a video that can't be read, or for too little footage."""
 
 
 def find_videos(paths: Sequence[Path]) -> list[Path]:
@@ -51,7 +51,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
             raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
         found += inside
     again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
-    if again:  # its frames would be trained on and tested
+    if again:  # the same frames would be in the training and the test clips
         raise VideoError(
             f"--data: expected each video once, got {', '.join(p.name for p in sorted(again))} more than once"
         )
@@ -83,7 +83,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
     squares = [_crop(frame, shape) for frame in frames]
     if not squares:
         raise VideoError(f"{path}: no frame could be decoded; check that it is a complete video (ffprobe {path.name})")
-    if len(squares) < 0.95 * expected - 1:  # a few are lost at the ends of what was cut without encoding it again
+    if len(squares) < 0.95 * expected - 1:  # videos cut without re-encoding lose a few frames at the ends
         raise VideoError(
             f"{path}: only {len(squares)} of {expected:.0f} frames could be decoded; the file is damaged: leave it out "
             "or re-encode it"
@@ -101,7 +101,7 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the smallest height and width, in the same proportions, that cover a shape; None changes nothing."""
+    """Return the smallest height and width, in the same proportions, that cover a shape; None keeps the size."""
     if shape is None:
         return height, width
     factor = max(shape[0] / height, shape[1] / width)
@@ -125,7 +125,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
             stream = container.streams.video[0]
             seconds = stream.duration and stream.time_base and float(stream.duration * stream.time_base)
             seconds = seconds or (container.duration or 0) / av.time_base
-            counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list shows less than all
+            counts = [stream.frames, seconds * float(stream.average_rate or 0)]  # an edit list can hide frames
             yield min((count for count in counts if count), default=0)
             for frame in container.decode(video=0):
                 height, width = _scaled(frame.height, frame.width, shape)
@@ -208,7 +208,7 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
     found, first, number = [], 0, 0
     for length in lengths:
         whole = max(length // segment, 1)
-        ends = [first + min(i * segment, length) for i in range(whole)] + [first + length]  # the last takes the rest
+        ends = [first + min(i * segment, length) for i in range(whole)] + [first + length]  # the last one gets the rest
         held_out = [(number + i) % parts == fold for i in range(whole)]
         for i in range(whole):
             start, stop = ends[i], ends[i + 1]

@@ -127,7 +127,7 @@ def model_arguments(config: DigitsTraining) -> dict[str, Any]:
 
 
 def build(config: DigitsTraining) -> LrpeVisionTransformer:
-    # Not timm.create_model, which drops arguments that are None, encoding=None among them.
+    # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
     return lrpe_vit_tiny_patch16_224(**model_arguments(config))
 
 

@@ -166,7 +166,7 @@ class ImageTraining(Training):
             tests = "20,40,56,28x40" if is_small else f"{size - 4 * patch},{size + 4 * patch},{size}x{size + 4 * patch}"
             tests = tests if is_small or size > 4 * patch else ""
         for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
-            object.__setattr__(self, name, value)  # of a frozen dataclass, before anybody reads it
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     @property
     def train_sizes(self) -> Sizes:
@@ -237,7 +237,7 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
     """
     given = {**(arguments or {}), **more}
     if not config.model:
-        # Not timm.create_model, which drops arguments that are None, encoding=None among them.
+        # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
         return lrpe_vit_tiny_patch16_224(**given)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
@@ -246,7 +246,7 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
         )
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
-    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some have it anyway
+    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some set them anyway
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
     keeps_table = absolute == "learned" or config.weights  # weights were trained with it
@@ -327,7 +327,7 @@ def loss(
     x, labels = images
     if x.dtype == torch.uint8:
         x = resized(x, (x.shape[2], x.shape[3]))
-    # What draws from the global generators is done here, where the step seeds them.
+    # Augmentations that draw from the global generators run here, because the step seeds these generators.
     if config.erase:
         x = RandomErasing(config.erase, mode="pixel", device=str(x.device))(x)
     if mix is not None:

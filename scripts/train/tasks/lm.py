@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 32, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "hidden": 64},
     "small": {"dim": 384, "depth": 6, "num_heads": 6, "num_kv_heads": 2, "hidden": 1024},
 }
-# Name → (factor, trained length) → what CausalLm.rescale takes.
+# Name → function of (factor, trained length) that returns the argument of CausalLm.rescale.
 SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
     "linear": lambda factor, trained: partial(linear_scaling, factor=factor),
     "ntk": lambda factor, trained: partial(ntk_scaling, factor=factor),
@@ -55,7 +55,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
 }
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 EVAL_BYTES = 2**18
-EVAL_TOKENS = 2**16  # in a batch of the evaluation, and of the text that validates on the way
+EVAL_TOKENS = 2**16  # per batch of the evaluation, and in the text for validation during training
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: in
     steps = torch.arange(length + 1, device=text.device)
     total = torch.zeros(length, dtype=torch.float64, device=text.device)
     model.eval()
-    # Of each process as many windows, since FSDP2 gathers weights at every forward; those added count nothing.
+    # Pad to the same number of windows per process, because FSDP2 gathers weights at every forward. Padding is ignored.
     world, rank = accelerator.num_processes, accelerator.process_index
     padded = F.pad(starts, (0, -count % world), value=-1)[rank::world]
     for part in padded.split(max(EVAL_TOKENS // length, 1)):

@@ -3,13 +3,13 @@
     python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
     python -m scripts.train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
-Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`): there is no data set.
-Every token sees its own frame and earlier ones. Loss and accuracy count the tokens that ask. The model is trained at
+Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a data set.
+Every token sees its own frame and earlier ones. Loss and accuracy only count tokens that ask. The model is trained at
 one size and tested there, at 2, 4 and 8 times the frames, and at twice the height and width.
 
-- **Keys are a matter of content.** A layer answers them without positions, and for longer videos it must let the latest
-  value replace older ones. With "add" they blur; "decay" prefers recent values; "delta" overwrites.
-- **Places are a matter of positions,** and without any the answer can't be told from the other values in sight.
+- **Questions by key depend on content.** A layer can answer them without positions. In longer videos, the latest value
+  must replace older ones. With "add" they blur; "decay" prefers recent values; "delta" overwrites.
+- **Questions by place depend on positions.** Without them, the answer looks like any other value in view.
 
 Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command resumes it.
 """
@@ -38,8 +38,8 @@ from ..order import Chosen
 from ..work import Work, train
 
 Size = tuple[int, int, int]
-TEST_TOKENS = 2**15  # in a batch of the evaluation
-TEST_SEED = 1  # beside a size, the seed of the clips to test on; no training's
+TEST_TOKENS = 2**15  # per batch of the evaluation
+TEST_SEED = 1  # seeds the test clips, together with their size; no training uses it
 
 
 def parse_size(name: str, text: str) -> Size:
@@ -167,7 +167,7 @@ def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
 def accuracy(config: RecallTraining, model: nn.Module, size: Size, device: torch.device, autocast: Any) -> list[float]:
     """Return the accuracy of each kind of question in %, on new clips that are the same for all models.
 
-    It counts the last frames, as many as a training clip has: in longer clips those are beyond the trained length.
+    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the trained length.
     """
     draws = np.random.default_rng((TEST_SEED, *size)).integers(2**63, size=config.test_clips)
     right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))

@@ -82,7 +82,7 @@ class VaeTraining(GenerativeTraining):
         return 2 ** (len(self.channels) - 1)
 
 
-GROUPS = 8  # of the group norms
+GROUPS = 8  # number of groups in the group norms
 
 
 class Autoencoder(nn.Module):
@@ -99,7 +99,7 @@ class Autoencoder(nn.Module):
         self.vae: Any = AutoencoderKL(**arguments)
 
     def forward(self, x: Tensor, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels (B, 3, H, W) in [-1, 1] → their reconstruction, and mean and log-variance of the latents.
+        """Reconstruct pixels (B, 3, H, W) in [-1, 1]; also return mean and log-variance of the latents.
 
         sampled: reconstruct a sample of the latents, as in training, instead of their mean.
         """

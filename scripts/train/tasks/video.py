@@ -301,7 +301,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
         fold=config.fold, gap=gap, device=device, cache=config.cache_folder,
     )  # fmt: skip
-    footage.starts(gap, held_out=True)  # too little footage is said before the training
+    footage.starts(gap, held_out=True)  # report too little footage before training
     starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         )  # fmt: skip
         return {"accuracy": found}
 
-    # The footage itself decides what a run is, wherever it lies.
+    # Identify the footage by its content, so that its location may change.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
     return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
