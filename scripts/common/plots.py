@@ -19,22 +19,14 @@ from matplotlib.patches import Patch
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 
+from lrpe_md.picture.figure import OKABE_ITO, STYLE
+
 __all__ = [
     "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "plt", "save",
     "split_series",
 ]  # fmt: skip
 
 WIDTH = 6.2  # inches: text of 9 points is legible on a page and on a phone
-STYLE: Any = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10,
-    "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
-}  # fmt: skip
-# A palette that colour-blind readers can distinguish, plus a grey
-# (Okabe and Ito 2008, "Color universal design").
-OKABE_ITO = {
-    "black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "blue": "#0072B2",
-    "vermilion": "#D55E00", "purple": "#CC79A7", "grey": "#7f7f7f", "yellow": "#F0E442",
-}  # fmt: skip
 MARKERS = dict(zip(OKABE_ITO, "o^Dv*XPsH", strict=True))
 # The same encoding has the same colour in every plot. A variant has the colour of the longest name that it starts with,
 # and its own line and marker.
