@@ -81,8 +81,8 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             len(groups), 2, figsize=(WIDTH, 1.4 + 2.8 * len(groups)), sharex="col", sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        position = f"up to this position\n(length {longest:,})"
-        panels = (("length", results[whole], "length"), ("last", parts, position))
+        position = f"up to this byte\n(length {longest:,} bytes)"
+        panels = (("length", results[whole], "length, bytes"), ("last", parts, position))
         looks = choose_looks(ranking(results))
         for row, names in zip(axes, groups, strict=True):
             for axis, (key, rows, label) in zip(row, panels, strict=True):
@@ -105,6 +105,6 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
-        figure.suptitle(f"dotted: the trained length, {trained}", fontsize=10)
+        figure.suptitle(f"dotted: length in training, {trained:,} bytes", fontsize=10)
         add_legend(figure)
         save(figure, path)

@@ -133,8 +133,9 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the frames of a clip, by memory and positions: mean and 95% interval."""
+    """Plot accuracy against the frames of a clip, by memory and positions: each seed, and the mean."""
     trained, stats = sizes(results)[0], intervals(results)
+    by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]
     ticks = sorted((size for size in sizes(results) if size.partition("x")[2] == image), key=frames_of)
     frames = [frames_of(size) for size in ticks]
@@ -147,22 +148,30 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
             for (attention, encoding), each, height in zip(lines, means, heights, strict=True):
                 kinds = list(dict.fromkeys(attention.split(",")))
                 color = OKABE_ITO[COLORS[kinds[0]]]
-                axis.errorbar(
-                    frames, each["mean"], yerr=each["half"].fillna(0), color=color,
-                    linestyle=DASHES.get(encoding, ":"), marker="s" if len(kinds) > 1 else "o", markersize=4, capsize=2,
-                    elinewidth=0.8,
+                seeds = by_line.get_group((kind, attention, encoding))
+                seeds = seeds[seeds["size"].isin(ticks)]
+                axis.plot(seeds.frames, seeds.value, "o", color=color, markersize=2.5, alpha=0.5)
+                axis.plot(
+                    frames, each["mean"], color=color, linestyle=DASHES.get(encoding, ":"),
+                    marker="s" if len(kinds) > 1 else "o", markersize=5,
                 )  # fmt: skip
                 axis.annotate(
                     f"{' + '.join(kinds)}, {encoding}", (frames[-1], height), (6, 0), color=color, fontsize=8,
                     textcoords="offset points", va="center", annotation_clip=False,
                 )  # fmt: skip
-            axis.axhline(100 / config["settings"]["training"]["values"], color=OKABE_ITO["grey"], linewidth=0.8)
+            chance = 100 / config["settings"]["training"]["values"]
+            axis.axhline(chance, color=OKABE_ITO["grey"], linewidth=0.8)
+            axis.annotate(
+                "chance", (frames[0], chance), (4, -2), color=OKABE_ITO["grey"], fontsize=8, va="top",
+                textcoords="offset points",
+            )  # fmt: skip
             axis.axvline(frames[0], color="black", linestyle=":", linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set_xticks(frames, [str(n) for n in frames])
-            axis.set_xlabel("frames (dotted: trained)")
+            axis.set_xlabel("frames (dotted: in training)")
             axis.set_title(f"questions {kind}")
             axis.set_ylim(0, 104)
             axis.minorticks_off()
         axes[0].set_ylabel("accuracy, %")
+        figure.suptitle("lines: mean; small dots: each seed", fontsize=9)
         save(figure, path)

@@ -198,13 +198,13 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
         for axis in axes[-1]:
-            axis.set_xlabel("size (dotted: the trained one)")
+            axis.set_xlabel("size (dotted: in training)")
         figure.supylabel(task.measure, fontsize=10)
-        save(figure, path)
+        save(figure, path, dpi=120)
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size: every seed, mean and standard deviation."""
+    """Plot the measure at the training size: every seed, and the mean."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
@@ -216,14 +216,13 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):
             part = shown[shown.attention == attention]
-            stats = part.groupby("encoding")["value"].agg(["mean", "std"]).fillna(0).reindex(ranking)
+            mean = part.groupby("encoding")["value"].mean().reindex(ranking)
             rows = np.arange(len(ranking)) + offset
-            axis.plot(part.value, [rows[ranking.index(name)] for name in part.encoding], "|", color=colour, ms=9)
-            axis.errorbar(
-                stats["mean"], rows, xerr=stats["std"], fmt="o", color=colour, capsize=3, label=f"{attention} attention"
-            )
+            seeds = [rows[ranking.index(name)] for name in part.encoding]
+            axis.plot(part.value, seeds, "o", color=colour, mfc="none", ms=5, label=f"{attention} attention, each seed")
+            axis.plot(mean, rows, "|", color=colour, ms=12, mew=2.5, label=f"{attention} attention, mean")
         axis.set_yticks(range(len(ranking)), ranking)
-        axis.set_xlabel(f"{TASKS[settings['task']].measure}\n(dot and bar: mean ± standard deviation; ticks: seeds)")
-        axis.set_title(f"{', '.join(settings['data'])}, trained and tested at {trained}")
-        axis.legend(loc="lower right")
+        axis.set_xlabel(TASKS[settings["task"]].measure)
+        axis.set_title(f"{', '.join(settings['data'])} at the training size, {trained}")
+        add_legend(figure, columns=2)
         save(figure, path)

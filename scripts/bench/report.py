@@ -17,7 +17,7 @@ import typer
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
+from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report
 from .layers import TEXT_WORKLOADS, WORKLOADS
@@ -32,6 +32,7 @@ PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
+BARS = 8  # most bars of a group in a plot
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
 
 
@@ -453,7 +454,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
     """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
-    first = found.sort_values(["ours", "places", "share"], ascending=False).index[:SERIES]
+    first = found.sort_values(["ours", "places", "share"], ascending=False).index[:BARS]
     return [peer for peer in ordered(part.peer) if peer in first]
 
 

@@ -94,7 +94,7 @@ def render(files: list[str]) -> str:
     head = table(["preset", "axes", "map", "pairs", "head_dim", "learned"], rows, words=6)
     pictures = "\n\n".join(f"![Similarity over a grid]({PICTURES}/gallery/{file})" for file in files)
     how = (
-        "Each picture shows how similar the circled token is to every other token if all channels are equal. Images "
+        "Each picture shows how similar the marked token is to every other token if all channels are equal. Images "
         "have 18 × 28 patches, videos show one of nine frames, and text has 64 tokens. Colours range from the lowest "
         "value (see the title) to 1. If heads have different frequencies, the picture shows the head that varies most."
     )

@@ -155,8 +155,11 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         report_recall.plot_recall(results, CONFIG, tmp_path / "frames.png")
     figure = figures[0]
     assert [axis.get_title() for axis in figure.axes] == ["questions by key", "questions by place"]
-    assert [label.get_text() for label in figure.axes[0].texts] == [", ".join(line) for line in every]
-    (line, *_), *_ = (each for each in figure.axes[0].containers)
+    texts = [label.get_text() for label in figure.axes[0].texts]
+    assert texts == [*(", ".join(line) for line in every), "chance"]
+    seeds, line, *_ = figure.axes[0].lines
+    by_frames = [(8, 0), (16, 1), (64, 2)]
+    assert sorted(zip(*seeds.get_data(), strict=True)) == sorted((n, x) for n, i in by_frames for x in DELTA[i])
     assert line.get_xdata().tolist() == [8, 16, 64]  # without the larger frames
     assert line.get_ydata().tolist() == pytest.approx([np.mean(each) for each in DELTA[:3]])
     labels = {label.get_text() for label in figures[1].axes[0].texts}
