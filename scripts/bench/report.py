@@ -14,6 +14,8 @@ import numpy as np
 import pandas as pd
 import typer
 
+from ..adapters.sweep import COLUMNS as SWEPT
+from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
@@ -137,11 +139,10 @@ def changes(file: Path) -> str:
     """Report how often an adapted model computes what the original does after both were modified."""
     if not file.is_file():
         return ""
-    rows: Any = pd.read_csv(file, keep_default_na=False)
-    lines: list[list[str]] = []
-    for change in ordered(rows.change):
-        found = rows[rows.change == change].outcome
-        lines.append([change, *(str((found == outcome).sum()) for outcome in OUTCOMES)])
+    found: dict[str, list[str]] = {change: [] for change, _ in SWEPT}
+    for each in read_outcomes(file):
+        found[each.change].append(each.outcome)
+    lines = [[change, *(str(made.count(name)) for name in OUTCOMES)] for change, made in found.items() if made]
     return "\n".join([CHANGES, *table(["change", *(name.replace("refused", "rejected") for name in OUTCOMES)], lines)])
 
 
