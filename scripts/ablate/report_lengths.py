@@ -51,10 +51,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Rows are sorted by the longest length. Models were "
-        f"trained at length {trained} for {training['steps']:,} steps, with {training['batch']} windows per step. "
-        f"Each length is evaluated on the same {training['test_bytes']:,} bytes. For + linear, ntk and yarn, positions "
-        f"are stretched by length / {trained} at evaluation, without further training.",
+        f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
+        f"sorted by the longest. Models were trained at length {trained} for {training['steps']:,} steps, with "
+        f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
+        f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
+        "long, without further training.",
         "",
     ]
     rows = [

@@ -73,19 +73,19 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, best at the longest clip first."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± half of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"mean ± half the width of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"Accuracy in % of questions about symbols of earlier frames, {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Columns are clips of frames × height × width tokens; the first is the trained "
-        f"size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} frames "
-        f"count. {how_long(training)} with batches "
-        f"of {training['batch']}, {precision}{how_run(training)}.",
+        f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Each column is a size of clips, frames × height × width tokens. The first is "
+        f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
+        f"frames count. Each training ran {how_long(training)}, with batch size {training['batch']}, in "
+        f"{precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
         f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and as many "
-        f"for the value at an offset (frames back, rows down, columns right), one of {offsets}. The model has "
+        f"ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The model has "
         f"{training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
@@ -95,18 +95,18 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"Difference from {base} with the same {same}, paired by seed; bold if the interval excludes zero.",
+                f"**Difference from {base}** with the same {same}, paired by seed. Bold intervals exclude zero.",
                 "",
             ]
         for kind, rows in compared.items():
             lines += [f"Questions {kind}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]
     lines += [
-        "Medians over all runs, and the largest rise of the training loss in any run.",
+        "The table lists medians over all runs, and the largest rise in training loss in any run.",
         "",
         *summarize_trainings(results, [tuple(key) for key in order.to_numpy()]),
     ]
-    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:

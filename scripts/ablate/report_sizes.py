@@ -105,8 +105,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
     head = [
-        *KEYS, "parameters", "last loss", "largest rise", "ms per step", "million tokens per second", "peak memory,"
-        " GiB", "s per training",
+        *KEYS, "parameters", "final loss", "largest rise in loss", "ms per step", "million tokens per second",
+        "peak memory, GiB", "s per training",
     ]  # fmt: skip
     head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
     return table(head, rows, len(KEYS))
@@ -137,9 +137,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list the {measure} ({', '.join(settings['data'])}): {scheme}. The first column is the training "
-        "size, the only size that the model saw in training. Rows are sorted by that column. Each training ran "
-        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
+        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
+        "training size, the only size that the model saw in training. Rows are sorted by that column. Each training "
+        f"ran {how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():

@@ -262,7 +262,7 @@ def test_the_report_counts_changes_by_outcome(tmp_path):
     with (tmp_path / "changes.csv").open("w") as file:
         sweep.write_outcomes((sweep.Outcome("timm", *row[:2], "after", row[2], "") for row in rows), file)
     lines = report.changes(tmp_path / "changes.csv").splitlines()
-    assert "| change | same | rejected | different | error | unstable |" in lines
+    assert "| modification | same | rejected | different | error | unstable |" in lines
     assert "| low rank | 2 | 1 | 0 | 0 | 0 |" in lines
     assert "| save | 0 | 0 | 0 | 0 | 1 |" in lines
     assert report.changes(tmp_path / "none.csv") == ""
