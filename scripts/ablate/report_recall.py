@@ -91,11 +91,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     for kind in KINDS:
         lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
+    bold = " Bold intervals exclude zero." if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"**Difference from {base}** with the same {same}, paired by seed. Bold intervals exclude zero.",
+                f"Difference from {base} with the same {same}, paired by seed.{bold}",
                 "",
             ]
         for kind, rows in compared.items():

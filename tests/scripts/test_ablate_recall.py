@@ -118,23 +118,25 @@ def test_numbers_of_the_tables() -> None:
     assert by_key["add", "none"][0] == "91.0 ± 2.5"
     assert by_place["add", "rotate"] == by_key["add", "none"]
 
-    differences = text[text.index("**Difference from add** with the same positions") :]
+    differences = text[text.index("Difference from add with the same positions") :]
     memories = rows_of(differences, "Questions by key")
     assert list(memories) == [("delta", "none"), ("delta", "rotate")]
     interval = ttest_rel(DELTA[2], ADD[2]).confidence_interval(0.95)
     mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
     assert memories["delta", "none"][2] == f"**{mean:+.1f} ± {half:.1f}**"
     assert memories["delta", "none"][3] == "+0.7 ± 3.8"  # it includes zero
-    positions = rows_of(text[text.index("**Difference from rotate** with the same memory") :], "Questions by key")
+    positions = rows_of(text[text.index("Difference from rotate with the same memory") :], "Questions by key")
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
-    assert "mean ± half of Student's 95% interval over 3 seeds. Chance is 12.5%" in text
+    assert "mean ± half the width of Student's 95% interval over 3 seeds. Chance is 12.5%" in text
     assert "only the last 8 frames count. Each training ran 300 steps, with batch size 32, in float32." in text
     assert "4 tokens write one of 8 values with one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")
     assert "±" not in single
+    assert "Bold intervals exclude zero" in text
+    assert "Bold" not in single
     assert "**" not in single
     assert "Difference" not in report_recall.markdown(RESULTS[RESULTS.attention == "delta"], CONFIG, "cosine")
 
