@@ -201,6 +201,32 @@ def test_recommendation_matches_results():
         assert all(b > a for a, b in zip(rows[0][name][1:], rows[1][name][1:], strict=True)), name
 
 
+FINDINGS = {  # rows of the table of findings: comparison, and decimals
+    "images, learning rate 1e-3": ("image", 1),
+    "images, learning rate 2e-3": ("image-2e-3", 1),
+    "digits": ("digits", 1),
+    "order of video segments": ("video", 1),
+    "diffusion, held-out loss": ("diffusion", 3),
+    "text, bits per byte": ("lm", 2),
+}
+
+
+@pytest.mark.parametrize("task", FINDINGS)
+def test_findings_are_measured(task):
+    """Each number in the table of findings is the mean of an encoding at the training size, with that attention."""
+    comparison, digits = FINDINGS[task]
+    rows = pd.read_csv(ROOT / "scripts" / "results" / f"ablate-{comparison}" / "results.csv", keep_default_na=False)
+    rows = rows[(rows["size"] == rows["size"].iloc[0]) & rows.positions.isin(["extrapolated", "none"])]
+    means = rows.astype({"value": float}).groupby(["attention", "encoding"]).value.mean()
+    lines = (DOCS / "which-encoding.md").read_text(encoding="utf-8").splitlines()
+    (texts,) = (cells(line)[1:] for line in lines if line.startswith(f"| {task} |"))
+    for attention, text in zip(("softmax", "linear"), texts, strict=True):
+        measured = {f"{mean:.{digits}f}" for mean in means.get(attention, [])}
+        shown = re.findall(r"(?<![±\d] )\b\d+\.\d+", text)
+        assert set(shown) <= measured, attention
+        assert shown or attention == "linear"
+
+
 # --- generated pages -------------------------------------------------------------------------------------------------
 
 
