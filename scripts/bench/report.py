@@ -206,7 +206,7 @@ def pivot(file: Path) -> str:
     cells = {(row["impl"], *(row[name] for name in shown.columns)): row for row in rows.to_dict("records")}
     lines: list[list[str]] = []
     for case in cases:
-        line = [", ".join(CASES.get(part, part) for part in case)]
+        line = [", ".join(str(CASES.get(part, part)) for part in case)]
         for impl in impls:
             row = cells.get((impl, *case))
             more = f" ({float(row[shown.more]):.3f})" if row is not None and shown.more else ""
