@@ -33,7 +33,7 @@ results: $(READY)  ## the pages and plots of docs/results, from scripts/results
 	$(BIN)/python -m scripts.bench report $(ARGS)
 	$(BIN)/python -m scripts.ablate report
 
-docs: $(READY)  ## the documentation as a site, in site/
+docs: $(READY)  ## the documentation as a site, in site/; its search needs a web server: see make serve
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 serve: $(READY)  ## the documentation at http://127.0.0.1:8000, built again at every change

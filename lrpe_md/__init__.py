@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # resolved by __getattr__
     from .integrations import adapt as adapt
     from .integrations import adapt_attention as adapt_attention
     from .integrations import adapt_rotary as adapt_rotary
-    from .picture import show as show
+    from .picture.plot import show as show
 
 __version__ = "0.3.0"
 
@@ -48,7 +48,7 @@ _DOCUMENT = (
 )  # fmt: skip
 # Names imported on first use, because most programs don't need them.
 _LAZY = {
-    "show": ".picture",
+    "show": ".picture.plot",
     **dict.fromkeys(_INTEGRATIONS, ".integrations"),
     **dict.fromkeys(_DOCUMENT, ".document"),
 }

@@ -102,8 +102,9 @@ def render(folder: Path) -> str:
     """Render the page of a folder: table.md, plots, and samples.png if it exists."""
     task = TASKS[task_of(folder)]
     name = folder.name.removeprefix("ablate-")
+    measure = task.measure.replace(", %", " in %").capitalize()
     by = {
-        "sizes": f"{task.measure} by size", "lengths": f"{task.measure.capitalize()} by length and by position",
+        "sizes": f"{measure} by size", "lengths": f"{measure} by length and by position",
         "recall": "Accuracy of questions by key and by place, by frames",
     }  # fmt: skip
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()

@@ -51,10 +51,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Rows are sorted by the longest length. Models were "
-        f"trained at length {trained} for {training['steps']:,} steps, with {training['batch']} windows per step. "
-        f"Each length is evaluated on the same {training['test_bytes']:,} bytes. For + linear, ntk and yarn, positions "
-        f"are stretched by length / {trained} at evaluation, without further training.",
+        f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
+        f"sorted by the longest. Models were trained at length {trained} for {training['steps']:,} steps, with "
+        f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
+        f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
+        "long, without further training.",
         "",
     ]
     rows = [
@@ -81,8 +82,8 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             len(groups), 2, figsize=(WIDTH, 1.4 + 2.8 * len(groups)), sharex="col", sharey=True, squeeze=False,
             layout="constrained",
         )  # fmt: skip
-        position = f"up to this position\n(length {longest:,})"
-        panels = (("length", results[whole], "length"), ("last", parts, position))
+        position = f"up to this byte\n(length {longest:,} bytes)"
+        panels = (("length", results[whole], "length, bytes"), ("last", parts, position))
         looks = choose_looks(ranking(results))
         for row, names in zip(axes, groups, strict=True):
             for axis, (key, rows, label) in zip(row, panels, strict=True):
@@ -105,6 +106,6 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
-        figure.suptitle(f"dotted: the trained length, {trained}", fontsize=10)
+        figure.suptitle(f"dotted: length in training, {trained:,} bytes", fontsize=10)
         add_legend(figure)
         save(figure, path)

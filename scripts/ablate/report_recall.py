@@ -73,40 +73,41 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, best at the longest clip first."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± half of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"mean ± half the width of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"Accuracy in % of questions about symbols of earlier frames, {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Columns are clips of frames × height × width tokens; the first is the trained "
-        f"size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} frames "
-        f"count. {how_long(training)} with batches "
-        f"of {training['batch']}, {precision}{how_run(training)}.",
+        f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Each column is a size of clips, frames × height × width tokens. The first is "
+        f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
+        f"frames count. Each training ran {how_long(training)}, with batch size {training['batch']}, in "
+        f"{precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
         f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and as many "
-        f"for the value at an offset (frames back, rows down, columns right), one of {offsets}. The model has "
+        f"ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The model has "
         f"{training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:
         lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
+    bold = " Bold intervals exclude zero." if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"Difference from {base} with the same {same}, paired by seed; bold if the interval excludes zero.",
+                f"Difference from {base} with the same {same}, paired by seed.{bold}",
                 "",
             ]
         for kind, rows in compared.items():
             lines += [f"Questions {kind}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]
     lines += [
-        "Medians over all runs, and the largest rise of the training loss in any run.",
+        "The table lists medians over all runs, and the largest rise in training loss in any run.",
         "",
         *summarize_trainings(results, [tuple(key) for key in order.to_numpy()]),
     ]
-    return "\n".join([*lines, f"{describe_environments(config['environments'])}."]) + "\n"
+    return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
@@ -133,8 +134,9 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the frames of a clip, by memory and positions: mean and 95% interval."""
+    """Plot accuracy against the frames of a clip, by memory and positions: each seed, and the mean."""
     trained, stats = sizes(results)[0], intervals(results)
+    by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]
     ticks = sorted((size for size in sizes(results) if size.partition("x")[2] == image), key=frames_of)
     frames = [frames_of(size) for size in ticks]
@@ -147,22 +149,30 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
             for (attention, encoding), each, height in zip(lines, means, heights, strict=True):
                 kinds = list(dict.fromkeys(attention.split(",")))
                 color = OKABE_ITO[COLORS[kinds[0]]]
-                axis.errorbar(
-                    frames, each["mean"], yerr=each["half"].fillna(0), color=color,
-                    linestyle=DASHES.get(encoding, ":"), marker="s" if len(kinds) > 1 else "o", markersize=4, capsize=2,
-                    elinewidth=0.8,
+                seeds = by_line.get_group((kind, attention, encoding))
+                seeds = seeds[seeds["size"].isin(ticks)]
+                axis.plot(seeds.frames, seeds.value, "o", color=color, markersize=2.5, alpha=0.5)
+                axis.plot(
+                    frames, each["mean"], color=color, linestyle=DASHES.get(encoding, ":"),
+                    marker="s" if len(kinds) > 1 else "o", markersize=5,
                 )  # fmt: skip
                 axis.annotate(
                     f"{' + '.join(kinds)}, {encoding}", (frames[-1], height), (6, 0), color=color, fontsize=8,
                     textcoords="offset points", va="center", annotation_clip=False,
                 )  # fmt: skip
-            axis.axhline(100 / config["settings"]["training"]["values"], color=OKABE_ITO["grey"], linewidth=0.8)
+            chance = 100 / config["settings"]["training"]["values"]
+            axis.axhline(chance, color=OKABE_ITO["grey"], linewidth=0.8)
+            axis.annotate(
+                "chance", (frames[0], chance), (4, -2), color=OKABE_ITO["grey"], fontsize=8, va="top",
+                textcoords="offset points",
+            )  # fmt: skip
             axis.axvline(frames[0], color="black", linestyle=":", linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set_xticks(frames, [str(n) for n in frames])
-            axis.set_xlabel("frames (dotted: trained)")
+            axis.set_xlabel("frames (dotted: in training)")
             axis.set_title(f"questions {kind}")
             axis.set_ylim(0, 104)
             axis.minorticks_off()
         axes[0].set_ylabel("accuracy, %")
+        figure.suptitle("lines: mean; small dots: each seed", fontsize=9)
         save(figure, path)

@@ -105,8 +105,8 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
     head = [
-        *KEYS, "parameters", "last loss", "largest rise", "ms per step", "million tokens per second", "peak memory,"
-        " GiB", "s per training",
+        *KEYS, "parameters", "final loss", "largest rise in loss", "ms per step", "million tokens per second",
+        "peak memory, GiB", "s per training",
     ]  # fmt: skip
     head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
     return table(head, rows, len(KEYS))
@@ -137,9 +137,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list the {measure} ({', '.join(settings['data'])}): {scheme}. The first column is the training "
-        "size, the only size that the model saw in training. Rows are sorted by that column. Each training ran "
-        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
+        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
+        "training size, the only size that the model saw in training. Rows are sorted by that column. Each training "
+        f"ran {how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -198,13 +198,13 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
         for axis in axes[-1]:
-            axis.set_xlabel("size (dotted: the trained one)")
+            axis.set_xlabel("size (dotted: in training)")
         figure.supylabel(task.measure, fontsize=10)
-        save(figure, path)
+        save(figure, path, dpi=120)
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size: every seed, mean and standard deviation."""
+    """Plot the measure at the training size: every seed, and the mean."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
@@ -216,14 +216,13 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):
             part = shown[shown.attention == attention]
-            stats = part.groupby("encoding")["value"].agg(["mean", "std"]).fillna(0).reindex(ranking)
+            mean = part.groupby("encoding")["value"].mean().reindex(ranking)
             rows = np.arange(len(ranking)) + offset
-            axis.plot(part.value, [rows[ranking.index(name)] for name in part.encoding], "|", color=colour, ms=9)
-            axis.errorbar(
-                stats["mean"], rows, xerr=stats["std"], fmt="o", color=colour, capsize=3, label=f"{attention} attention"
-            )
+            seeds = [rows[ranking.index(name)] for name in part.encoding]
+            axis.plot(part.value, seeds, "o", color=colour, mfc="none", ms=5, label=f"{attention} attention, each seed")
+            axis.plot(mean, rows, "|", color=colour, ms=12, mew=2.5, label=f"{attention} attention, mean")
         axis.set_yticks(range(len(ranking)), ranking)
-        axis.set_xlabel(f"{TASKS[settings['task']].measure}\n(dot and bar: mean ± standard deviation; ticks: seeds)")
-        axis.set_title(f"{', '.join(settings['data'])}, trained and tested at {trained}")
-        axis.legend(loc="lower right")
+        axis.set_xlabel(TASKS[settings["task"]].measure)
+        axis.set_title(f"{', '.join(settings['data'])} at the training size, {trained}")
+        add_legend(figure, columns=2)
         save(figure, path)

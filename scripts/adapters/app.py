@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .sweep import Outcome, sweep_library
+from .sweep import sweep_library, write_outcomes
 from .trial import LIBRARIES, try_library, write
 
 app = typer.Typer(
@@ -32,9 +32,9 @@ def table(library: Library = None) -> None:
 
 @app.command(epilog="Example: lrpe-md adapters sweep --library timm --model eva02_tiny_patch14_224")
 def sweep(library: Library = None, model: Models = None, all_rows: All = False) -> None:
-    """Modify every model before or after adaptation and write one CSV row per modification to stdout."""
+    """Modify every model before or after adaptation and write one CSV row per model to stdout."""
     found = (row for name in _check(library) for row in sweep_library(name, model))
-    rows = write((row for row in found if all_rows or row.outcome != "inapplicable"), kind=Outcome)
+    rows = write_outcomes(row for row in found if all_rows or row.outcome != "inapplicable")
     raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))
 
 

@@ -2,15 +2,16 @@
 
     lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
-Each row has the outcome for a model, a modification and an order: "same" (equal outputs, and equal gradients if the
-modification preserves gradients), "refused" (adapting raises), "different", "error" (only the adapted model raises),
-"unstable" (the original differs from itself, so there is nothing to compare with), or "inapplicable" (the model has
-nothing to modify, or the original raises).
+Each row is a model. The column "low rank, after" has the outcome of a modification that is made after adaptation:
+"same" (equal outputs, and equal gradients if the modification preserves gradients), "refused" (adapting raises),
+"different", "error" (only the adapted model raises), "unstable" (the original differs from itself, so there is nothing
+to compare with), or "inapplicable" (the model has nothing to modify, or the original raises). Details follow a colon.
 """
 
 from __future__ import annotations
 
 import copy
+import csv
 import pickle
 import re
 import shutil
@@ -18,11 +19,13 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +35,7 @@ from lrpe_md.integrations.rotary import exchanged_names, models_of, parts
 
 from .trial import BOUND, Candidate, Result, distance
 
-__all__ = ["CHANGES", "Outcome", "sweep_library", "sweep_model"]
+__all__ = ["CHANGES", "Outcome", "read_outcomes", "sweep_library", "sweep_model", "write_outcomes"]
 
 _TABLES = re.compile(r"rope|rotary|posembed|positionembedding", re.IGNORECASE)
 _NORMS = re.compile(r"(^|[._])(norm_(added_)?[qk]|[qk]_(layer)?norm|query_norm|key_norm)$")
@@ -42,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class Outcome(NamedTuple):
-    """One row of the sweep."""
+    """The outcome of one modification of a model."""
 
     library: str
     model: str
@@ -256,11 +259,46 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+DEFAULT_DTYPE = "default dtype"
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = [
+    *((name, when) for name in CHANGES for when in ("before", "after")), *((name, "after") for name in COPIES),
+    (DEFAULT_DTYPE, "before"),
+]  # fmt: skip
+
+
+def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> list[Outcome]:
+    """Write a row for each model as CSV, as soon as the next model begins, and return all outcomes."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["library", "model", *map(", ".join, COLUMNS)])
+    done: list[Outcome] = []
+    for model, group in groupby(outcomes, key=lambda each: (each.library, each.model)):
+        part = list(group)
+        cells = {(each.change, each.when): f"{each.outcome}: {each.note}".removesuffix(": ") for each in part}
+        writer.writerow([*model, *(cells.get(column, "") for column in COLUMNS)])
+        file.flush()
+        done += part
+    return done
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Read a file of :func:`write_outcomes`; empty cells have no outcome."""
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for change, when in COLUMNS:
+                outcome, _, note = row[f"{change}, {when}"].partition(": ")
+                found += [Outcome(row["library"], row["model"], change, when, outcome, note)] if outcome else []
+    return found
+
+
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 
 def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
-    """Yield the rows of a library's adaptable models, or of those with these names."""
+    """Yield the outcomes of a library's adaptable models, or of those with these names."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -273,7 +311,7 @@ def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[
 
 
 def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
-    """Yield a row for each change and order; nothing if the model can't be built, called or adapted."""
+    """Yield an outcome for each change and order; nothing if the model can't be built, called or adapted."""
     try:
         model = candidate.build()
         stock = candidate.call(copy.deepcopy(model))  # Some models can't be copied after a call.
@@ -286,7 +324,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
     for name, make in COPIES.items():
         yield Outcome(library, candidate.name, name, "after", *_try_copy(candidate, Original(model, stock), make))
     default = _compare(candidate, stock, model, _in_bfloat16)
-    yield Outcome(library, candidate.name, "default dtype", "before", *default)
+    yield Outcome(library, candidate.name, DEFAULT_DTYPE, "before", *default)
 
 
 class Original(NamedTuple):

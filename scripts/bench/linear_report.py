@@ -22,7 +22,7 @@ PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backw
 MAPS = ("cosine", "rotate", "none")
 PEER_COLORS = {
     "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
-    "flash_bla": "sky", "diffusers": "green",
+    "flash_bla": "purple", "diffusers": "green",
 }  # fmt: skip
 MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 

@@ -14,10 +14,12 @@ import numpy as np
 import pandas as pd
 import typer
 
+from ..adapters.sweep import COLUMNS as SWEPT
+from ..adapters.sweep import read_outcomes
 from ..adapters.trial import LIBRARIES
 from ..common.folder import ROOT, require_checkout, shown
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
-from ..common.plots import SERIES, STYLE, WIDTH, add_legend, choose_colors, plt, save
+from ..common.plots import STYLE, WIDTH, add_legend, choose_colors, plt, save
 from ..common.provenance import name_commits
 from . import front, linear_report
 from .layers import TEXT_WORKLOADS, WORKLOADS
@@ -32,6 +34,7 @@ PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
+BARS = 8  # most bars of a group in a plot
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
 
 
@@ -127,7 +130,8 @@ CHANGES = """
 Each modification is made to a model before `adapt_rotary` in one test, and after it in another. Both tests compare the
 model with an original that has the same modification. The table counts the outcomes, except where a modification does
 not apply to a model. `unstable` means that the modified original does not reproduce its own outputs, because it reads
-weights that an offload has not loaded.
+weights that an offload has not loaded. `rejected` means that `adapt_rotary` raises, and `error` that only the adapted
+model does.
 """
 OUTCOMES = ("same", "refused", "different", "error", "unstable")
 
@@ -136,12 +140,13 @@ def changes(file: Path) -> str:
     """Report how often an adapted model computes what the original does after both were modified."""
     if not file.is_file():
         return ""
-    rows: Any = pd.read_csv(file, keep_default_na=False)
-    lines: list[list[str]] = []
-    for change in ordered(rows.change):
-        found = rows[rows.change == change].outcome
-        lines.append([change, *(str((found == outcome).sum()) for outcome in OUTCOMES)])
-    return "\n".join([CHANGES, *table(["change", *(name.replace("refused", "rejected") for name in OUTCOMES)], lines)])
+    found: dict[str, list[str]] = {change: [] for change, _ in SWEPT}
+    for each in read_outcomes(file):
+        found[each.change].append(each.outcome)
+    lines = [[change, *(str(made.count(name)) for name in OUTCOMES)] for change, made in found.items() if made]
+    return "\n".join(
+        [CHANGES, *table(["modification", *(name.replace("refused", "rejected") for name in OUTCOMES)], lines)]
+    )
 
 
 def group_names(names: list[str]) -> list[list[str]]:
@@ -183,6 +188,12 @@ PIVOTS = {
 }  # fmt: skip
 
 
+CASES = {  # values in the files: words in the tables
+    "backward_omega": "backward with ω", "both": "forward and backward", "head": "one head", "heads": "all heads",
+    "gpu": "GPU", "graph": "CUDA graph", "host": "CPU",
+}  # fmt: skip
+
+
 def pivot(file: Path) -> str:
     """Render the table of a file, and where it was measured."""
     if not file.is_file():
@@ -195,7 +206,7 @@ def pivot(file: Path) -> str:
     cells = {(row["impl"], *(row[name] for name in shown.columns)): row for row in rows.to_dict("records")}
     lines: list[list[str]] = []
     for case in cases:
-        line = [", ".join(case)]
+        line = [", ".join(str(CASES.get(part, part)) for part in case)]
         for impl in impls:
             row = cells.get((impl, *case))
             more = f" ({float(row[shown.more]):.3f})" if row is not None and shown.more else ""
@@ -208,8 +219,8 @@ def pivot(file: Path) -> str:
 
 HOST_TESTS = (
     "`python -m scripts.host_tests` runs the libraries' own tests of these models twice: with the original models, and "
-    "with models adapted on construction. {passed} tests pass with the originals, and {worse} of them fail with "
-    "adapted models. {adapted} tests used an adapted model. The other tests don't build a model."
+    "with models adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail with "
+    "adapted models. {adapted:,} tests used an adapted model. The other tests don't build a model."
 )
 
 
@@ -227,7 +238,14 @@ def host_tests(file: Path) -> str:
         f"{library} {installed} with the tests of {tests}"
         for library, installed, tests in dict.fromkeys(zip(rows.library, rows.installed, rows.tests, strict=True))
     ]
-    head = ["tests", "pass stock", "pass adapted", "with an adapted model", "fail either way", "worse"]
+    head = [
+        "tests",
+        "pass with originals",
+        "pass when adapted",
+        "use an adapted model",
+        "fail in both",
+        "newly failing",
+    ]
     lines = [
         [
             f"{row.library}: {row.model}", str(row.passed_stock), str(row.passed_adapted), str(row.of_adapted_models),
@@ -453,7 +471,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
     """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
-    first = found.sort_values(["ours", "places", "share"], ascending=False).index[:SERIES]
+    first = found.sort_values(["ours", "places", "share"], ascending=False).index[:BARS]
     return [peer for peer in ordered(part.peer) if peer in first]
 
 

@@ -36,9 +36,13 @@ def training(file: Path) -> str:
     if not file.exists():
         return ""
     rows = read(file)
+    timm = "timm-axial and timm-mixed are compared with timm-none, timm's RoPE-ViT without RoPE. "
+    timm *= "timm-none" in set(rows.encoding)
+    again = "-again stands for `keep_encoded=False`, which encodes q and k again in the backward. "
+    again *= bool(rows.encoding.str.endswith("-again").any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "
-        f"without position encoding (for timm, with timm's model without RoPE). {HOW}. {where(rows)}.",
+        f"without position encoding. {timm}{again}{HOW}. {where(rows)}.",
         "",
     ]
     columns = list(dict.fromkeys(zip(rows.model, rows["mode"], strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,21 @@ from matplotlib.patches import Patch
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 
+from lrpe_md.picture.figure import OKABE_ITO, STYLE
+
 __all__ = [
     "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "plt", "save",
     "split_series",
 ]  # fmt: skip
 
 WIDTH = 6.2  # inches: text of 9 points is legible on a page and on a phone
-STYLE: Any = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10,
-    "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
-}  # fmt: skip
-# A palette that colour-blind readers can distinguish, plus a grey
-# (Okabe and Ito 2008, "Color universal design").
-OKABE_ITO = {
-    "black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "blue": "#0072B2",
-    "vermilion": "#D55E00", "purple": "#CC79A7", "grey": "#7f7f7f", "yellow": "#F0E442",
-}  # fmt: skip
 MARKERS = dict(zip(OKABE_ITO, "o^Dv*XPsH", strict=True))
 # The same encoding has the same colour in every plot. A variant has the colour of the longest name that it starts with,
 # and its own line and marker.
 ENCODINGS = {
     "none": "black", "learned": "grey", "sincos": "purple", "rotate": "blue", "rotate-mixed": "sky", "cosine": "orange",
-    "cosine-silu": "green", "cosine-softplus": "vermilion", "space-only": "yellow",
+    "cosine-silu": "green", "cosine-softplus": "vermilion", "space-only": "yellow", "rotate + linear": "grey",
+    "rotate + ntk": "sky", "rotate + yarn": "purple",
 }  # fmt: skip
 VARIANTS: dict[str, tuple[Any, str]] = {
     "learnable": (":", "d"), "phase": ("--", "p"), "fixed": ("-.", "h"), "linear": (":", "<"), "ntk": ("--", ">"),
@@ -53,25 +47,24 @@ LIBRARIES = {
     "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
     "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
 }  # fmt: skip
-SERIES = 8  # maximum number of series that a reader can distinguish in one plot
+SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
-    """Split more than :data:`SERIES` encodings over two plots: one for the cosine map, and one for the others.
+    """Split more than :data:`SERIES` encodings over several plots, those of the cosine map apart from the others.
 
-    The reference is in both plots.
-
-    Raises:
-        ValueError: more than :data:`SERIES` names belong in one plot.
+    The reference is in every plot. Variants of an encoding stay together if they fit.
     """
     if len(names) <= SERIES:
         return [list(names)]
-    cosine = [name for name in names if name == reference or name.startswith("cosine")]
-    groups = [[name for name in names if not name.startswith("cosine")], cosine]
-    if any(len(group) > SERIES for group in groups):
-        raise ValueError(f"names: expected at most {SERIES} names in one plot, got {', '.join(max(groups, key=len))}")
-    return groups
+    kept = {reference} & set(names)
+    groups = []
+    for cosine in (False, True):
+        part = sorted(name for name in names if name not in kept and name.startswith("cosine") == cosine)
+        plots = math.ceil(len(part) / (SERIES - len(kept)))
+        groups += [{*kept, *part[len(part) * i // plots : len(part) * (i + 1) // plots]} for i in range(plots)]
+    return [[name for name in names if name in group] for group in groups]
 
 
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:

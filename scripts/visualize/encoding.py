@@ -60,7 +60,7 @@ def draw_angles(path: Path) -> None:
         scores = (y[0, 0] @ y[0, 0, QUERY[0] * GRID[1] + QUERY[1]]) / HEAD_DIM
         score = right.imshow(scores.reshape(GRID), cmap="viridis", vmin=-0.2, vmax=1)
         right.plot(QUERY[1], QUERY[0], "o", mfc="none", mec="white", ms=9)
-        right.set_title("similarity to the ringed patch", fontsize=10)
+        right.set_title("similarity to the marked patch", fontsize=10)
         left.set_ylabel("row")
     for axis in axes.flat:
         axis.set(xticks=[0, 10, 20], yticks=[0, 10])

@@ -11,13 +11,13 @@ import torch
 import typer
 
 from lrpe_md import list_presets, preset
+from lrpe_md.picture.data import TokenLayout, default_shape, lay_out_tokens, of_head, similarity, token_angles
 from lrpe_md.presets.registry import find_scheme
 from lrpe_md.presets.scheme import Preset, Scheme
 
 from ..common.folder import ROOT, require_checkout
 from ..common.markdown import PAGES, PICTURES, page, table, write_page
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
-from .data import Layout, angles, default_shape, lay_out, of_head, similarity
 
 COLUMNS, ROWS = 3, 6
 COMMAND = "python -m scripts.visualize.gallery"
@@ -31,18 +31,18 @@ class Similarity(NamedTuple):
     head: int | None  # the head, if heads have different frequencies
 
 
-def choose_token(layout: Layout) -> tuple[int, ...]:
+def choose_token(layout: TokenLayout) -> tuple[int, ...]:
     """Return a token at a third of each axis: the centre is a singular point of positions on circles."""
     return tuple(n // 3 for n in layout.shape)
 
 
 def over_grid(made: Preset) -> Similarity:
     """Return the similarity that varies most over the grid, among the heads."""
-    layout = lay_out(made.positions, default_shape(made), row_major=made.scheme.row_major)
+    layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 
     def of(head: int) -> torch.Tensor:
-        scores = similarity(angles(layout, of_head(made.omega, head)), layout.index(token)).reshape(layout.shape)
+        scores = similarity(token_angles(layout, of_head(made.omega, head)), layout.index(token)).reshape(layout.shape)
         return scores[token[0]] if scores.ndim == 3 else scores
 
     heads = made.omega.shape[0]
@@ -94,7 +94,7 @@ def render(files: list[str]) -> str:
     head = table(["preset", "axes", "map", "pairs", "head_dim", "learned"], rows, words=6)
     pictures = "\n\n".join(f"![Similarity over a grid]({PICTURES}/gallery/{file})" for file in files)
     how = (
-        "Each picture shows how similar the circled token is to every other token if all channels are equal. Images "
+        "Each picture shows how similar the marked token is to every other token if all channels are equal. Images "
         "have 18 × 28 patches, videos show one of nine frames, and text has 64 tokens. Colours range from the lowest "
         "value (see the title) to 1. If heads have different frequencies, the picture shows the head that varies most."
     )

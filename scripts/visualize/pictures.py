@@ -6,31 +6,39 @@
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
 There is one figure per encoding. At the top it shows Θ of a few pairs over the grid. Below are the similarity of the
-marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths. :mod:`.data`
-computes the numbers and explains the assumptions of similarity; :mod:`.figure` draws them.
+marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths.
+:mod:`lrpe_md.picture.data` computes the numbers and explains the assumptions of similarity.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
-from lrpe_md import Scheme, list_presets
+from lrpe_md import Scheme, Tokens, axial_omega, geometric_theta, list_presets
+from lrpe_md.frequencies import mixed_omega
+from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
+from lrpe_md.picture import data
+from lrpe_md.picture.data import NO_ORDER, Subject
+from lrpe_md.picture.figure import View, draw, make_view
+from lrpe_md.presets import Axial, Dense, Preset
 
 from ..common.options import SEEDS, choose, group_options
 from ..common.plots import plt, save
-from . import data
-from .data import Subject
-from .figure import View, draw
 
 FORMATS = ("png", "pdf", "svg")
+FREQUENCIES = ("axial", "mixed")
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
     "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
@@ -38,7 +46,7 @@ PANELS = {
 
 
 OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # by the library's argument
-IMPLIED = ("token", "segments", "reference")  # arguments whose option depends on the call
+IMPLIED = ("token", "segments", "shape", "reference")  # arguments whose option depends on the call
 
 
 @contextmanager
@@ -83,10 +91,8 @@ def build_view(
     made = subject.preset
     size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
     options: dict[str, Any] = {}
-    rescaled = None
     if reference is not None:
         sizes = numbers("--reference", reference, least=1, gaps=True)
-        rescaled = sizes * made.num_axes if len(sizes) == 1 else sizes
         options["reference"] = sizes[0] if len(sizes) == 1 else sizes
     if len(size) > 3:
         raise typer.BadParameter(f"--shape: expected N, HxW or TxHxW, got {shape!r}")
@@ -95,23 +101,60 @@ def build_view(
     with _name_option(f"--reference of {made.name}"):
         made.positions(size, **options)
     with _name_option("--text"):
-        layout = data.lay_out(partial(made.positions, **options), size, text, made.scheme.row_major)
+        layout = data.lay_out_tokens(partial(made.positions, **options), size, text, made.scheme.row_major)
     chosen = layout.centre if token is None else numbers("--token", token, least=0)
     with _name_option("--token"):
         layout.index(chosen)
     if not 0 <= head < made.num_heads:
         raise typer.BadParameter(f"--head: expected 0 to {made.num_heads - 1} (--heads {made.num_heads}), got {head}")
-    omega = data.of_head(made.omega, head)
+    number = made.omega.shape[1]
     for channel in channels:
-        if not 0 <= channel < len(omega):
-            raise typer.BadParameter(f"--channel of {made.name}: expected 0 to {len(omega) - 1}, got {channel}")
-    shown = list(channels) or data.choose_channels(layout, omega, maps)
-    if not shown:
-        raise typer.BadParameter(
-            f"--shape: expected a grid on which {made.name} rotates at least one channel, got "
-            f"{'x'.join(map(str, size))}"
-        )
-    return View(subject, layout, chosen, head, shown, data.choose_frames(layout, chosen), rescaled)
+        if not 0 <= channel < number:
+            raise typer.BadParameter(f"--channel of {made.name}: expected 0 to {number - 1}, got {channel}")
+    with _name_option("--shape"):
+        return make_view(subject, layout, chosen, head, channels=channels, maps=maps, **options)
+
+
+def custom(
+    frequencies: str = "axial",
+    num_axes: int = 2,
+    *,
+    map: str = "rotate",
+    head_dim: int = 64,
+    num_heads: int = 1,
+    base: float | None = None,
+    axis_order: AxisOrder = "minor_first",
+    seed: int = 0,
+) -> Subject:
+    """Return a subject with the frequencies of :class:`lrpe_md.RotateMd` and :class:`lrpe_md.CosineMd`."""
+    for name, value, known in (("frequencies", frequencies, FREQUENCIES), ("map", map, data.MAPS)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+    if axis_order not in AXIS_ORDERS:
+        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
+    if head_dim < 1 or head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number, got {head_dim}")
+    base = {"axial": 1e4, "mixed": 10.0}[frequencies] if base is None else base
+    made: dict[str, Axial | Dense] = {NO_ORDER: Dense(num_axes, partial(_mixed, num_axes), base)}
+    if frequencies == "axial":
+        orders = sorted(AXIS_ORDERS, key=lambda order: order != axis_order) if num_axes > 1 else [NO_ORDER]
+        made = {order: Dense(num_axes, partial(_blocks, num_axes, order), base) for order in orders}
+    name = f"{frequencies}-{map}"
+    doc = f"{frequencies} frequencies on {num_axes} axes"
+    scheme = Scheme(doc, head_dim, next(iter(made.values())), map=map, tokens=Tokens(0, "skip"))  # pyright: ignore[reportArgumentType]
+    scheme = replace(scheme, pairs="half") if map == "rotate" else scheme
+    subject = Subject(Preset(name, scheme, head_dim, num_heads, torch.empty(0), 1.0, None), made, seed)
+    omega = subject.omega(map, next(iter(made)))
+    return replace(subject, preset=replace(subject.preset, omega=omega))
+
+
+def _mixed(num_axes: int, channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+    return mixed_omega(channels, num_axes, heads, base=base, generator=generator)
+
+
+def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
+    theta = geometric_theta(math.ceil(channels / num_axes), base)
+    return axial_omega(theta, channels, num_axes, axis_order="minor_first" if order == NO_ORDER else order)  # pyright: ignore[reportArgumentType]
 
 
 @group_options(PANELS)
@@ -175,13 +218,13 @@ def main(
             subjects = [data.published(scheme, head_dim, heads, base, seed, name) for name, scheme in schemes.items()]
     else:
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
-        choose("--frequencies", [frequencies or ""], data.FREQUENCIES)
+        choose("--frequencies", [frequencies or ""], FREQUENCIES)
         choose("--map", [map or "rotate"], data.MAPS)
-        choose("--axis-order", [axis_order or "minor_first"], data.AXIS_ORDERS)
+        choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
         own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
         own = {key: value for key, value in own.items() if value is not None}
         with _name_option("--frequencies"):
-            subjects = [data.custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
+            subjects = [custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     out.mkdir(parents=True, exist_ok=True)

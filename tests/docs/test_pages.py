@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.visualize import gallery
@@ -108,28 +109,53 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-ROWS = {  # in the README: in the table of training steps
-    "timm, axial": "timm-axial", "timm, mixed": "timm-mixed", "**lrpe-md, axial**": "**axial**",
-    "**lrpe-md, mixed**": "**mixed**", "**lrpe-md, axial, `keep_encoded=False`**": "**axial-again**",
-}  # fmt: skip
+STEPS = {  # rows of the README: our row of the table of training steps, and timm's
+    "cost of axial RoPE in a training step: time, memory": ("**axial**", "timm-axial"),
+    "the same with `keep_encoded=False`": ("**axial-again**", None),
+    "cost of mixed RoPE in a training step: time, memory": ("**mixed**", "timm-mixed"),
+}
+
+
+def column(page, name):
+    """Return a column of the table that has it, by the first cell of each row."""
+    lines = (PAGES / page).read_text(encoding="utf-8").splitlines()
+    (start,) = (i for i, line in enumerate(lines) if name in cells(line))
+    rows = [cells(line) for line in lines[start : lines.index("", start)]]
+    return {row[0]: row[rows[0].index(name)] for row in rows}
 
 
 def test_readme_shows_measured_training_steps():
     """Both front pages show compiled steps, in which the CPU is not the bottleneck."""
-    page = (PAGES / "training-steps.md").read_text(encoding="utf-8").splitlines()
+    measured = column("training-steps.md", "vit_b, compiled")
     text = README.read_text(encoding="utf-8")
-    column = cells(next(line for line in page if "vit_b, compiled" in line)).index("vit_b, compiled")
-    rows = {cells(line)[0]: cells(line)[column] for line in page if line.startswith("| ")}
-    shown = {name: numbers for name, *numbers in map(cells, text.splitlines()) if name in ROWS}
-    assert {name: ", ".join(numbers) for name, numbers in shown.items()} == {n: rows[row] for n, row in ROWS.items()}
-    ours, theirs = (shown[name][0].removeprefix("+") for name in ("**lrpe-md, axial**", "timm, axial"))
-    text, home = (" ".join(path.read_text(encoding="utf-8").split()) for path in (README, DOCS / "index.md"))
-    step = "the time of a compiled ViT-B training step on an H100"
-    claim = f"**With lrpe-md, axial RoPE (one axis per channel pair) adds {ours} to {step}"
-    assert f"{claim}; timm's implementation adds {theirs}**" in text
-    claim = f"**+{ours}** step time for axial RoPE in a compiled ViT-B on an H100"
-    assert f"{claim}; timm's implementation adds {theirs}." in home
+    shown = {name: others for name, *others in map(cells, text.splitlines()) if name in STEPS}
+    assert shown == {
+        name: [f"**{measured[ours]}**", f"{measured[timm]} (timm)" if timm else ""]
+        for name, (ours, timm) in STEPS.items()
+    }
+    ours, theirs = (measured[name].split(",")[0] for name in ("**axial**", "timm-axial"))
+    claim = f"**{ours}** step time for axial RoPE in a compiled ViT-B on an H100"
+    home = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    assert f"{claim}; timm's implementation adds {theirs.removeprefix('+')}." in home
     assert "(host)" not in text
+
+
+def test_readme_shows_measured_gains_of_adapted_models():
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "adapted-training.csv")
+    rows = rows.drop_duplicates(["model", "mode", "encoding"], keep="last")
+    changes = 100 * rows[rows.encoding == "adapted"].groupby("mode").ratio_p50.agg(["min", "max"]) - 100
+    text = README.read_text(encoding="utf-8")
+    (low, high), (least, most) = -changes.loc["inference", ["max", "min"]], changes.loc["compiled"]
+    assert f"**{low:.0f} to {high:.0f}% less time**" in text
+    assert f"from {-least:.0f}% less to {most:.1f}% more time" in text
+
+
+def test_readme_shows_measured_accuracy():
+    rows = pd.read_csv(ROOT / "scripts" / "results" / "ablate-image" / "results.csv", keep_default_na=False)
+    rows = rows[(rows.attention == "softmax") & (rows["size"] == "56x56") & (rows.positions == "rescaled")]
+    means = rows.astype({"value": float}).groupby("encoding").value.mean()
+    shown = f"**{means['rotate']:.1f}%** (RoPE) | {means['sincos']:.1f}% (sine-cosine table), "
+    assert f"{shown}{means['learned']:.1f}% (learned table)" in README.read_text(encoding="utf-8")
 
 
 def test_readme_counts_models_and_presets():
@@ -173,6 +199,32 @@ def test_recommendation_matches_results():
     assert max(rows[1], key=lambda name: rows[1][name][0]) in {("rotate", "linear"), ("rotate", "softmax")}
     for name in (("rotate", "softmax"), ("cosine-silu", "linear")):
         assert all(b > a for a, b in zip(rows[0][name][1:], rows[1][name][1:], strict=True)), name
+
+
+FINDINGS = {  # rows of the table of findings: comparison, and decimals
+    "images, learning rate 1e-3": ("image", 1),
+    "images, learning rate 2e-3": ("image-2e-3", 1),
+    "digits": ("digits", 1),
+    "order of video segments": ("video", 1),
+    "diffusion, held-out loss": ("diffusion", 3),
+    "text, bits per byte": ("lm", 2),
+}
+
+
+@pytest.mark.parametrize("task", FINDINGS)
+def test_findings_are_measured(task):
+    """Each number in the table of findings is the mean of an encoding at the training size, with that attention."""
+    comparison, digits = FINDINGS[task]
+    rows = pd.read_csv(ROOT / "scripts" / "results" / f"ablate-{comparison}" / "results.csv", keep_default_na=False)
+    rows = rows[(rows["size"] == rows["size"].iloc[0]) & rows.positions.isin(["extrapolated", "none"])]
+    means = rows.astype({"value": float}).groupby(["attention", "encoding"]).value.mean()
+    lines = (DOCS / "which-encoding.md").read_text(encoding="utf-8").splitlines()
+    (texts,) = (cells(line)[1:] for line in lines if line.startswith(f"| {task} |"))
+    for attention, text in zip(("softmax", "linear"), texts, strict=True):
+        measured = {f"{mean:.{digits}f}" for mean in means.get(attention, [])}
+        shown = re.findall(r"(?<![±\d] )\b\d+\.\d+", text)
+        assert set(shown) <= measured, attention
+        assert shown or attention == "linear"
 
 
 # --- generated pages -------------------------------------------------------------------------------------------------

@@ -129,12 +129,14 @@ def test_numbers_of_the_tables() -> None:
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
-    assert "mean ± half of Student's 95% interval over 3 seeds. Chance is 12.5%" in text
-    assert "only the last 8 frames count. 300 steps with batches of 32, float32." in text
+    assert "mean ± half the width of Student's 95% interval over 3 seeds. Chance is 12.5%" in text
+    assert "only the last 8 frames count. Each training ran 300 steps, with batch size 32, in float32." in text
     assert "4 tokens write one of 8 values with one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")
     assert "±" not in single
+    assert "Bold intervals exclude zero" in text
+    assert "Bold" not in single
     assert "**" not in single
     assert "Difference" not in report_recall.markdown(RESULTS[RESULTS.attention == "delta"], CONFIG, "cosine")
 
@@ -155,8 +157,11 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         report_recall.plot_recall(results, CONFIG, tmp_path / "frames.png")
     figure = figures[0]
     assert [axis.get_title() for axis in figure.axes] == ["questions by key", "questions by place"]
-    assert [label.get_text() for label in figure.axes[0].texts] == [", ".join(line) for line in every]
-    (line, *_), *_ = (each for each in figure.axes[0].containers)
+    texts = [label.get_text() for label in figure.axes[0].texts]
+    assert texts == [*(", ".join(line) for line in every), "chance"]
+    seeds, line, *_ = figure.axes[0].lines
+    by_frames = [(8, 0), (16, 1), (64, 2)]
+    assert sorted(zip(*seeds.get_data(), strict=True)) == sorted((n, x) for n, i in by_frames for x in DELTA[i])
     assert line.get_xdata().tolist() == [8, 16, 64]  # without the larger frames
     assert line.get_ydata().tolist() == pytest.approx([np.mean(each) for each in DELTA[:3]])
     labels = {label.get_text() for label in figures[1].axes[0].texts}

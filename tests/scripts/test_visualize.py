@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import typer
-from lrpe_md.scripts.visualize import data as data
 from lrpe_md.scripts.visualize import pictures as visualize
 from matplotlib import pyplot as plt
 from torch import Tensor
 from typer.testing import CliRunner
 
+import lrpe_md
 from lrpe_md import Scheme, cosine, list_presets, preset, rotate
+from lrpe_md.picture import data
 from lrpe_md.presets.registry import SCHEMES, Dense
 
 TINY = {1: (9,), 2: (4, 6), 3: (3, 4, 6)}
@@ -65,6 +66,22 @@ def test_each_preset_has_a_figure_with_named_axes(name: str):
     assert name in figure.get_suptitle().replace(r"\_", "_")
 
 
+@pytest.mark.parametrize("name", ["dinov3", "pope", "qwen2_vl_vision", "wan"])
+def test_show_draws_the_same_panels(name: str):
+    """lrpe_md.show and the command draw the same axes, images and lines, in the same order."""
+    drawn = visualize.draw(visualize.build_view(data.published(name))), lrpe_md.show(name)
+    ours, shown = [
+        [
+            [axis.get_title(), *(i.get_array().tolist() for i in axis.images), *(x.get_xydata() for x in axis.lines)]
+            for axis in figure.axes
+        ]
+        for figure in drawn
+    ]
+    assert len(ours) > 3
+    assert str(ours) == str(shown)  # as text, because the gaps between frames are NaN
+    assert drawn[0].get_suptitle() == drawn[1].get_suptitle()
+
+
 def test_compared_panels_share_a_scale():
     figure = visualize.draw(tiny("pixtral"))
     images = [a.images[0] for sub in figure.subfigs for a in sub.axes if a.images and a.get_title()]
@@ -77,7 +94,7 @@ def test_compared_panels_share_a_scale():
 
 
 def test_unrotated_and_aliased_channels_are_marked():
-    subject = data.custom("axial", 2, head_dim=12)
+    subject = visualize.custom("axial", 2, head_dim=12)
 
     def omega(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
         first = torch.tensor([[[4.0, 0.0], [0.0, 0.5], [0.0, 0.0], [0.1, 0.0], [0.0, 0.0], [0.0, 0.2]]]).double()
@@ -129,7 +146,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
         here = replace(view, head=head)
         score = here.scores()[0][1]
         # Tokens in blocks of 2×2 have another order, so compare sorted values.
-        theta = data.angles(layout, here.omega(view.default_variant))
+        theta = data.token_angles(layout, here.omega(view.default_variant))
         all_scores = torch.stack([data.similarity(theta, i) for i in range(text, positions.num_tokens)])
         wanted = (y[0, head] @ y[0, head].T)[text:] / (part.stop - part.start)
         if made.scheme.row_major:
@@ -141,7 +158,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
 def test_angles_and_similarity_by_hand():
     """EVA-02: h·16/H on the first half of the pairs, w·16/W on the second; class tokens at zero."""
     view = tiny("eva02", text=2, token="1x4")
-    theta = data.angles(view.layout, view.omega(view.default_variant))
+    theta = data.token_angles(view.layout, view.omega(view.default_variant))
     assert theta.shape == (2 + 24, 32)
     found = []
     for row, (h, w) in enumerate(cells((4, 6)), start=2):
@@ -183,7 +200,7 @@ def test_custom_frequencies_equal_the_modules(mapping: str, order: Any):
 
     module = {"rotate": RotateMd, "cosine": CosineMd}[mapping]
     for kind, base in (("axial", 100.0), ("mixed", 10.0)):
-        subject = data.custom(kind, 3, map=mapping, head_dim=20, num_heads=2, base=base, axis_order=order, seed=4)
+        subject = visualize.custom(kind, 3, map=mapping, head_dim=20, num_heads=2, base=base, axis_order=order, seed=4)
         own = module(
             20, 3, base=base, frequencies=kind, num_heads=2, axis_order=order, seed=4, dtype=torch.float64
         ).get_omega()
@@ -268,7 +285,7 @@ def test_frames_include_the_selected_one():
 
 def test_frames_side_by_side_with_the_text_above():
     layout = tiny("hunyuan_video", (3, 2, 3), text=9).layout
-    picture = data.arrange(layout, torch.arange(9.0 + 18), [0, 2])
+    picture = data.arrange_frames(layout, torch.arange(9.0 + 18), [0, 2])
     nan = math.nan
     wanted = [
         [0, 1, 2, 3, 4, 5, 6],
@@ -417,11 +434,11 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("--frequencies", "mixed", *mixed.split(), *given).exit_code == 0
     assert run("-p", "pope", "--shape", "6", "--base", "50", "--head-dim", "6", "--maps", "2", *given).exit_code == 0
     axial, dense, pope = views
-    wanted = data.custom("axial", 2, map="cosine", head_dim=12, base=30.0, axis_order="major_first")
+    wanted = visualize.custom("axial", 2, map="cosine", head_dim=12, base=30.0, axis_order="major_first")
     assert torch.equal(axial.subject.preset.omega, wanted.preset.omega)
     assert axial.subject.variants[0] == ("cosine", "major_first")
     assert (axial.layout.text, axial.token, axial.layout.steps.tolist()) == (2, (2, 1), [8 / 3, 2])
-    wanted = data.custom("mixed", 2, head_dim=12, base=30.0, num_heads=3, seed=5)
+    wanted = visualize.custom("mixed", 2, head_dim=12, base=30.0, num_heads=3, seed=5)
     assert torch.equal(dense.omega(dense.default_variant), wanted.preset.omega[2])
     assert (dense.channels, dense.token) == ([4, 1], (1, 2))
     assert pope.omega(pope.default_variant).flatten().tolist() == pytest.approx([50 ** (-c / 6) for c in range(6)])

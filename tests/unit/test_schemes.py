@@ -342,59 +342,86 @@ def test_invalid_results_of_a_scaling(scaled):
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_can_be_drawn(name):
-    pytest.importorskip("matplotlib")
-    figure = lrpe_md.show(name, num_heads=8 if name == "mhrope" else 2)
-    first, *maps = figure.axes
-    points = sum(len(line.get_xdata()) for line in first.lines)
-    assert points == int((preset(name, num_heads=8 if name == "mhrope" else 2).omega[0] != 0).sum())
-    assert len(maps) >= 2
-    assert maps[-1].images[0].get_array().max() <= 1 + 1e-9
+def panels(figure):
+    return {axis.get_title(): axis for axis in figure.axes if axis.get_title()}
+
+
+def similarity(figure):
+    """Return the first map of similarities; those of other variants follow."""
+    [first, *_] = [axis for title, axis in panels(figure).items() if title.startswith(("rotate", "cosine"))]
+    return first.images[0].get_array()
 
 
 def test_drawing_a_custom_preset(tmp_path):
     pytest.importorskip("matplotlib")
     lrpe_md.show(OWN, (3, 5), tmp_path / "own.png", head_dim=8)
     assert (tmp_path / "own.png").stat().st_size > 1000
-    figure = lrpe_md.show(preset(OWN, 8), (3, 5))
-    similarity = figure.axes[-1].images[0].get_array()
-    assert similarity.shape == (3, 5)
-    assert similarity[1, 2] == similarity.max() == 1
+    values = similarity(lrpe_md.show(preset(OWN, 8), (3, 5)))
+    assert values.shape == (3, 5)
+    assert values[1, 2] == values.max() == 1
     with pytest.raises(ValueError, match="head: expected 0 to 0, got 3"):
         lrpe_md.show(OWN, head=3)
     with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a Preset, which already has them"):
         lrpe_md.show(preset(OWN), head_dim=4)
+    with pytest.raises(ValueError, match=r"shape: expected \(N,\), \(H, W\) or \(T, H, W\), got \(2, 2, 3, 5\)"):
+        lrpe_md.show(OWN, (2, 2, 3, 5))
+    with pytest.raises(ValueError, match=r"shape: expected a grid on which this scheme rotates .*, got 1x1"):
+        lrpe_md.show(OWN, (1, 1))
+
+
+def test_only_what_a_name_describes_is_compared_with_other_maps():
+    pytest.importorskip("matplotlib")
+    maps = [t for t in panels(lrpe_md.show("dinov3", (3, 5))) if t.startswith(("rotate", "cosine"))]
+    assert maps == ["rotate, either axis order (published)", "cosine, either axis order"]
+    maps = [t for t in panels(lrpe_md.show(PresetMd("dinov3"), (3, 5))) if t.startswith(("rotate", "cosine"))]
+    assert maps == ["rotate (as defined)"]
+
+
+def test_the_default_shape_is_one_that_the_scheme_accepts():
+    pytest.importorskip("matplotlib")
+
+    def images_only(shape):
+        if len(shape) != 2:
+            raise ValueError("shape: expected (H, W)")
+        return lrpe_md.Grid((1, *shape))
+
+    own = replace(OWN, frequencies=Dense(3, lambda c, *_: torch.ones(1, c, 3), 10.0), grid=images_only)
+    assert "grid 18×28" in lrpe_md.show(own).get_suptitle()
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "parts"),
     [
-        (lambda: lrpe_md.RotateMd(32, 2, frequencies="mixed", num_heads=2, learnable=True), "RotateMd: head_dim 32"),
-        (lambda: lrpe_md.CosineMd(16, 2), "CosineMd: head_dim 16"),
-        (lambda: PresetMd("dinov3"), "dinov3: head_dim 64"),
-        (lambda: lrpe_md.RotateMd(32, 2, num_heads=2).get_omega().float(), "omega: 16 channels or pairs"),
+        (
+            lambda: lrpe_md.RotateMd(32, 2, frequencies="mixed", num_heads=2, learnable=True),
+            ["RotateMd", "head_dim 32", "16 pairs, each along all axes", "head 1 (2 heads)"],
+        ),
+        (lambda: lrpe_md.CosineMd(16, 2), ["CosineMd", "cosine", "head_dim 16", "16 channels: H 8, W 8"]),
+        (lambda: PresetMd("dinov3"), ["dinov3", "head_dim 64", "32 pairs: H 16, W 16"]),
+        (lambda: lrpe_md.RotateMd(32, 2, num_heads=2, frequencies="mixed").get_omega().float(), ["omega", "16 pairs"]),
     ],
 )
-def test_drawing_a_module_or_tensor(make, name):
+def test_drawing_a_module_or_tensor(make, parts):
     pytest.importorskip("matplotlib")
     encoding = make()
     omega = encoding if isinstance(encoding, torch.Tensor) else encoding.get_omega()
     head = len(omega) - 1
     figure = lrpe_md.show(encoding, shape=(3, 5), head=head)
-    assert figure.get_suptitle() == f"{name}, grid 3 × 5"
-    for axis, line in enumerate(figure.axes[0].lines):
-        drawn = omega[head, :, axis].detach().abs()
-        assert line.get_ydata().tolist() == pytest.approx(drawn[drawn > 0].tolist())
+    assert all(part in figure.get_suptitle() for part in parts), figure.get_suptitle()
+    lines = [line for line in panels(figure)["wavelengths and the grid"].lines if line.get_marker() in "os"]
+    steps = (2 / 3, 2 / 5) if isinstance(encoding, PresetMd) else (1, 1)  # DINOv3's positions are in [-1, 1]
+    for axis, (line, step) in enumerate(zip(lines, steps, strict=True)):
+        drawn = omega[head, :, axis].detach().abs().double() * step
+        assert line.get_ydata() == pytest.approx((2 * math.pi / drawn[drawn > 0]).tolist())
 
 
 def test_drawing_a_module_with_moved_positions():
     pytest.importorskip("matplotlib")
     module = lrpe_md.RotateMd(32, 2)
     module.set_places(1, torch.zeros(5))
-    similarity = lrpe_md.show(module, (3, 5)).axes[-1].images[0].get_array()
-    assert (similarity == similarity[:, :1]).all()
-    assert similarity[0, 0] < similarity[1, 0]
+    values = similarity(lrpe_md.show(module, (3, 5)))
+    assert (values == values[:, :1]).all()
+    assert values[0, 0] < values[1, 0]
 
 
 def test_drawing_other_objects():
@@ -419,7 +446,7 @@ def test_drawing_float32_frequencies():
     pytest.importorskip("matplotlib")
     own = Scheme("doc", 16, Dense(2, lambda *sizes: dense(*sizes).float(), 10.0))
     assert preset(own, num_heads=1).omega.dtype == torch.float64
-    assert lrpe_md.show(own, (3, 5)).axes[-1].images[0].get_array().shape == (3, 5)
+    assert similarity(lrpe_md.show(own, (3, 5))).shape == (3, 5)
 
 
 def test_missing_folders_of_a_figure_are_created(tmp_path):

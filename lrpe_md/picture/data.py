@@ -1,4 +1,4 @@
-"""Numbers behind the plots of ``scripts.visualize``: token positions, angles, similarity, wavelengths.
+"""Numbers behind the plots of :func:`lrpe_md.show`: token positions, angles, similarity, wavelengths.
 
 Everything is float64 on the CPU. Shapes: N grid tokens after L text tokens, C channels (cosine) or pairs (rotate), and
 K axes of positions.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lrpe_md import Coordinates, Grid, Tokens, axial_omega, geometric_theta, preset, reference
-from lrpe_md.frequencies import mixed_omega
-from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
-from lrpe_md.presets import Preset
-from lrpe_md.presets.registry import Axial, Dense, Scheme, find_scheme
+from .. import reference
+from ..frequencies.axial import AXIS_ORDERS
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..presets.registry import find_scheme, preset
+from ..presets.scheme import Axial, Dense, Preset, Scheme
 
 MAPS = ("rotate", "cosine")
-FREQUENCIES = ("axial", "mixed")
 NO_ORDER = "no order"  # for schemes with one axis, a direction per channel, or a fixed layout
 AXES = {1: ("N",), 2: ("H", "W"), 3: ("T", "H", "W"), 4: ("T", "H", "W", "L")}
 SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
@@ -35,8 +35,9 @@ class Subject:
     """A preset or custom frequencies, with the variants to compare.
 
     Attributes:
-        preset: positions, pairs, and the published frequencies.
-        frequencies: frequencies by axis order, the subject's own first.
+        preset: positions, pairs, and the frequencies to draw.
+        frequencies: frequencies by axis order, the subject's own first. Empty for a module or a tensor, whose ω can't
+            be built for another map or order.
         seed: seed of random directions.
     """
 
@@ -48,6 +49,8 @@ class Subject:
     def variants(self) -> list[tuple[str, str]]:
         """(map, axis order) pairs, the subject's own first, without those that its frequencies can't be built for."""
         own = self.preset.scheme.map
+        if not self.frequencies:
+            return [(own, NO_ORDER)]
         others = [(m, order) for m in MAPS if m != own for order in self.frequencies]
         return [*((own, order) for order in self.frequencies), *(v for v in others if self._can_build(*v))]
 
@@ -61,10 +64,12 @@ class Subject:
     @property
     def base(self) -> float | None:
         """Base of the frequency series, or None without one."""
-        return next(iter(self.frequencies.values())).base
+        return next((each.base for each in self.frequencies.values()), None)
 
     def omega(self, map: str, order: str) -> Tensor:
         """Return omega (H or 1, C, K) with C = D for cosine, D/2 for rotate."""
+        if not self.frequencies:
+            return self.preset.omega
         part = self.preset.rotary_dim
         width = self.preset.head_dim if part is None else part.stop - part.start
         channels = width if map == "cosine" else width // 2
@@ -94,62 +99,32 @@ def published(
     return Subject(made, {order: replace(own, axis_order=order) for order in orders}, seed)
 
 
-def custom(
-    frequencies: str = "axial",
-    num_axes: int = 2,
-    *,
-    map: str = "rotate",
-    head_dim: int = 64,
-    num_heads: int = 1,
-    base: float | None = None,
-    axis_order: AxisOrder = "minor_first",
-    seed: int = 0,
-) -> Subject:
-    """Return a subject with the frequencies of :class:`lrpe_md.RotateMd` and :class:`lrpe_md.CosineMd`."""
-    for name, value, known in (("frequencies", frequencies, FREQUENCIES), ("map", map, MAPS)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {known}, got {value!r}")
-    if axis_order not in AXIS_ORDERS:
-        raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
-    if head_dim < 1 or head_dim % 2:
-        raise ValueError(f"head_dim: expected an even number, got {head_dim}")
-    base = {"axial": 1e4, "mixed": 10.0}[frequencies] if base is None else base
-    made: dict[str, Axial | Dense] = {NO_ORDER: Dense(num_axes, partial(_mixed, num_axes), base)}
-    if frequencies == "axial":
-        orders = sorted(AXIS_ORDERS, key=lambda order: order != axis_order) if num_axes > 1 else [NO_ORDER]
-        made = {order: Dense(num_axes, partial(_blocks, num_axes, order), base) for order in orders}
-    name = f"{frequencies}-{map}"
-    doc = f"{frequencies} frequencies on {num_axes} axes"
-    scheme = Scheme(doc, head_dim, next(iter(made.values())), map=map, tokens=Tokens(0, "skip"))  # pyright: ignore[reportArgumentType]
-    scheme = replace(scheme, pairs="half") if map == "rotate" else scheme
-    subject = Subject(Preset(name, scheme, head_dim, num_heads, torch.empty(0), 1.0, None), made, seed)
-    omega = subject.omega(map, next(iter(made)))
-    return replace(subject, preset=replace(subject.preset, omega=omega))
-
-
-def _mixed(num_axes: int, channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    return mixed_omega(channels, num_axes, heads, base=base, generator=generator)
-
-
-def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
-    theta = geometric_theta(math.ceil(channels / num_axes), base)
-    return axial_omega(theta, channels, num_axes, axis_order="minor_first" if order == NO_ORDER else order)  # pyright: ignore[reportArgumentType]
-
-
 def default_shape(made: Preset) -> tuple[int, ...]:
-    """Return the size of a sequence, an image or, if the first axis only counts frames, a video."""
+    """Return the size of a sequence, an image or, if the first axis only counts frames, a video.
+
+    If the grids of the scheme don't accept it, return another of them.
+
+    Raises:
+        ValueError: the scheme accepts none of the default sizes.
+    """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
-    if made.num_axes > 2 and (scheme.apart is not None or text_first):
-        return SHAPES[2]
-    return SHAPES[min(made.num_axes, 3)]
+    is_video = made.num_axes > 2 and (scheme.apart is not None or text_first)
+    first = 2 if is_video else min(made.num_axes, 3)
+    for number in sorted(SHAPES, key=lambda n: abs(n - first)):
+        try:
+            made.positions(SHAPES[number])
+        except (ValueError, IndexError):
+            continue
+        return SHAPES[number]
+    raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SHAPES.values())}, got None")
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class TokenLayout:
     """Tokens in drawing order: the text first, then the grid row by row.
 
     Attributes:
@@ -199,9 +174,9 @@ class Layout:
         return self.text + index
 
 
-def lay_out(
+def lay_out_tokens(
     positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
-) -> Layout:
+) -> TokenLayout:
     """Return the layout of text tokens and a grid at ``positions(text, shape)`` (:meth:`lrpe_md.Preset.positions`).
 
     row_major: False if the positions come in another order, such as blocks that are merged later; they are then sorted
@@ -220,7 +195,7 @@ def lay_out(
             step = (table.select(axis, 1) - table.select(axis, 0)).reshape(-1, len(sizes))[0]
             for j in step.nonzero().flatten().tolist():
                 steps[j], sizes[j] = step[j], n
-    return Layout(shape, text, coords, rotated, steps, tuple(sizes))
+    return TokenLayout(shape, text, coords, rotated, steps, tuple(sizes))
 
 
 def _table(positions: Grid | Coordinates) -> tuple[Tensor, Tensor]:
@@ -246,7 +221,7 @@ def of_head(omega: Tensor, head: int) -> Tensor:
     return omega[head if omega.shape[0] > 1 else 0]
 
 
-def angles(layout: Layout, omega: Tensor) -> Tensor:
+def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
     """Return Θ (N, C) in radians from omega (C, K); learned phases are taken as zero."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
@@ -269,7 +244,7 @@ def similarity(theta: Tensor, token: int) -> Tensor:
     return (theta - theta[token]).cos().mean(-1)
 
 
-def wavelengths(layout: Layout, omega: Tensor) -> tuple[Tensor, Tensor]:
+def wavelengths(layout: TokenLayout, omega: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens per turn: (C, K) on each axis, and (C,) along the channel's own direction; ∞ without rotation.
 
     On an axis that the grid does not follow, the unit is positions per turn.
@@ -278,12 +253,12 @@ def wavelengths(layout: Layout, omega: Tensor) -> tuple[Tensor, Tensor]:
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 
-def aliased(layout: Layout, omega: Tensor) -> bool:
+def aliased(layout: TokenLayout, omega: Tensor) -> bool:
     """Return whether a channel (K,) turns by more than half a turn per token, so that it appears slower."""
     return bool(((omega * layout.steps).abs() > math.pi).any())
 
 
-def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
+def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
     They are evenly spaced in the logarithm of their angle over the grid, down to a quarter of a turn if there are
@@ -309,7 +284,7 @@ def choose_channels(layout: Layout, omega: Tensor, number: int) -> list[int]:
     return sorted(chosen, key=ranked.index)
 
 
-def choose_frames(layout: Layout, token: Sequence[int], number: int = 3) -> list[int]:
+def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
     """Choose the frames to draw: the token's, and others evenly spaced over time."""
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
@@ -344,7 +319,7 @@ class Picture:
 GAP = 1
 
 
-def arrange(layout: Layout, values: Tensor, frames: list[int]) -> Picture:
+def arrange_frames(layout: TokenLayout, values: Tensor, frames: list[int]) -> Picture:
     """Arrange values (N,) of all tokens as the picture of these frames."""
     _, height, width = layout.frames
     across = len(frames) * (width + GAP) - GAP
@@ -359,7 +334,7 @@ def arrange(layout: Layout, values: Tensor, frames: list[int]) -> Picture:
     return picture
 
 
-def slice_through(layout: Layout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
+def slice_through(layout: TokenLayout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
     """Slice values (N,) through a token along a grid axis: return distances in tokens, and values."""
     grid = values[layout.text :].reshape(layout.shape)
     line = grid[tuple(slice(None) if a == axis else i for a, i in enumerate(token))]

@@ -1,4 +1,4 @@
-"""Figures of ``scripts.visualize``: panels of angles, similarity, cuts and wavelengths."""
+"""Figures of :func:`lrpe_md.show` and ``lrpe-md visualize``: panels of angles, similarity, cuts and wavelengths."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib import patheffects
+from matplotlib import patheffects, rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from lrpe_md.presets import SCHEMES
-
-from ..common.plots import OKABE_ITO, STYLE, plt
+from ..presets.registry import SCHEMES
 from . import data
-from .data import Layout, Subject
+from .data import Subject, TokenLayout
 
 WIDTH = 11.0  # inches
+STYLE: Any = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10,
+    "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+}  # fmt: skip
+# A palette that colour-blind readers can distinguish, plus a grey
+# (Okabe and Ito 2008, "Color universal design").
+OKABE_ITO = {
+    "black": "#000000", "orange": "#E69F00", "sky": "#56B4E9", "green": "#009E73", "blue": "#0072B2",
+    "vermilion": "#D55E00", "purple": "#CC79A7", "grey": "#7f7f7f", "yellow": "#F0E442",
+}  # fmt: skip
 
 
 class Look(NamedTuple):
@@ -55,15 +63,23 @@ FOOT = (
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Parts of a subject to draw on a grid. reference: size to rescale positions to, per axis; None keeps an axis."""
+    """Parts of a subject to draw on a grid.
+
+    Attributes:
+        subject, layout: encoding, and the tokens to draw.
+        token: grid coordinates of the marked token.
+        head: head to draw.
+        channels, frames: channels and frames of the angle maps.
+        reference: size that positions are rescaled to, for all axes or by axis; None: not rescaled.
+    """
 
     subject: Subject
-    layout: Layout
+    layout: TokenLayout
     token: tuple[int, ...]
     head: int
     channels: list[int]
     frames: list[int]
-    reference: tuple[int | None, ...] | None = None
+    reference: int | Sequence[int | None] | None = None
 
     @property
     def default_variant(self) -> tuple[str, str]:
@@ -77,10 +93,36 @@ class View:
         """Return the similarity with the token (N,) by variant; axis orders with equal values are merged."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
-            score = data.similarity(data.angles(self.layout, self.omega(variant)), self.layout.index(self.token))
+            score = data.similarity(data.token_angles(self.layout, self.omega(variant)), self.layout.index(self.token))
             same = [names for names, other in found if names[0][0] == variant[0] and (score - other).abs().max() < 1e-3]
             same[0].append(variant) if same else found.append(([variant], score))
         return found
+
+
+def make_view(
+    subject: Subject,
+    layout: TokenLayout,
+    token: tuple[int, ...] | None = None,
+    head: int = 0,
+    *,
+    channels: Sequence[int] = (),
+    maps: int = 4,
+    reference: int | Sequence[int | None] | None = None,
+) -> View:
+    """Return a view of the centre, unless another ``token`` is passed, and of ``maps`` channels or the ones passed.
+
+    Raises:
+        ValueError: the grid has a single position.
+    """
+    token = layout.centre if token is None else token
+    omega = data.of_head(subject.preset.omega, head)
+    shown = list(channels) or data.choose_channels(layout, omega, maps)
+    if not shown:
+        raise ValueError(
+            f"shape: expected a grid on which {subject.preset.name} rotates at least one channel, got "
+            f"{'x'.join(map(str, layout.shape))}"
+        )
+    return View(subject, layout, token, head, shown, data.choose_frames(layout, token), reference)
 
 
 # --- panels ----------------------------------------------------------------------------------------------------------
@@ -88,7 +130,7 @@ class View:
 
 def draw(view: View) -> Figure:
     """Draw the whole figure; the caller closes it."""
-    with plt.rc_context(SMALL):
+    with rc_context(SMALL):
         return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view)
 
 
@@ -96,16 +138,16 @@ def _draw_grid(view: View) -> Figure:
     """Draw angle maps in rows, then similarity, then cuts and wavelengths; two per row if frames are side by side."""
     layout, scores = view.layout, view.scores()
     columns = 4 if len(view.frames) == 1 else 2
-    shown = data.arrange(layout, scores[0][1], view.frames).image.shape
+    shown = data.arrange_frames(layout, scores[0][1], view.frames).image.shape
     panel = min(max((WIDTH / columns - 0.6) * shown[0] / shown[1], 0.5), 4.0) + 0.5
     map_rows, score_rows = -(-len(view.channels) // columns), -(-len(scores) // columns)
     beside = len(scores) <= columns // 2  # whether the last two panels fit into the row of similarities
     heights = [panel * map_rows, max(panel, 2.0) if beside else panel * score_rows] + ([] if beside else [2.3])
-    figure = plt.figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75), layout="constrained")
     rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     left, right = rows[1].subfigures(1, 2) if beside else rows[1:]
 
-    theta, image = data.angles(layout, view.omega(view.default_variant)), None
+    theta, image = data.token_angles(layout, view.omega(view.default_variant)), None
     panels = _panels(rows[0], map_rows, columns)
     for axis, channel in zip(panels, view.channels, strict=False):
         image = _picture(axis, view, data.wrap(theta[:, channel]), **ANGLES)
@@ -115,7 +157,7 @@ def _draw_grid(view: View) -> Figure:
 
     lowest = min(float(score.min()) for _, score in scores)
     scale = {"cmap": "cividis", "vmin": min(math.floor(lowest * 10) / 10, 0.9), "vmax": 1.0}
-    panels = _panels(left, score_rows, columns // 2 if beside else columns)
+    panels = _panels(left, score_rows, len(scores) if beside else columns)
     for axis, (names, score) in zip(panels, scores, strict=False):
         image = _picture(axis, view, score, **scale)
         axis.set_title(_variant_name(view, names))
@@ -134,10 +176,10 @@ def _draw_grid(view: View) -> Figure:
 def _draw_sequence(view: View) -> Figure:
     """Draw angles with a row per channel, similarity as lines, and wavelengths."""
     layout, length = view.layout, view.layout.shape[0]
-    figure = plt.figure(figsize=(WIDTH, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
     omega = view.omega(view.default_variant)
-    rows = data.wrap(data.angles(layout, omega)[:, view.channels]).T
+    rows = data.wrap(data.token_angles(layout, omega)[:, view.channels]).T
     before = layout.text + data.GAP if layout.text else 0
     gap = torch.full((len(rows), before - layout.text), math.nan, dtype=rows.dtype)
     rows = torch.cat([rows[:, : layout.text], gap, rows[:, layout.text :]], 1)
@@ -179,7 +221,7 @@ def _blank(axes: list[Any]) -> None:
 def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
     """Draw the frames side by side with the text above them, and a ring around the selected token."""
     layout = view.layout
-    picture = data.arrange(layout, values, view.frames)
+    picture = data.arrange_frames(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
     height, width = picture.size
     ticks = {picture.top + t: f"{t:.0f}" for t in _whole_ticks(height, 4)}
@@ -213,8 +255,8 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
             axis.plot(distance.tolist(), values.tolist(), line, lw=look.width, color=look.colour, label=f"along {name}")
     axis.axvline(0, color="black", lw=0.6, ls=":")
     axis.xaxis.set_major_locator(MaxNLocator(9, integer=True))
-    axis.set(xlabel="distance from the ring, tokens", ylabel="similarity")
-    axis.set_title(f"cuts through the ring, {view.default_variant[0]}")
+    axis.set(xlabel="distance from the marked token, tokens", ylabel="similarity")
+    axis.set_title(f"cuts through the marked token, {view.default_variant[0]}")
     axis.legend(**LEGEND, handlelength=2.6)
 
 
@@ -278,13 +320,14 @@ def _head_and_foot(figure: Figure, view: View) -> None:
     ]
     parts[3:3] = [] if view.subject.base is None else [f"base {_number(view.subject.base)}"]
     if view.reference is not None:
-        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in view.reference)]
+        sizes = [view.reference] * made.num_axes if isinstance(view.reference, int) else view.reference
+        parts += ["positions rescaled to " + "×".join("–" if n is None else str(n) for n in sizes)]
     parts += [f"{layout.text} text tokens"] if layout.text else []
     parts += [f"head {view.head} ({made.num_heads} heads)"] if made.omega.shape[0] > 1 else []
     parts += ["phase set to 0"] if made.scheme.phase else []
-    parts += ["frequencies before training"] if made.scheme.learned else []
+    parts += ["frequencies before training"] if made.scheme.learned and view.subject.frequencies else []
     at: Any = {"x": 0.008, "ha": "left"}
-    name = made.name.replace("_", r"\_").replace("-", r"\text{-}")
+    name = made.name.replace("_", r"\_").replace("-", r"\text{-}").replace(" ", r"\ ")
     figure.suptitle("   ·   ".join([rf"$\mathbf{{{name}}}$", *parts]), fontsize=9, **at)
     figure.supxlabel(FOOT, fontsize=7, color="#444444", **at)
 
@@ -315,5 +358,5 @@ def _variant_name(view: View, names: Sequence[tuple[str, str]]) -> str:
     mapping, order = names[0]
     orders = "" if order == data.NO_ORDER else f", {order}" if len(names) == 1 else ", either axis order"
     is_published = any(view.subject.preset.scheme is scheme for scheme in SCHEMES.values())
-    mine = "published" if is_published else "as defined"
+    mine = "published" if is_published and view.subject.frequencies else "as defined"
     return f"{mapping}{orders}" + (f" ({mine})" if view.default_variant in names else "")

@@ -1,0 +1,1 @@
+"""Figures of encodings: :func:`lrpe_md.show`, shared with ``lrpe-md visualize``."""

@@ -1,0 +1,108 @@
+"""Figure of a scheme, a preset, a module or frequencies: :func:`lrpe_md.show`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..modules.base import FrequencyModule
+from ..positions.coordinates import Coordinates
+from ..positions.grid import Grid
+from ..presets.scheme import Dense, Preset, Scheme
+from . import data
+
+__all__ = ["show"]
+
+
+def show(
+    scheme: str | Scheme | Preset | FrequencyModule | Tensor,
+    shape: tuple[int, ...] | None = None,
+    path: str | Path | None = None,
+    *,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
+    head: int = 0,
+    **options: Any,
+) -> Any:
+    """Plot an encoding: angles of a few channels over the grid, similarity to its middle token, and wavelengths.
+
+    ``lrpe-md visualize`` draws the same figure. A name or a scheme is also compared with the other map and axis order.
+
+    Args:
+        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of
+            :func:`lrpe_md.preset`, an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians
+            per unit, of any float dtype and device. A module is drawn with its current frequencies, ω as pairs that
+            rotate.
+        shape: grid (N,), (H, W) or (T, H, W); default: one that suits the scheme's axes.
+        path: file for the figure, in the format of its suffix. Missing folders are created. None: don't save it.
+        head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
+        head: head to plot.
+        options: options of the scheme's grids.
+
+    Returns:
+        the matplotlib Figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        TypeError: a scheme of another type.
+        ValueError: an unknown name, an ω of another shape, or a shape or head that the scheme does not support.
+    """
+    try:
+        from .figure import draw, make_view
+    except ImportError as error:
+        raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
+    subject = _prepare(scheme, head_dim, num_heads)
+    made = subject.preset
+    heads = max(made.omega.shape[0], made.num_heads)
+    if not 0 <= head < heads:
+        raise ValueError(f"head: expected 0 to {heads - 1}, got {head}")
+    size = data.default_shape(made) if shape is None else tuple(shape)
+    if not 1 <= len(size) <= 3:
+        raise ValueError(f"shape: expected (N,), (H, W) or (T, H, W), got {size}")
+
+    def locate(*segments: Any) -> Grid | Coordinates:
+        positions = made.positions(*segments, **options)
+        return scheme.locate(positions) if isinstance(scheme, FrequencyModule) else positions
+
+    layout = data.lay_out_tokens(locate, size, row_major=made.scheme.row_major)
+    figure = draw(make_view(subject, layout, head=head, reference=options.get("reference")))
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return figure
+
+
+def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
+    """Return the subject of a scheme, or of the frequencies of a preset, module or tensor, float64 on the CPU."""
+    if isinstance(scheme, (str, Scheme)):
+        return data.published(scheme, head_dim, num_heads)
+    if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
+        raise TypeError(
+            "scheme: expected a name, a Scheme, a Preset, an encoding module such as RotateMd, or omega "
+            f"(H or 1, C, K), got {type(scheme).__name__}"
+        )
+    if head_dim is not None or num_heads is not None:
+        raise ValueError(
+            f"head_dim, num_heads: expected None with a {type(scheme).__name__}, which already has them, got "
+            f"{head_dim}, {num_heads}"
+        )
+    if isinstance(scheme, Preset):
+        return data.Subject(scheme, {}, 0)
+    omega = scheme.get_omega() if isinstance(scheme, FrequencyModule) else scheme
+    if omega.ndim != 3 or not all(omega.shape) or not omega.is_floating_point() or omega.is_meta:
+        raise ValueError(
+            "scheme: expected omega (H or 1, C, K) of a float dtype, not on the meta device, got "
+            f"{omega.dtype} {tuple(omega.shape)} on {omega.device}"
+        )
+    omega = omega.detach().double().cpu()
+    own = getattr(scheme, "preset", None)
+    if isinstance(own, Preset):
+        return data.Subject(replace(own, omega=omega), {}, 0)
+    name, form = "omega", Scheme("omega", 2 * omega.shape[1], Dense(omega.shape[2], lambda *_: omega, 1.0))
+    if isinstance(scheme, FrequencyModule):
+        fields: Any = {"map": scheme.map} | ({"pairs": scheme.pairs} if scheme.map == "rotate" else {})
+        name, form = type(scheme).__name__, replace(form, head_dim=scheme.head_dim, **fields)
+    return data.Subject(Preset(name, form, form.head_dim, omega.shape[0], omega, 1.0, None), {}, 0)
