@@ -30,7 +30,7 @@ from .data.records import CONDITIONS, Records, Split
 from .data.values import BUCKETS, FORMAT, LATENTS, RECORDS, array_name
 from .data.videos import decode
 from .text_features import DTYPES
-from .vae import BATCH, Decoder, load_vae
+from .vae import BATCH, Decoder, load_vae, locate_vae
 
 
 class Options(NamedTuple):
@@ -104,7 +104,7 @@ def main(
     torch.manual_seed(seed)
     with new_folder(out) as part:
         about = write_latents(part, coder, images, Options(sizes, flip, sampled, DTYPES[dtype]))
-        about |= {"format": FORMAT, "vae": vae, "weights": coder.digest, "lengths": images.lengths}
+        about |= {"format": FORMAT, "vae": locate_vae(vae), "weights": coder.digest, "lengths": images.lengths}
         (part / RECORDS).write_text(json.dumps(images.records.to_json()), encoding="utf-8")
         (part / LATENTS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shown = ", ".join(f"{h}×{w}" for each in about["shapes"].values() for h, w in each)
