@@ -296,13 +296,12 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
 def prepare(config: VideoTraining, device: torch.device) -> Work:
     if config.task == "labels":
         return prepare_labelled(config, device)
-    model, gap = build(config), 2 * config.frames * config.every
+    model, span = build(config), config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
-        fold=config.fold, gap=gap, device=device, cache=config.cache_folder,
+        fold=config.fold, gap=2 * span, span=span, device=device, cache=config.cache_folder,
     )  # fmt: skip
-    footage.starts(gap, held_out=True)  # too little footage is said before the training
-    starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(device)
+    starts = torch.from_numpy(footage.starts(span, held_out=False)).to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
