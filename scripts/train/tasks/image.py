@@ -231,14 +231,21 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model: our ViT, or a timm model with the encoding.
+    """Return the model of a training. more: additional arguments."""
+    return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
-    more: additional arguments.
+
+def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeVisionTransformer:
+    """Return our ViT, or a timm model with the encoding.
+
+    Args:
+        arguments: arguments of the model; ``model`` names a timm model.
+        keep_table: keep the position table of a timm model, because the initial weights were trained with it.
     """
-    given = {**(arguments or {}), **more}
-    if not config.model:
+    if "model" not in arguments:
         # Not timm.create_model, which drops arguments that are None, encoding=None among them.
-        return lrpe_vit_tiny_patch16_224(**given)
+        return lrpe_vit_tiny_patch16_224(**arguments)
+    given = dict(arguments)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
         raise ValueError(
@@ -249,8 +256,7 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
     flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some have it anyway
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
-    keeps_table = absolute == "learned" or config.weights  # weights were trained with it
-    return adapt(model, encoding, "keep" if keeps_table else "drop", **adapted)
+    return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
 
 
 @lru_cache(maxsize=1)

@@ -36,6 +36,7 @@ from ....models.lm_decode import generate, left_pad
 from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
+from ..checkpoint import restore
 from ..config import MODEL, OPTIMISER, RUN, Training, changed, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import MEMORY_HELP, TEXT, Backbone, restore_arguments
@@ -268,11 +269,9 @@ def measure(
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-def load_model(state: dict[str, Any]) -> CausalLm:
-    """Return the model of a checkpoint, on the CPU."""
-    model = CausalLm(LmConfig(**restore_arguments(state["settings"]["model"])))
-    model.load_state_dict(state.get("average", state["model"]))
-    return model.eval()
+def build_model(settings: dict[str, Any]) -> CausalLm:
+    """Build the model of a run from its settings."""
+    return CausalLm(LmConfig(**restore_arguments(settings["model"])))
 
 
 def sample_text(
@@ -280,7 +279,7 @@ def sample_text(
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
     """Continue prompts with the model of a checkpoint, and print them."""
-    model, trained = load_model(state), state["settings"]["length"]
+    model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
