@@ -27,7 +27,7 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, describe, option
+from ..config import MODEL, OPTIMISER, RUN, check_width, describe, option
 from ..data.buckets import Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -134,6 +134,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
         self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
 
@@ -213,6 +214,8 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
+        if isinstance(source.condition, Captions):
+            check_width("--text-dim", config.text_dim, config.heads, 2)
         encoder = source.condition.encoder()
     try:
         model = DiT(text_encoder=encoder, **model_arguments(config))

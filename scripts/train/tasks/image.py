@@ -43,7 +43,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ..config import MODEL, OPTIMISER, Training, changed, describe, option
+from ..config import MODEL, OPTIMISER, Training, changed, check_width, describe, option
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES, load_classes
@@ -143,8 +143,8 @@ class ImageTraining(Training):
             raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
-        if self.dim % self.heads and not self.model:
-            raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
+        if not self.model:
+            check_width("--dim", self.dim, self.heads)
         parse_sizes(self.test_sizes, self.patch)
         parse_mixed(self.mix_sizes, self.size, self.patch)
         if self.cuda_graphs and self.dynamic_shapes is None:

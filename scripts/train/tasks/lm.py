@@ -37,7 +37,7 @@ from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
 from ..checkpoint import restore
-from ..config import MODEL, OPTIMISER, RUN, Training, changed, describe, option
+from ..config import MODEL, OPTIMISER, RUN, Training, changed, check_width, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import MEMORY_HELP, TEXT, Backbone, restore_arguments
 from ..loop import Trainer
@@ -100,8 +100,13 @@ class LmTraining(Training):
     attention: str = option("softmax", TEXT.attention_help)
     memory: str = option("", MEMORY_HELP)
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
+    dim: int = option(0, "Embedding width; 0 takes that of --size.", least=0)
+    depth: int = option(0, "Number of blocks; 0 takes that of --size.", least=0)
+    heads: int = option(0, "Number of attention heads; 0 takes that of --size.", least=0)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
-    lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, in bytes.", free=True, panel=RUN)
+    lengths: str = option(
+        ",".join(map(str, LENGTHS)), "Lengths to evaluate at besides --length, in bytes.", free=True, panel=RUN
+    )
     scaling: str = option(
         "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
@@ -113,6 +118,7 @@ class LmTraining(Training):
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
         parse_lengths(self.lengths)
+        check_width("--dim", self.architecture["dim"], self.architecture["num_heads"])
         self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
 
     @property
@@ -120,11 +126,21 @@ class LmTraining(Training):
         return [name for name in (part.strip() for part in self.scaling.split(",")) if name]
 
     @property
+    def architecture(self) -> dict[str, int]:
+        """Sizes of the model. The width of the MLP and the number of key and value heads follow from --dim and --heads."""
+        base = SIZES[self.size]
+        dim, heads = self.dim or base["dim"], self.heads or base["num_heads"]
+        return {
+            "dim": dim, "depth": self.depth or base["depth"], "num_heads": heads,
+            "num_kv_heads": math.gcd(heads, base["num_kv_heads"]), "hidden": base["hidden"] * dim // base["dim"],
+        }  # fmt: skip
+
+    @property
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
         given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
-        return {**SIZES[self.size], **TEXT.attention_arguments(self.attention, self.memory), **given}
+        return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property
     def model(self) -> LmConfig:
@@ -180,7 +196,7 @@ def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, fl
 
 
 def prepare(config: LmTraining, device: torch.device) -> Work:
-    data, lengths = load_text(config.data), parse_lengths(config.lengths)
+    data, lengths = load_text(config.data), tuple(sorted({config.length, *parse_lengths(config.lengths)}))
     check_lengths(data, config.length, lengths)
     model, text = CausalLm(config.model), data.to(device)
 

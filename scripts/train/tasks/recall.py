@@ -29,7 +29,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import RUN, Training, changed, option
+from ..config import RUN, Training, changed, check_width, option
 from ..data.recall import KINDS, NO_ANSWER, OFFSETS, Symbols, draw_clips, encode_clips
 from ..encodings import RECALL, Backbone
 from ..loop import Trainer
@@ -108,6 +108,7 @@ class RecallTraining(Training):
                 f"+ 2 · {self.questions}"
             )
         _ = self.test_sizes
+        check_width("--dim", self.dim, self.heads)
         self.check_encoding(build_model, model_arguments(self))
 
     @property

@@ -27,7 +27,7 @@ from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import MODEL, Training, changed, describe, option
+from ..config import MODEL, Training, changed, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.videos import TASKS, Footage, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
@@ -119,6 +119,7 @@ class VideoTraining(Training):
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
             raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
+        check_width("--dim", self.dim, self.heads)
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
     @property
