@@ -157,6 +157,10 @@ class DiffusionTraining(GenerativeTraining):
                     raise typer.BadParameter(
                         f"{name} {value}: latents have fixed sizes; pass it to `train latents` instead"
                     )  # fmt: skip
+            if self.test_size not in (0, DiffusionTraining.test_size):
+                raise typer.BadParameter(
+                    f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
+                )
         if self.cuda_graphs and self.dynamic_shapes is None:
             raise typer.BadParameter(
                 "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "

@@ -127,7 +127,7 @@ class LmTraining(Training):
 
     @property
     def architecture(self) -> dict[str, int]:
-        """Sizes of the model. The width of the MLP and the number of key and value heads follow from --dim and --heads."""
+        """Sizes of the model. The width of its MLP and the number of key heads follow from --dim and --heads."""
         base = SIZES[self.size]
         dim, heads = self.dim or base["dim"], self.heads or base["num_heads"]
         return {
