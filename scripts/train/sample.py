@@ -1,8 +1,8 @@
 """Generate text, images or videos with the checkpoint of a training.
 
-python -m scripts.train sample runs/lm --prompt "**ROMEO**" --tokens 400
-python -m scripts.train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
-python -m scripts.train sample runs/fashion --count 5000 --npz samples.npz
+lrpe-md train sample runs/lm --prompt "**ROMEO**" --tokens 400
+lrpe-md train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
+lrpe-md train sample runs/fashion --count 5000 --npz samples.npz
 """
 
 from __future__ import annotations

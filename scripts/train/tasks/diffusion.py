@@ -1,10 +1,10 @@
 """Train a diffusion transformer on images, videos or latents, with captions, labels or neither, and sample from it.
 
-    python -m scripts.train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
-    torchrun --nproc-per-node 4 -m scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
+    lrpe-md train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the folder of
-the run; the same command resumes an interrupted run. ``scripts.train sample`` draws your own prompts or classes.
+the run; the same command resumes an interrupted run. `lrpe-md train sample` draws your own prompts or classes.
 For emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and text
 next to its folder img/google/64.
 """
@@ -46,7 +46,7 @@ from ..work import Work, train
 class DiffusionTraining(GenerativeTraining):
     """Train a diffusion transformer (flow matching) on images, videos or latents.
 
-    Command: python -m scripts.train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
+    Command: lrpe-md train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
     Cost: 20.9 M parameters, 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200 shared by
     five runs.

@@ -1,10 +1,11 @@
 """Train a ViT on labelled images and test it at other resolutions.
 
-    python -m scripts.train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
-    python -m scripts.train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
-    python -m scripts.train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
+    lrpe-md train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
+    lrpe-md train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
+    lrpe-md train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
         --augment rand-m9-mstd0.5-inc1 --crop 0.08 --mixup 0.8 --cutmix 1.0 --layer-decay 0.75
-    torchrun --nproc-per-node 4 -m scripts.train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
+    lrpe-md train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train image --data FOLDER --out runs/mine
 
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
@@ -73,7 +74,7 @@ def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
 class ImageTraining(Training):
     """Train a ViT on labelled images.
 
-    Command: python -m scripts.train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
+    Command: lrpe-md train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
 
     Cost: 3.6 M parameters. 1,200 steps of 256 images with 14×14 patches are five epochs of Fashion-MNIST, or 1.3e15
     floating-point operations. They take a minute and a half on an H200 shared by six runs, and hours on a CPU.

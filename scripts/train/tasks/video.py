@@ -1,8 +1,8 @@
 """Train a video transformer on clips, with classes or self-supervised labels, and test it at other lengths and sizes.
 
-    python -m scripts.train video --data FOLDER --out runs/arrow --encoding rotate
-    python -m scripts.train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
-    torchrun --nproc-per-node 4 -m scripts.train video --data FOLDER --out runs/arrow --precision bf16
+    lrpe-md train video --data FOLDER --out runs/arrow --encoding rotate
+    lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
 With ``--task labels`` FOLDER holds CLASS/*.mp4, of which one video in --parts is held out, or train/CLASS/*.mp4 and
 val/CLASS/*.mp4. Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same
@@ -41,7 +41,7 @@ from ..work import Work, train
 class VideoTraining(Training):
     """Train a video transformer to predict the direction of time, the order of shuffled chunks of a clip, or classes.
 
-    Command: python -m scripts.train video --data FOLDER --out runs/order --task order --precision bf16 --compile
+    Command: lrpe-md train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
     Cost: a step shows each of --batch clips with two labels. By default, there are 1,500 steps of 64 times 288 tokens
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
