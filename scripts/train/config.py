@@ -150,6 +150,11 @@ class Training:
                 "--cuda-graphs: expected --compile and --accumulate 1, because a replay overwrites the gradients, got "
                 f"--{'' if self.compile else 'no-'}compile and --accumulate {self.accumulate}"
             )
+        if self.cuda_graphs and self.dynamic_shapes is None:
+            raise typer.BadParameter(
+                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
+                "and --max-ratio"
+            )
 
     @property
     def dynamic_shapes(self) -> bool | None:

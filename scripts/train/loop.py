@@ -18,8 +18,8 @@ and halfway again, it corrects the plan from the latest steps. Runs on one devic
 (``--turn``): they compile in parallel but train one at a time.
 
 **Several GPUs.** ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2
-with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is one
-file with unsharded tensors, whatever the number of processes.
+with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is
+one file with unsharded tensors, whatever the number of processes.
 
 **accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. Three parts are not used.
 ``save_state`` writes a folder with the random states of each process (and a sharded model under FSDP). That ties a run

@@ -16,8 +16,8 @@ import torch
 import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.data import images as image_data
-from lrpe_md.scripts.train.data.captions import load_classes
 from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.data.pictures import load_classes
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import image as train_image

@@ -161,11 +161,6 @@ class DiffusionTraining(GenerativeTraining):
                 raise typer.BadParameter(
                     f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
                 )
-        if self.cuda_graphs and self.dynamic_shapes is None:
-            raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
-                "and --max-ratio"
-            )
 
     @property
     def dynamic_shapes(self) -> bool | None:

@@ -46,9 +46,10 @@ from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
 from ..config import MODEL, OPTIMISER, Training, changed, check_width, describe, option
 from ..data.augment import build_transform, read_batch
-from ..data.buckets import Buckets, Sizes, parse_mixed
-from ..data.captions import TABLES, load_classes
+from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
+from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
+from ..data.pictures import load_classes
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -101,15 +102,8 @@ class ImageTraining(Training):
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
-    mix_sizes: str = option(
-        "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
-    )
-    max_ratio: float = option(
-        1.0,
-        "Largest aspect ratio. 1 crops to squares; above 1, images keep their aspect ratio, in buckets of about "
-        "--size² pixels, and each batch comes from one bucket. For streams and folders with --stream.",
-        least=1,
-    )
+    mix_sizes: str = option("", MIX_SIZES)
+    max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -148,11 +142,6 @@ class ImageTraining(Training):
             check_width("--dim", self.dim, self.heads)
         parse_sizes(self.test_sizes, self.patch)
         parse_mixed(self.mix_sizes, self.size, self.patch)
-        if self.cuda_graphs and self.dynamic_shapes is None:
-            raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
-                "and --max-ratio"
-            )
         if self.augment:
             build_transform(self.size, self.augment, self.crop)
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
