@@ -235,9 +235,7 @@ def test_wrong_latents_are_refused(data, tmp_path):
     options = {**data["latents"], "data": folder}
     with pytest.raises(typer.BadParameter, match=r"--patch 3: expected a divisor of 4"):
         config(options, tmp_path / "out", patch=3)
-    with pytest.raises(
-        typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"
-    ):
+    with pytest.raises(typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"):
         config(options, tmp_path / "out", test_size=12)
     config(options, tmp_path / "out", test_size=48)  # the default
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
