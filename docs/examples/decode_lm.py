@@ -4,6 +4,7 @@
 
 `adapt_rotary` rotates q and k in one launch, with the model's own positions and length scaling. transformers still
 handles weights, cache and left padding. Without --model, the script uses a small random Llama with byte tokens.
+On a CPU, `adapt_rotary` uses the reference implementation, which can be slower than transformers' own rotation.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Training: ``python -m scripts.train TASK``."""
+"""Training: ``lrpe-md train TASK``."""

@@ -1,4 +1,4 @@
-"""``python -m scripts.train digits | image | video | recall | diffusion | vae | lm | latents | features | sample``."""
+"""``lrpe-md train digits | image | video | recall | diffusion | vae | lm | latents | features | sample``."""
 
 from __future__ import annotations
 

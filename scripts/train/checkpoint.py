@@ -8,15 +8,16 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.folder import save_whole
 
 FORMAT = 3
+M = TypeVar("M", bound=nn.Module)
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
@@ -48,6 +49,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if state.pop("digest", None) != digest_of(state):
         raise typer.BadParameter(f"{path} is damaged: its content differs from what was saved; delete it to start over")
     return state
+
+
+def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
+    """Load the weights of a checkpoint into its model, and return the model in evaluation mode.
+
+    average: load the averaged weights if there are any.
+    """
+    model.load_state_dict(state.get("average", state["model"]) if average else state["model"])
+    return model.eval()
 
 
 def first_line(error: Exception) -> str:

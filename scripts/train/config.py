@@ -150,6 +150,11 @@ class Training:
                 "--cuda-graphs: expected --compile and --accumulate 1, because a replay overwrites the gradients, got "
                 f"--{'' if self.compile else 'no-'}compile and --accumulate {self.accumulate}"
             )
+        if self.cuda_graphs and self.dynamic_shapes is None:
+            raise typer.BadParameter(
+                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
+                "and --max-ratio"
+            )
 
     @property
     def dynamic_shapes(self) -> bool | None:
@@ -193,7 +198,8 @@ class Training:
         Raises:
             typer.BadParameter: with the model's error message.
         """
-        named = [name for name in ("encoding", "attention", "memory", "dim", "heads") if getattr(self, name, "") != ""]
+        names = ("encoding", "attention", "memory", "dim", "heads")
+        named = [name for name in names if getattr(self, name, "") not in ("", 0)]
         depth = {} if isinstance(arguments.get("attention"), tuple) else {"depth": 1}
         try:
             with torch.device("meta"):
@@ -240,6 +246,24 @@ def check_range(name: str, value: Any, metadata: Any) -> None:
         wanted = [] if least is None else [f"at least {least}{' (0 is off)' if metadata['off'] else ''}"]
         wanted += [] if below is None else ["finite" if below == math.inf else f"less than {below}"]
         raise typer.BadParameter(f"{name}: expected {' and '.join(wanted)}, got {value}")
+
+
+def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
+    """Reject a width that can't be divided among the heads.
+
+    per_head: divisor of the width of a head.
+
+    Raises:
+        typer.BadParameter: with the nearest widths that can be divided.
+    """
+    multiple = heads * per_head
+    if width % multiple:
+        below = width // multiple * multiple
+        near = " or ".join(str(each) for each in (below, below + multiple) if each)
+        product = f"{heads} (--heads)" if per_head == 1 else f"{per_head} × {heads} (--heads)"
+        raise typer.BadParameter(
+            f"{option}: expected a multiple of {product}, got {width}; pass {option} {near}, or other --heads"
+        )
 
 
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:

@@ -78,17 +78,20 @@ class Evaluation:
     def _bucket(self, indices: np.ndarray) -> int:
         return int(self.source.values.buckets(indices[:1])[0])
 
-    def _read(self, indices: np.ndarray, size: int) -> tuple[Tensor, Any]:
-        found: Any = send_to_device(self.source.batch(indices, size), self.device)
+    def _read(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
+        found: Any = send_to_device(self.source.batch(indices, size, draws), self.device)
         return found
 
     @torch.no_grad()
     def losses(self, model: Any, setting: Setting, autocast: Any) -> list[float]:
-        """Return the mean loss at times (i + ½) / TIMES, with the same noise for every model."""
+        """Return the mean loss at times (i + ½) / TIMES, with the same noise for every model.
+
+        Latents are sampled as in training, always the same samples.
+        """
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros(TIMES, dtype=torch.float64)
         for part in split_by_bucket(self.source, self.held_out, BATCH):
-            x, text = self._read(part, setting.size)
+            x, text = self._read(part, setting.size, 2 * part)  # even draws mirror nothing
             model.reference = self._reference(setting, part)
             for i in range(TIMES):
                 noise = torch.randn(x.shape, generator=generator).to(x.device)

@@ -23,14 +23,14 @@ from torch import Tensor
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose
-from .data.buckets import Buckets, Shape, Sizes, parse_mixed
+from .data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Shape, Sizes, parse_mixed
 from .data.footage import find_films, is_footage, sort_films
 from .data.pictures import Pictures, open_pictures
 from .data.records import CONDITIONS, Records, Split
 from .data.values import BUCKETS, FORMAT, LATENTS, RECORDS, array_name
 from .data.videos import decode
 from .text_features import DTYPES
-from .vae import BATCH, Decoder, load_vae
+from .vae import BATCH, Decoder, load_vae, locate_vae
 
 
 class Options(NamedTuple):
@@ -54,15 +54,8 @@ def main(
     data: Annotated[Path, typer.Option(help="Images (folder, zip, .npz, idx files) or videos (file or folder).")],
     out: Annotated[Path, typer.Option(help="New folder for the latents.")],
     size: Annotated[int, typer.Option(min=1, help="Height and width of the images, in pixels.")] = 256,
-    mix_sizes: Annotated[str, typer.Option(help="Other sizes to train at, in pixels, separated by commas.")] = "",
-    max_ratio: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            help="Largest aspect ratio. 1 crops to squares; above 1, images keep their aspect ratio, in buckets "
-            "of about --size² pixels.",
-        ),
-    ] = 1.0,
+    mix_sizes: Annotated[str, typer.Option(help=MIX_SIZES)] = "",
+    max_ratio: Annotated[float, typer.Option(min=1, help=MAX_RATIO)] = 1.0,
     patch: Annotated[
         int, typer.Option(min=1, help="Patch size of the model, which must divide the sides of the latents.")
     ] = 1,
@@ -104,7 +97,7 @@ def main(
     torch.manual_seed(seed)
     with new_folder(out) as part:
         about = write_latents(part, coder, images, Options(sizes, flip, sampled, DTYPES[dtype]))
-        about |= {"format": FORMAT, "vae": vae, "weights": coder.digest, "lengths": images.lengths}
+        about |= {"format": FORMAT, "vae": locate_vae(vae), "weights": coder.digest, "lengths": images.lengths}
         (part / RECORDS).write_text(json.dumps(images.records.to_json()), encoding="utf-8")
         (part / LATENTS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shown = ", ".join(f"{h}×{w}" for each in about["shapes"].values() for h, w in each)

@@ -17,9 +17,9 @@ loop measures the time per step, plans as many steps as fit, and sets the schedu
 and halfway again, it corrects the plan from the latest steps. Runs on one device that need the same time share a file
 (``--turn``): they compile in parallel but train one at a time.
 
-**Several GPUs.** ``torchrun --nproc-per-node 8 -m scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2 with
-``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is one
-file with unsharded tensors, whatever the number of processes.
+**Several GPUs.** ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2
+with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is
+one file with unsharded tensors, whatever the number of processes.
 
 **accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. Three parts are not used.
 ``save_state`` writes a folder with the random states of each process (and a sharded model under FSDP). That ties a run
@@ -59,6 +59,7 @@ from ..common.devices import choose_device
 from ..common.folder import flat
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
 from .config import Training, parse_betas
+from .history import HISTORY, HistoryFile
 from .interruption import Interrupted, Interruption
 from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
 from .trackers import FOLDER, choose_trackers, finish_trackers, locate_logs, start_trackers
@@ -122,6 +123,7 @@ class Trainer:
         self.step, self.history, self.path = 0, [], config.out / "checkpoint.pt"
         self.total = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # sum of losses since the last log
         self.since = 0
+        self.history_file = HistoryFile(config.out / HISTORY)
         self.pace: list[float] = []  # seconds per step, one value per log of this process
         self.clock: tuple[int, float] | None = None
         self.last = None if config.seconds else config.steps  # last step; None: not known yet
@@ -189,6 +191,8 @@ class Trainer:
         if self.last is not None and self.step >= self.last:
             return
         start_trackers(accelerator, config, self.settings)
+        if accelerator.is_main_process:
+            self.history_file.write(self.history)
         chosen = divide(steps(self.step), config.accumulate, accelerator.process_index, accelerator.num_processes)
         stream = (
             prepare_in_processes(batch, chosen, config.workers, accelerator.device)
@@ -338,6 +342,8 @@ class Trainer:
             row |= validate()
             self.clock = self.step, time.perf_counter()
         self.history.append(row)
+        if self.accelerator.is_main_process:
+            self.history_file.add(self.history)
         if self._is_regular(self.step):
             self.total.zero_()
             self.since = self.step
@@ -384,7 +390,7 @@ class Trainer:
     def _read(self) -> dict[str, Any] | None:
         out = self.config.out
         if not self.path.exists():
-            others = [p for p in out.iterdir() if p.name not in (FOLDER, "wandb")] if out.is_dir() else []
+            others = [p for p in out.iterdir() if p.name not in (FOLDER, "wandb", HISTORY)] if out.is_dir() else []
             others = [p for p in others if not p.name.endswith(".part")]
             if others:
                 raise typer.BadParameter(f"--out {out} is not empty and has no checkpoint.pt; choose another folder")

@@ -1,12 +1,10 @@
-"""Evaluate a finished training at other sizes, and write result.json and history.csv."""
+"""Evaluate a finished training at other sizes, and write result.json."""
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.devices import gpu_name
-from ..common.folder import flat, save_whole, write
+from ..common.folder import flat, write
 from ..common.provenance import git_commit, versions
+from .history import HISTORY
 from .loop import Trainer
 from .weights import EXPORT
 
@@ -24,6 +23,7 @@ from .weights import EXPORT
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
     "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
+    "frechet_random_features": "Fréchet distance, random features",
 }  # fmt: skip
 
 
@@ -52,15 +52,15 @@ def largest_rise(losses: Sequence[float]) -> float:
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Write both files and print a summary, in the first process only."""
+    """Write result.json and history.csv, and print a summary, in the first process only."""
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
-    save_whole(out / "history.csv", lambda part: write_history(part, trainer.history))
+    trainer.history_file.write(trainer.history)
     write(out / "result.json", f"{text}\n")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(summarize(result))
-    console.print(f"{out}: result.json and history.csv have all numbers; {EXPORT} has the weights.")
+    console.print(f"{out}: result.json and {HISTORY} have all numbers; {EXPORT} has the weights.")
 
 
 def summarize(result: dict[str, Any]) -> Table:
@@ -102,10 +102,3 @@ def placements(model: Any) -> Iterator[str]:
         model.reference = reference
         yield name
     model.reference = None
-
-
-def write_history(path: Path, history: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(dict.fromkeys(name for row in history for name in row)))
-        table.writeheader()
-        table.writerows(history)

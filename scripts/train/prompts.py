@@ -21,6 +21,7 @@ from ...models.dit import DiT
 from ...models.text import Text, tokenize
 from ..common.folder import save_whole
 from ..common.options import choose
+from .checkpoint import restore
 from .conditions import build_encoder
 from .encodings import restore_arguments
 from .generation import as_images
@@ -124,12 +125,9 @@ def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
 
-def load_model(state: dict[str, Any]) -> DiT:
-    """Build the model of a checkpoint, on the CPU, with the averaged weights if there are any."""
-    settings = state["settings"]
-    model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
-    model.load_state_dict(state.get("average", state["model"]))
-    return model.eval()
+def build_model(settings: dict[str, Any]) -> DiT:
+    """Build the model of a run from its settings."""
+    return DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
 
 
 class Painter:
@@ -147,7 +145,7 @@ class Painter:
     ) -> None:
         self.settings, self.step, self.device = state["settings"], state["step"], device
         self.condition: dict[str, Any] = self.settings["condition"]
-        self.model = load_model(state).to(device)
+        self.model = restore(build_model(self.settings), state).to(device)
         latents = self.settings.get("latents")
         self.decoder, self.factor = None, 1
         if latents is not None:

@@ -1,8 +1,8 @@
 """Generate text, images or videos with the checkpoint of a training.
 
-python -m scripts.train sample runs/lm --prompt "**ROMEO**" --tokens 400
-python -m scripts.train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
-python -m scripts.train sample runs/fashion --count 5000 --npz samples.npz
+lrpe-md train sample runs/lm --prompt "**ROMEO**" --tokens 400
+lrpe-md train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
+lrpe-md train sample runs/fashion --count 5000 --npz samples.npz
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..common.devices import choose_device
 from ..common.options import SEEDS, finite, positive
 from .checkpoint import read_checkpoint
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
+from .runs import task_of
 from .samplers import SAMPLERS
 from .tasks import lm
 
@@ -40,13 +41,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def task_of(settings: dict[str, Any]) -> str | None:
-    """Return the task of a run, or None if it cannot be sampled from."""
-    if "drop_text" in settings:
-        return IMAGES
-    return TEXT if "vocab_size" in settings.get("model", {}) else None
-
-
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
     """Return the task of a training's folder, and its checkpoint on the CPU."""
     path = run / "checkpoint.pt"
@@ -57,7 +51,7 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
         )
     state = read_checkpoint(path)
     task = task_of(state["settings"])
-    if task is None:
+    if task not in OWN:
         raise typer.BadParameter(
             f"RUN: {run} was trained for a different task and can't generate anything; expected a run of `train lm` or "
             "`train diffusion`"

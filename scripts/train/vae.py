@@ -39,6 +39,11 @@ def load_vae(name: str) -> Any:
     )
 
 
+def locate_vae(name: str) -> str:
+    """Return the absolute path of a folder, which any program finds; a hub id stays."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
 class Decoder:
     """A frozen VAE that encodes pixels into latents and decodes them, in batches.
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_fn
 from lrpe_md.modules.base import FrequencyModule
 
+from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint
@@ -83,6 +84,8 @@ def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str
 
 def _count_heads(model: nn.Module) -> int | None:
     """Return the number of heads of the first attention, if known."""
+    if isinstance(model, CausalLm):
+        return model.config.num_heads
     modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))
     found = (getattr(m, "num_heads", None) for m in modules)
     return next((number for number in found if isinstance(number, int)), None)
@@ -125,7 +128,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
     """Reject weights of a run with a different number of heads, because the weights' shapes do not reveal it."""
-    heads = settings.get("heads", num_heads)
+    arguments = settings.get("model")
+    heads = arguments.get("num_heads", num_heads) if isinstance(arguments, dict) else settings.get("heads", num_heads)
     if num_heads is not None and heads != num_heads:
         raise typer.BadParameter(
             f"--weights {path}: the weights are for a different architecture; pass --heads {heads}"

@@ -161,9 +161,6 @@ def test_load_trained(tmp_path, capsys):
     logits = load("load_trained").main([str(tmp_path / "run")])
     assert "3 layers, images of 8x8, 10 classes" in capsys.readouterr().out
     assert logits.shape == (1, 10)
-    trained = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
-    model = load("load_trained").load(tmp_path / "run")
-    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
 
 
 def test_ablate_own_model(tmp_path):

@@ -253,7 +253,7 @@ def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, sto
     part = config(folder, tmp_path / "part", encoding="rotate-mixed")
     with pytest.raises(Killed):
         run(part)
-    assert [p.name for p in (tmp_path / "part").iterdir()] == ["checkpoint.pt"]
+    assert sorted(p.name for p in (tmp_path / "part").iterdir()) == ["checkpoint.pt", "history.csv"]
     monkeypatch.undo()
     again = run(part)
     assert again["train_steps_timed"] == SMALL["steps"] - (6 if stop == 7 else 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from generative_data import (
     write_text_model,
     write_vae,
 )
-from lrpe_md.scripts.train import latents, text_features
+from lrpe_md.scripts.train import generation, latents, text_features
 from lrpe_md.scripts.train.conditions import FeatureFolder
 from lrpe_md.scripts.train.data.pictures import open_pictures
 from lrpe_md.scripts.train.data.records import Split
@@ -138,9 +139,10 @@ def test_wrong_arrays_are_refused(tmp_path, arrays, message):
 # --- latents ---------------------------------------------------------------------------------------------------------
 
 
-def test_latents_equal_those_of_the_vae(tmp_path):
+def test_latents_equal_those_of_the_vae(tmp_path, monkeypatch):
     classes, vae = write_classes(tmp_path / "classes"), write_vae(tmp_path / "vae")
-    command = ["latents", "--vae", vae, "--data", classes, "--size", 8, "--flip", "--device", "cpu"]
+    monkeypatch.chdir(tmp_path)
+    command = ["latents", "--vae", "vae", "--data", classes, "--size", 8, "--flip", "--device", "cpu"]
     done = invoke(*command, "--out", tmp_path / "latents", "--dtype", "float32")
     assert done.exit_code == 0, done.output
     pixels = open_pictures(classes, Split(4)).read(8).float() / 127.5 - 1
@@ -151,7 +153,7 @@ def test_latents_equal_those_of_the_vae(tmp_path):
             torch.testing.assert_close(found[:, view], getattr(wanted, name), rtol=1e-4, atol=1e-5)
     about = json.loads((tmp_path / "latents" / "latents.json").read_text())
     assert (about["number"], about["channels"], about["factor"], about["shapes"]) == (24, 3, 2, {"8": [[8, 8]]})
-    assert (about["scale"], about["shift"], about["vae"]) == (2.0, 0.25, str(vae))
+    assert (about["scale"], about["shift"], about["vae"]) == (2.0, 0.25, str(vae.resolve()))
     stored = Latents(tmp_path / "latents", True, CPU)
     assert stored.records.classes == ("blue", "green", "red")
     indices = np.array([3, 20])
@@ -170,6 +172,27 @@ def test_latents_equal_those_of_the_vae(tmp_path):
     assert not (tmp_path / "sampled" / "std.npy").exists()
     found = (sampled.batch(np.arange(24), 8, np.arange(24)) / 2 + 0.25 - plain.mean) / plain.std
     assert 0.9 < found.std() < 1.1
+
+
+def test_held_out_loss_samples_latents_as_training_does(data, tmp_path, monkeypatch):
+    """Each evaluation measures the same samples, none of them mirrored."""
+    seen = []
+
+    def look(model: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(x)
+        return torch.zeros(len(x))
+
+    monkeypatch.setattr(generation, "flow_matching_loss", look)
+    chosen = config(data["latents"], tmp_path, test_samples=24)
+    source = diffusion.open_source(chosen, CPU)
+    evaluation, model = diffusion.make_evaluation(chosen, source, CPU), diffusion.build(chosen, source)
+    for _ in range(2):
+        evaluation.losses(model, evaluation.settings[0], nullcontext)
+    assert torch.equal(seen[0], seen[-1])
+    latents, held_out = source.values, evaluation.held_out
+    assert isinstance(latents, Latents)
+    std = torch.from_numpy(latents.arrays[8, 0][1][held_out, 0]).float() * latents.about["scale"]
+    assert 0.9 < ((seen[0] - latents.batch(held_out, 8)) / std).std() < 1.1
 
 
 def test_decoded_latents_equal_the_vae(tmp_path):
@@ -212,6 +235,9 @@ def test_wrong_latents_are_refused(data, tmp_path):
     options = {**data["latents"], "data": folder}
     with pytest.raises(typer.BadParameter, match=r"--patch 3: expected a divisor of 4"):
         config(options, tmp_path / "out", patch=3)
+    with pytest.raises(typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"):
+        config(options, tmp_path / "out", test_size=12)
+    config(options, tmp_path / "out", test_size=48)  # the default
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
     other = str(write_vae(tmp_path / "wider", channels=4))
@@ -428,12 +454,13 @@ def test_samples_on_the_way(data, tmp_path, monkeypatch):
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-def test_classes_are_learned(tmp_path):
+def test_classes_are_learned(tmp_path, capsys):
     """Samples of a class have its colour, and the distance to the data falls."""
     folder = write_classes(tmp_path / "classes", each=12)
     options = {"data": folder, "size": 8, "test_size": 0, "patch": 4, "batch": 24, "lr": 1e-2, "ema": 0.9}
     before = diffusion.run(config(options, tmp_path / "before", steps=1, distance_samples=24, sample_steps=4))
     after = diffusion.run(config(options, tmp_path / "after", steps=150, distance_samples=24, sample_steps=4))
+    assert f"{after['frechet_random_features']:.4g}" in capsys.readouterr().out
     assert after["frechet_random_features"] < 0.5 * before["frechet_random_features"]
     assert after["held_out"]["8x8"]["loss"] < 0.6 * before["held_out"]["8x8"]["loss"]
     npz = tmp_path / "samples.npz"

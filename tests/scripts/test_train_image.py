@@ -16,9 +16,10 @@ import torch
 import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.data import images as image_data
-from lrpe_md.scripts.train.data.captions import load_classes
 from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.data.pictures import load_classes
 from lrpe_md.scripts.train.encodings import IMAGES
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import image as train_image
 from lrpe_md.scripts.train.tasks.image import ImageTraining, parse_sizes
 from lrpe_md.scripts.train.weights import start_from
@@ -307,7 +308,8 @@ def test_invalid_options(data, tmp_path):
     assert "no such folder" in output_of(*run, "--data", str(tmp_path / "nothing"))
     assert "--erase" in output_of(*run, "--erase", "1.5")
     assert "--shift" in output_of(*run, "--shift", "-1")
-    assert "a divisor of --dim 48, got 5" in output_of(*run, "--heads", "5")
+    wrong = output_of(*run, "--heads", "5")
+    assert "--dim: expected a multiple of 5 (--heads), got 48; pass --dim 45 or 50, or other --heads" in wrong
     assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
@@ -555,6 +557,9 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
     with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
+    timm = {**SMALL, "model": "test_vit2", "size": 32, "patch": 0, "test_sizes": "", "steps": 1, "heads": 3}
+    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, whatever --heads says
+    start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1
     torch.save(state, tmp_path / "run" / "checkpoint.pt")

@@ -16,7 +16,7 @@ from lrpe_md.scripts.ablate.app import app as ablate
 from lrpe_md.scripts.ablate.app import select_encodings
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.train.encodings import IMAGES, VIDEOS, parse_memory
-from lrpe_md.scripts.train.prompts import load_model as load_dit
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, video
 from lrpe_md.scripts.train.weights import start_from
 from test_train_video import SMALL as CLIP_OPTIONS
@@ -91,7 +91,7 @@ def test_a_language_model_resumes_and_samples(text, tmp_path, monkeypatch):
     before = dict(CausalLm(lm.LmTraining(out=tmp_path, **given).model).named_parameters())
     assert not torch.equal(before["blocks.0.attn.decay.logit"], whole["blocks.0.attn.decay.logit"])
     assert "blocks.1.attn.decay.logit" not in whole
-    model = lm.load_model(torch.load(tmp_path / "part" / "checkpoint.pt"))
+    model = load_run(tmp_path / "part")
     assert model.config.kinds == ("linear", "softmax")
     assert model.config.memory == Memory(decay="retnet", learnable=True)
     plain = lm.LmTraining(out=tmp_path / "plain", **{**given, "memory": ""})
@@ -139,7 +139,7 @@ def test_a_diffusion_model_of_videos(films, tmp_path):
     result = diffusion.run(diffusion.DiffusionTraining(out=tmp_path / "out", **options))
     state = torch.load(tmp_path / "out" / "checkpoint.pt")
     assert state["settings"]["memory"] == options["memory"]
-    model = load_dit(state)
+    model = load_run(tmp_path / "out")
     assert model.memory == Memory("delta", "lightning", directions="both")
     assert [block.attention for block in model.blocks] == ["linear", "softmax"]
     assert result["held_out"]

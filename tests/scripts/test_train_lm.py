@@ -14,6 +14,7 @@ from lrpe_md.scripts.train.checkpoint import FORMAT, digest_of
 from lrpe_md.scripts.train.data import text as text_data
 from lrpe_md.scripts.train.data.text import check_lengths, draw_windows, load_text
 from lrpe_md.scripts.train.order import divide
+from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import lm as train_lm
 from lrpe_md.scripts.train.tasks.lm import LmTraining
 from torch import Tensor
@@ -263,6 +264,19 @@ def test_text_errors(file: Path, tmp_path: Path) -> None:
         check_lengths(text, 16, (64, 8192))
     with pytest.raises(typer.BadParameter, match="more than 10000 bytes for training"):
         check_lengths(text, 10_000, (64,))
+
+
+def test_the_trained_length_and_sizes_of_the_model(file: Path, tmp_path: Path) -> None:
+    result = train_lm.run(config(file, tmp_path / "run", lengths="32,64", size="tiny", heads=3, dim=48, depth=1))
+    assert sorted({row["length"] for row in result["evaluation"]}) == [16, 32, 64]
+    model = load_run(tmp_path / "run")
+    assert (model.config.num_heads, model.config.num_kv_heads, model.config.dim) == (3, 1, 48)
+    assert (model.config.hidden, len(model.blocks)) == (96, 1)
+    tiny = LmConfig(**train_lm.SIZES["tiny"])
+    assert config(file, tmp_path, size="tiny").model == tiny
+    again = config(file, tmp_path / "again", size="tiny", weights=str(tmp_path / "run"), depth=1, dim=48, heads=6)
+    with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 3"):
+        train_lm.run(again)
 
 
 def test_refusals(file: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 from filelock import FileLock, Timeout
 from lrpe_md.scripts.train import loop
 from lrpe_md.scripts.train.config import Training, settings_of
+from lrpe_md.scripts.train.history import HistoryFile
 from lrpe_md.scripts.train.loop import Trainer
 from lrpe_md.scripts.train.order import divide, prepare_ahead, shuffle
 from processes import free_port
@@ -157,14 +158,47 @@ def test_cuda_graphs_need_compiled_steps(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_run_equals_uninterrupted_run(tmp_path, workers):
     whole = toy_train(Training(out=tmp_path / "whole", **TOY))
+    rows = (tmp_path / "whole" / "history.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "3", "6", "7"]
     for kill in range(14):
         config = Training(out=tmp_path / f"{kill}", workers=workers, **TOY)
         with pytest.raises(Killed):
             toy_train(config, partial(toy_batch, kill_at=kill, counter=[]))
+        history, logged = config.out / "history.csv", kill // 2 // TOY["log_every"]
+        if not workers:  # workers die a few batches ahead of the step
+            assert (history.read_text().splitlines() if history.exists() else []) == rows[: logged and logged + 1]
         torch.manual_seed(kill)  # a new process has another random state
         same(toy_train(config), whole)
+        assert history.read_text().splitlines() == rows
     other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))
     assert not torch.equal(other.raw.head.weight, whole.raw.head.weight)
+
+
+def test_run_without_a_checkpoint_starts_again(tmp_path):
+    whole = toy_train(Training(out=tmp_path / "whole", **TOY))
+    config = Training(out=tmp_path / "run", **{**TOY, "save_every": 100})
+    with pytest.raises(Killed):
+        toy_train(config, partial(toy_batch, kill_at=8, counter=[]))
+    assert [p.name for p in config.out.iterdir()] == ["history.csv"]
+    same(toy_train(config), whole)
+    assert (config.out / "history.csv").read_text() == (tmp_path / "whole" / "history.csv").read_text()
+
+
+def test_history_gains_columns(tmp_path):
+    """Rows of a resumed run replace those after its checkpoint, and a new column reaches the earlier rows."""
+    path, history = tmp_path / "history.csv", [{"step": 1, "loss": 0.5}]
+    file = HistoryFile(path)
+    file.add(history)
+    file.add([*history, {"step": 2, "loss": 0.4, "held_out": 0.6}])
+    again = HistoryFile(path)
+    again.write(history)
+    history.append({"step": 2, "loss": 0.3, "held_out": 0.6})
+    again.add(history)
+    history.append({"step": 3, "loss": 0.2})
+    again.add(history)
+    assert path.read_text().splitlines() == ["step,loss,held_out", "1,0.5,", "2,0.3,0.6", "3,0.2,"]
+    again.write([])
+    assert not path.exists()
 
 
 def test_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
@@ -181,7 +215,7 @@ def test_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="disk full"):
         toy_train(config)
-    assert [p.name for p in config.out.iterdir()] == ["checkpoint.pt"]
+    assert sorted(p.name for p in config.out.iterdir()) == ["checkpoint.pt", "history.csv"]
     assert torch.load(config.out / "checkpoint.pt")["step"] == 2
     same(toy_train(config), whole)
 

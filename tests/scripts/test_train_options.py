@@ -331,6 +331,7 @@ def test_training_ends_with_a_short_table(tmp_path):
 @pytest.mark.parametrize("task", TRAININGS)
 def test_help_is_grouped_and_starts_with_capitals(task):
     shown = output_of(task, "--help", code=0)
+    assert f"Command: lrpe-md train {task} --" in shown
     assert all(f"─ {panel} ─" in shown for panel in PANELS)
     assert [shown.index(f"─ {panel} ─") for panel in PANELS] == sorted(shown.index(f"─ {panel} ─") for panel in PANELS)
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from generative_data import write_captions as write_tiles
 from lrpe_md.scripts.ablate.tasks import TASKS
 from lrpe_md.scripts.common.folder import claim
 from lrpe_md.scripts.train import loop, samples
@@ -30,7 +31,7 @@ from lrpe_md.scripts.train.tasks.digits import DigitsTraining
 from PIL import Image
 from test_train_diffusion import load
 from test_train_image import write_folders, write_idx
-from train_commands import invoke
+from train_commands import invoke, output_of
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -73,6 +74,29 @@ def test_options_that_must_not_be_zero(tmp_path):
             refused = invoke(task, "--out", str(tmp_path / "out"), "--data", str(tmp_path), f"--{name}", "0")
             assert refused.exit_code == 2
             assert f"--{name}: expected at least 1, got 0" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "options", "message"),
+    [
+        ("image", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or other"),
+        ("video", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or other"),
+        ("recall", "16x8x8", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or other"),
+        ("lm", "folder", [], "--dim: expected a multiple of 4 (--heads), got 50; pass --dim 48 or 52, or other"),
+        ("diffusion", "folder", [], "--dim: expected a multiple of 2 × 4 (--heads), got 50; pass --dim 48 or 56, or"),
+        ("diffusion", "folder", ["--dim", 6], "--dim: expected a multiple of 2 × 4 (--heads), got 6; pass --dim 8, or"),
+        (
+            "diffusion", "captions", ["--dim", 48, "--text-dim", 50],
+            "--text-dim: expected a multiple of 2 × 4 (--heads), got 50; pass --text-dim 48 or 56, or",
+        ),
+    ],
+)  # fmt: skip
+def test_heads_must_divide_the_width(tmp_path, task, data, options, message):
+    if data == "captions":
+        data = write_tiles(tmp_path / "captions")
+    given = [task, "--out", tmp_path / "out", "--data", data, "--dim", 50, "--heads", 4, "--device", "cpu", *options]
+    assert message in output_of(*given, "--batch", 2, "--no-progress")
+    assert not (tmp_path / "out").exists()
 
 
 def test_seed_out_of_numpys_range(tmp_path):

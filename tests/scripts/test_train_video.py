@@ -177,8 +177,27 @@ def test_held_out_segments_share_no_frame_with_training(fold):
     for held_out in (False, True):
         starts = footage.starts(span, held_out=held_out)
         assert not any(s < edge < s + span for s in starts for edge in edges)
-    with pytest.raises(VideoError, match="no training segment is as long as a clip of 900 frames"):
-        footage.starts(900, held_out=False)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "segment", "parts", "gap", "span", "remedy"),
+    [
+        ((200,), 240, 5, 64, 32, "pass --segment 100"),  # one segment, which is held out
+        ((200,), 40, 5, 64, 32, "pass --segment 64"),  # segments shorter than a held-out clip
+        ((100, 100), 240, 5, 8, 8, ""),  # one segment for each
+        ((80,), 240, 5, 32, 16, "pass --segment 32"),
+        ((40, 30), 240, 5, 64, 32, "pass fewer --frames or a smaller --every, or add videos"),
+    ],
+)
+def test_too_little_footage_names_a_segment_that_works(lengths, segment, parts, gap, span, remedy):
+    if not remedy:
+        video_data.check_segments(lengths, segment, parts, 0, gap, span)
+        return
+    with pytest.raises(VideoError, match=remedy) as raised:
+        video_data.check_segments(lengths, segment, parts, 0, gap, span)
+    assert f"clip of {span} frames" in str(raised.value)
+    if "--segment" in remedy:
+        video_data.check_segments(lengths, int(remedy.split()[-1]), parts, 0, gap, span)
 
 
 def test_clip_order_matches_its_label():
@@ -204,7 +223,7 @@ def test_a_process_decodes_once_unless_a_file_changes(monkeypatch, tmp_path):
     monkeypatch.setattr(video_data, "decode", decode)
     for name, length in (("a.mp4", 40), ("b.mp4", 50)):
         (tmp_path / name).write_bytes(bytes(length))
-    cut = {"segment": 20, "parts": 2, "fold": 0, "gap": 2, "device": torch.device("cpu")}
+    cut = {"segment": 20, "parts": 2, "fold": 0, "gap": 2, "span": 2, "device": torch.device("cpu")}
     first, again = (video_data.load_footage([tmp_path], 4, **cut) for _ in range(2))
     assert calls == ["a.mp4", "b.mp4"]
     assert first.frames[:, 0, 0, 0].tolist() == [1] * 40 + [2] * 50
@@ -267,7 +286,7 @@ def test_invalid_options(footage, tmp_path):
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
     assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "as long as a clip" in output_of(*run, "--frames", "64")
+    assert "expected a training clip of" in output_of(*run, "--frames", "64")
     assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
@@ -358,7 +377,7 @@ def test_footage_is_decoded_once_across_runs(footage, tmp_path, monkeypatch):
 
     def frames(path=footage, size=8):
         video_data.decode_all.cache_clear()  # simulates another process
-        cut = {"segment": 40, "parts": 4, "fold": 0, "gap": 8, "device": torch.device("cpu")}
+        cut = {"segment": 40, "parts": 4, "fold": 0, "gap": 8, "span": 4, "device": torch.device("cpu")}
         return video_data.load_footage([path], size, cache=cache, **cut).frames
 
     first = frames()

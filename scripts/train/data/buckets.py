@@ -12,6 +12,12 @@ import typer
 from ..order import Steps, order_groups
 
 Shape: TypeAlias = tuple[int, int]  # height and width in pixels
+# Help texts of --mix-sizes and --max-ratio.
+MIX_SIZES = "Other sizes to train at, in pixels, separated by commas. Each batch has one size."
+MAX_RATIO = (
+    "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about --size² "
+    "pixels, and each batch comes from one bucket."
+)
 STEPS = 16  # short sides of neighbouring buckets differ by the size divided by this
 
 

@@ -8,19 +8,15 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zlib import crc32
 
 import numpy as np
-import torch
 import typer
 from PIL import Image, ImageOps
 
-from .images import Images, Labelled
 from .streams import measure_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -33,29 +29,6 @@ REMEDY = (
 Read = Callable[[], bytes]
 # Errors from reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed in an unknown way.
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-
-
-def load_classes(
-    path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
-) -> Labelled:
-    """Load the images of a table. One of its fields is the class.
-
-    An image is held out for testing if the hash of its name is 0 modulo ``parts``.
-    """
-    files = list_files(path)
-    pairs = sorted(pair_up(path, files, without, label).items())[:limit]
-    with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda pair: crop_square(decode(pair[0], files[pair[0]], path), size), pairs))
-    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    names = sorted({name for _, name in pairs})
-    labels = torch.tensor([names.index(name) for _, name in pairs])
-    tests = torch.tensor([crc32(PurePosixPath(name).name.encode()) % parts == 0 for name, _ in pairs])
-    if tests.all() or not tests.any():
-        raise typer.BadParameter(
-            f"--data {path}: {tests.sum()} of {len(pairs)} images are held out for tests; add more images"
-        )
-    train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~tests, tests))
-    return Labelled(train, test, len(names))
 
 
 def list_files(path: Path) -> dict[str, Read]:
@@ -197,11 +170,6 @@ def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
     """Return height and width of an image of ``path``, upright, without decoding it."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
-
-
-def crop_square(image: Image.Image, size: int) -> np.ndarray:
-    """Return the central square of an image, resized to (size, size, 3)."""
-    return crop(image, (size, size))
 
 
 def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from .buckets import Buckets, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
 from .records import Records, Split
-from .videos import SUFFIXES, Footage, decode, find_videos, measure, segments
+from .videos import SUFFIXES, Footage, check_segments, decode, find_videos, measure, segments
 
 
 def is_footage(path: Path) -> bool:
@@ -46,6 +46,7 @@ class Films:
         Videos are cut into segments of ``segment`` frames, with a gap between training and held-out segments, as
         :func:`.videos.segments` does.
         """
+        check_segments(self.lengths, segment, split.parts, split.fold, span, span)
         cut = segments(self.lengths, segment, split.parts, split.fold, span)
         footage = Footage(torch.empty(0), cut)
         parts = [footage.starts(span, held_out=held_out) for held_out in (False, True)]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .buckets import Buckets, Shape, Sizes
 from .captions import SUFFIXES, TABLES, Read, crop, decode, list_files, measure, pair_up
-from .images import IDX, MEMORY, TEST_FOLDERS, read_idx
+from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, read_idx
 from .records import Records, Split
 from .streamed import open_streamed
-from .streams import is_stream
+from .streams import hold_out, is_stream
 
 T = TypeVar("T")
 ARRAYS = {"images": ("images", "arr_0", "x"), "labels": ("labels", "arr_1", "y")}  # names in an .npz
@@ -115,6 +115,26 @@ def open_pictures(
         found = _from_files(path, condition, without, label)
     found = replace(found, records=found.records.with_condition(condition, path))
     return found.take(split.some(len(found)))
+
+
+def load_classes(
+    path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
+) -> Labelled:
+    """Load the images of a table into memory. One of its fields is the class.
+
+    An image is for tests if the hash of its file name is 0 modulo ``parts``.
+    """
+    found = _from_files(path, "labels", without, label)
+    found = found.take(np.arange(len(found))[:limit])
+    records, pixels = found.records, found.read(size)
+    held_out = hold_out([PurePosixPath(name).name for name in records.names], parts)
+    if held_out.all() or not held_out.any():
+        raise typer.BadParameter(
+            f"--data {path}: {held_out.sum()} of {len(found)} images are held out for tests; add more images"
+        )
+    labels = torch.from_numpy(records.labels)
+    train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~held_out, held_out))
+    return Labelled(train, test, len(records.classes))
 
 
 def _from_files(path: Path, condition: str, without: str, label: str) -> Pictures:

@@ -15,7 +15,7 @@ from ...common.options import choose
 from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
 from ..config import Training, describe, option
 from ..order import Steps
-from .buckets import Buckets, Sizes, parse_mixed
+from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
 from .records import CONDITIONS, Records, Split
@@ -44,17 +44,8 @@ class GenerativeTraining(Training):
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
     size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
-    mix_sizes: str = option(
-        "",
-        "Other sizes to train at, in pixels, separated by commas. Each batch has one size. Latents keep their "
-        "own sizes.",
-    )
-    max_ratio: float = option(
-        1.0,
-        "Largest aspect ratio. 1 crops to squares; above 1, samples keep their aspect ratio, in buckets of about "
-        "--size² pixels, and each batch comes from one bucket. Latents keep their own sizes.",
-        least=1,
-    )
+    mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
+    max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
     stream: bool = option(
         False,
         "Decode images on demand, in --workers, instead of all before training. Webdataset shards and Hugging Face "

@@ -183,13 +183,7 @@ class Footage:
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
         """Return the first frames of all clips of ``span`` frames within one segment."""
         parts = [np.arange(s.start, s.stop - span + 1) for s in self.segments if s.held_out == held_out]
-        found = np.concatenate([np.empty(0, np.int64), *parts])
-        if not len(found):
-            raise VideoError(
-                f"--data: no {'held-out' if held_out else 'training'} segment is as long as a clip of {span} frames; "
-                "use longer videos, a larger --segment, or a smaller --frames or --every"
-            )
-        return found
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def clips(self, starts: Tensor, frames: int, every: int, size: int) -> Tensor:
         """Return the clips at ``starts`` (B,) as float (B, 3, frames, size, size) in [-1, 1]."""
@@ -221,6 +215,35 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
     return tuple(found)
 
 
+def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int, span: int) -> None:
+    """Refuse videos whose segments hold no training clip or no held-out clip.
+
+    Args:
+        lengths, segment, parts, fold, gap: of :func:`segments`. A held-out clip has ``gap`` frames.
+        span: frames of a training clip.
+
+    Raises:
+        VideoError: with the nearest --segment that works, if there is one.
+    """
+
+    def works(segment: int) -> bool:
+        fitting = {s.held_out for s in segments(lengths, segment, parts, fold, gap)
+                   if s.stop - s.start >= (gap if s.held_out else span)}  # fmt: skip
+        return len(fitting) == 2
+
+    if works(segment):
+        return
+    longest = max(lengths)
+    shorter = (n for n in range(min(segment - 1, longest), 0, -1) if works(n))
+    longer = (n for n in range(segment + 1, longest + 1) if works(n))
+    found = next(itertools.chain(shorter, longer), None)
+    remedy = "pass fewer --frames or a smaller --every, or add videos" if found is None else f"pass --segment {found}"
+    raise VideoError(
+        f"--data: expected a training clip of {span} frames and a held-out clip of {gap}, in different segments, got "
+        f"videos of at most {longest} frames, cut into segments of {segment}; {remedy}"
+    )
+
+
 def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
     """Return path, bytes and modification time of each file."""
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in paths))
@@ -249,11 +272,18 @@ def load_footage(
     parts: int,
     fold: int,
     gap: int,
+    span: int,
     device: torch.device,
     cache: Path | None = None,
 ) -> Footage:
-    """Decode all videos and cut them into segments. cache: folder for decoded frames, shared by runs."""
+    """Decode all videos and cut them into segments.
+
+    Args:
+        segment, parts, fold, gap, span: see :func:`check_segments`.
+        cache: folder for decoded frames, shared by runs.
+    """
     frames, lengths = decode_all(describe_files(find_videos(paths)), size, cache)
+    check_segments(lengths, segment, parts, fold, gap, span)
     return Footage(frames.to(device), segments(lengths, segment, parts, fold, gap))
 
 

@@ -1,10 +1,10 @@
 """Train a diffusion transformer on images, videos or latents, with captions, labels or neither, and sample from it.
 
-    python -m scripts.train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
-    torchrun --nproc-per-node 4 -m scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
+    lrpe-md train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the folder of
-the run; the same command resumes an interrupted run. ``scripts.train sample`` draws your own prompts or classes.
+the run; the same command resumes an interrupted run. `lrpe-md train sample` draws your own prompts or classes.
 For emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and text
 next to its folder img/google/64.
 """
@@ -27,7 +27,7 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, describe, option
+from ..config import MODEL, OPTIMISER, RUN, check_width, describe, option
 from ..data.buckets import Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -46,7 +46,7 @@ from ..work import Work, train
 class DiffusionTraining(GenerativeTraining):
     """Train a diffusion transformer (flow matching) on images, videos or latents.
 
-    Command: python -m scripts.train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
+    Command: lrpe-md train diffusion --data emoji64.zip --without variation --out runs/emoji --precision bf16
 
     Cost: 20.9 M parameters, 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200 shared by
     five runs.
@@ -134,6 +134,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--times", [self.times], ("logit-normal", "uniform"))
         choose("--prediction", [self.prediction], ("velocity", "noise", "sample"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
         self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
 
@@ -156,11 +157,10 @@ class DiffusionTraining(GenerativeTraining):
                     raise typer.BadParameter(
                         f"{name} {value}: latents have fixed sizes; pass it to `train latents` instead"
                     )  # fmt: skip
-        if self.cuda_graphs and self.dynamic_shapes is None:
-            raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
-                "and --max-ratio"
-            )
+            if self.test_size not in (0, DiffusionTraining.test_size):
+                raise typer.BadParameter(
+                    f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
+                )
 
     @property
     def dynamic_shapes(self) -> bool | None:
@@ -213,6 +213,8 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
+        if isinstance(source.condition, Captions):
+            check_width("--text-dim", config.text_dim, config.heads, 2)
         encoder = source.condition.encoder()
     try:
         model = DiT(text_encoder=encoder, **model_arguments(config))

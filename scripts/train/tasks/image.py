@@ -1,10 +1,11 @@
 """Train a ViT on labelled images and test it at other resolutions.
 
-    python -m scripts.train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
-    python -m scripts.train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
-    python -m scripts.train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
+    lrpe-md train image --data FASHION_MNIST --out runs/fashion --encoding rotate --precision bf16 --compile
+    lrpe-md train image --data FOLDER --out runs/mine --size 64 --patch 8 --test-sizes 96,128,64x96
+    lrpe-md train image --data SHARDS --out runs/large --model vit_base_patch16_224 --workers 8 \\
         --augment rand-m9-mstd0.5-inc1 --crop 0.08 --mixup 0.8 --cutmix 1.0 --layer-decay 0.75
-    torchrun --nproc-per-node 4 -m scripts.train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
+    lrpe-md train image --data ROOT --dataset torch/cifar10 --out runs/cifar --size 32
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train image --data FOLDER --out runs/mine
 
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
@@ -43,11 +44,12 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ..config import MODEL, OPTIMISER, Training, changed, describe, option
+from ..config import MODEL, OPTIMISER, Training, changed, check_width, describe, option
 from ..data.augment import build_transform, read_batch
-from ..data.buckets import Buckets, Sizes, parse_mixed
-from ..data.captions import TABLES, load_classes
+from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
+from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
+from ..data.pictures import load_classes
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -73,7 +75,7 @@ def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
 class ImageTraining(Training):
     """Train a ViT on labelled images.
 
-    Command: python -m scripts.train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
+    Command: lrpe-md train image --data FASHION_MNIST --out runs/fashion --precision bf16 --compile
 
     Cost: 3.6 M parameters. 1,200 steps of 256 images with 14×14 patches are five epochs of Fashion-MNIST, or 1.3e15
     floating-point operations. They take a minute and a half on an H200 shared by six runs, and hours on a CPU.
@@ -100,15 +102,8 @@ class ImageTraining(Training):
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
-    mix_sizes: str = option(
-        "", "Other sizes to train at, in pixels, separated by commas. Each batch has one size, as with NaFlex."
-    )
-    max_ratio: float = option(
-        1.0,
-        "Largest aspect ratio. 1 crops to squares; above 1, images keep their aspect ratio, in buckets of about "
-        "--size² pixels, and each batch comes from one bucket. For streams and folders with --stream.",
-        least=1,
-    )
+    mix_sizes: str = option("", MIX_SIZES)
+    max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -143,15 +138,10 @@ class ImageTraining(Training):
             raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
-        if self.dim % self.heads and not self.model:
-            raise typer.BadParameter(f"--heads: expected a divisor of --dim {self.dim}, got {self.heads}")
+        if not self.model:
+            check_width("--dim", self.dim, self.heads)
         parse_sizes(self.test_sizes, self.patch)
         parse_mixed(self.mix_sizes, self.size, self.patch)
-        if self.cuda_graphs and self.dynamic_shapes is None:
-            raise typer.BadParameter(
-                "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
-                "and --max-ratio"
-            )
         if self.augment:
             build_transform(self.size, self.augment, self.crop)
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
@@ -231,14 +221,21 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model: our ViT, or a timm model with the encoding.
+    """Return the model of a training. more: additional arguments."""
+    return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
-    more: additional arguments.
+
+def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeVisionTransformer:
+    """Return our ViT, or a timm model with the encoding.
+
+    Args:
+        arguments: arguments of the model; ``model`` names a timm model.
+        keep_table: keep the position table of a timm model, because the initial weights were trained with it.
     """
-    given = {**(arguments or {}), **more}
-    if not config.model:
+    if "model" not in arguments:
         # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
-        return lrpe_vit_tiny_patch16_224(**given)
+        return lrpe_vit_tiny_patch16_224(**arguments)
+    given = dict(arguments)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
         raise ValueError(
@@ -249,8 +246,7 @@ def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more
     flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some set them anyway
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
-    keeps_table = absolute == "learned" or config.weights  # weights were trained with it
-    return adapt(model, encoding, "keep" if keeps_table else "drop", **adapted)
+    return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
 
 
 @lru_cache(maxsize=1)

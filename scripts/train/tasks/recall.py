@@ -1,7 +1,7 @@
 """Train a small video model on associative recall: which value goes with this key, or was written at that place?
 
-    python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
-    python -m scripts.train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
+    lrpe-md train recall --out runs/recall --attention delta --encoding rotate
+    lrpe-md train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
 Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a data set.
 Every token sees its own frame and earlier ones. Loss and accuracy only count tokens that ask. The model is trained at
@@ -29,7 +29,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import RUN, Training, changed, option
+from ..config import RUN, Training, changed, check_width, option
 from ..data.recall import KINDS, NO_ANSWER, OFFSETS, Symbols, draw_clips, encode_clips
 from ..encodings import RECALL, Backbone
 from ..loop import Trainer
@@ -57,7 +57,7 @@ def parse_size(name: str, text: str) -> Size:
 class RecallTraining(Training):
     """Train a small video model to recall values by key and by place, and test it on longer and larger clips.
 
-    Command: python -m scripts.train recall --out runs/recall --attention delta --encoding rotate
+    Command: lrpe-md train recall --out runs/recall --attention delta --encoding rotate
 
     Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
@@ -108,6 +108,7 @@ class RecallTraining(Training):
                 f"+ 2 · {self.questions}"
             )
         _ = self.test_sizes
+        check_width("--dim", self.dim, self.heads)
         self.check_encoding(build_model, model_arguments(self))
 
     @property

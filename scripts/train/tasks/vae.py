@@ -38,7 +38,7 @@ from ..work import Work, train
 class VaeTraining(GenerativeTraining):
     """Train a variational autoencoder on images, with mean squared error and a small KL divergence.
 
-    Command: python -m scripts.train vae --data FOLDER --size 32 --out runs/vae
+    Command: lrpe-md train vae --data FOLDER --size 32 --out runs/vae
 
     Cost: 1.7 M parameters by default.
 

@@ -1,8 +1,8 @@
 """Train a video transformer on clips, with classes or self-supervised labels, and test it at other lengths and sizes.
 
-    python -m scripts.train video --data FOLDER --out runs/arrow --encoding rotate
-    python -m scripts.train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
-    torchrun --nproc-per-node 4 -m scripts.train video --data FOLDER --out runs/arrow --precision bf16
+    lrpe-md train video --data FOLDER --out runs/arrow --encoding rotate
+    lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
+    torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
 With ``--task labels`` FOLDER holds CLASS/*.mp4, of which one video in --parts is held out, or train/CLASS/*.mp4 and
 val/CLASS/*.mp4. Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same
@@ -27,7 +27,7 @@ from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import MODEL, Training, changed, describe, option
+from ..config import MODEL, Training, changed, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.videos import TASKS, Footage, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
@@ -41,7 +41,7 @@ from ..work import Work, train
 class VideoTraining(Training):
     """Train a video transformer to predict the direction of time, the order of shuffled chunks of a clip, or classes.
 
-    Command: python -m scripts.train video --data FOLDER --out runs/order --task order --precision bf16 --compile
+    Command: lrpe-md train video --data FOLDER --out runs/order --task order --precision bf16 --compile
 
     Cost: a step shows each of --batch clips with two labels. By default, there are 1,500 steps of 64 times 288 tokens
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
@@ -119,6 +119,7 @@ class VideoTraining(Training):
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
             raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
+        check_width("--dim", self.dim, self.heads)
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
     @property
@@ -296,13 +297,12 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
 def prepare(config: VideoTraining, device: torch.device) -> Work:
     if config.task == "labels":
         return prepare_labelled(config, device)
-    model, gap = build(config), 2 * config.frames * config.every
+    model, span = build(config), config.frames * config.every
     footage = load_footage(
         config.data, max(config.size, config.test_size), segment=config.segment, parts=config.parts,
-        fold=config.fold, gap=gap, device=device, cache=config.cache_folder,
+        fold=config.fold, gap=2 * span, span=span, device=device, cache=config.cache_folder,
     )  # fmt: skip
-    footage.starts(gap, held_out=True)  # report too little footage before training
-    starts = torch.from_numpy(footage.starts(config.frames * config.every, held_out=False)).to(device)
+    starts = torch.from_numpy(footage.starts(span, held_out=False)).to(device)
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {

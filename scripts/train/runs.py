@@ -1,0 +1,91 @@
+"""Load the model of a training from the folder of its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ...models.video import lrpe_video_tiny_patch16_224
+from .checkpoint import read_checkpoint, restore
+from .encodings import restore_arguments
+from .memory import build_model as build_recall
+from .prompts import build_model as build_diffusion
+from .tasks import image, lm, vae
+from .weights import EXPORT
+
+__all__ = ["load_run", "task_of"]
+
+
+def task_of(settings: dict[str, Any]) -> str | None:
+    """Return the task of a run, or None if it is none of `train`. The models of `digits` are those of `image`."""
+    arguments = settings.get("model")
+    if not isinstance(arguments, dict):
+        return None
+    for task, is_it in {
+        "diffusion": "condition" in settings and "drop_text" in settings,
+        "vae": "latent_channels" in arguments,
+        "lm": "vocab_size" in arguments,
+        "recall": {"writes", "questions"} <= settings.keys(),
+        "video": "num_frames" in arguments,
+        "image": "img_size" in arguments,
+    }.items():
+        if is_it:
+            return task
+    return None
+
+
+# Task → function that builds its model from the settings of a run.
+BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+    "diffusion": build_diffusion,
+    "vae": lambda settings: vae.Autoencoder(settings["model"]),
+    "lm": lm.build_model,
+    "recall": lambda settings: build_recall(**settings["model"]),
+    "video": lambda settings: lrpe_video_tiny_patch16_224(**restore_arguments(settings["model"])),
+    "image": lambda settings: image.build_model(settings["model"], keep_table="weights" in settings),
+}
+
+
+def load_run(folder: str | Path, *, average: bool = True, device: torch.device | str = "cpu") -> Any:
+    """Build the model that `lrpe-md train` has trained, and load its weights.
+
+    Args:
+        folder: output folder of the training. One that was interrupted has the weights of its last checkpoint.
+        average: load the averaged weights (EMA) if the training kept them; False loads those of the last step.
+        device: where to put the model.
+
+    Returns:
+        the model in evaluation mode: an ``LrpeVisionTransformer`` (`digits`, `image`), ``LrpeVideoTransformer``
+        (`video`, `recall`), ``CausalLm`` (`lm`), ``DiT`` (`diffusion`) or ``Autoencoder`` (`vae`).
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: it is the run of another training, whose model this function can't build.
+    """
+    state = _read(Path(folder), average)
+    task = task_of(state["settings"])
+    if task is None:
+        raise ValueError(
+            f"folder: expected a run of `lrpe-md train`, got {folder}, a run of another training; build its model "
+            f"yourself, and load {EXPORT} with safetensors"
+        )
+    return restore(BUILDERS[task](state["settings"]), state, average=average).to(device)
+
+
+def _read(folder: Path, average: bool) -> dict[str, Any]:
+    """Read the checkpoint of a run, or its exported weights if there is no checkpoint."""
+    if (folder / "checkpoint.pt").is_file():
+        return read_checkpoint(folder / "checkpoint.pt")
+    if average and (folder / EXPORT).is_file():
+        with safe_open(folder / EXPORT, framework="pt") as file:
+            settings = json.loads(file.metadata()["settings"])
+            return {"settings": settings, "model": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+    wanted = f"checkpoint.pt or {EXPORT}" if average else "checkpoint.pt, because average=False"
+    raise FileNotFoundError(
+        f"folder: expected a run with {wanted}, got {folder}; pass the --out of a training that has saved a checkpoint"
+    )
