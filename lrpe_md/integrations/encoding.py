@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -305,7 +306,9 @@ class EncodingStack:
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
         """Check that a preset can place images (2 axes) or videos (3) in row-major order.
 
-        preset_axes: exact number of axes required; None: more are fine, because an image is a video of one frame.
+        Warns if the preset has channels for an axis that the model lacks. An image then counts as a single frame.
+
+        preset_axes: exact number of axes required; None: more are fine.
         """
         made = self.preset
         if made is None:
@@ -321,6 +324,24 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
         if not made.scheme.row_major:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
+        if made.num_axes != num_axes:
+            self._check_idle_channels(made, num_axes)
+
+    def _check_idle_channels(self, made: Preset, num_axes: int) -> None:
+        """Warn if some channels of a preset rotate all tokens alike; raise an error if all do."""
+        positions = made.positions((8,) * num_axes)
+        coords = (positions.explicit() if isinstance(positions, Grid) else positions).coords
+        varies, used = (coords != coords[:1]).any(0), made.omega != 0
+        idle = float((used.any(-1) & ~(used & varies).any(-1)).double().mean())
+        message = (
+            f"encoding: expected a preset with {num_axes} axes, as this model has, got {made.name!r} with "
+            f"{made.num_axes}. {idle:.0%} of its channels encode an axis on which all tokens have the same position. "
+            "Choose another preset"
+        )
+        if idle == 1:
+            raise ValueError(message)
+        if idle:
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
 
     def check_linear(self, normalizer: NormalizerName) -> None:
         """Check that the activations suit linear attention with this normalizer."""
