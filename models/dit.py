@@ -75,6 +75,17 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
     return rearrange(x, pattern, **sizes, **{f"p{a}": p for a, p in zip(axes, patch_size, strict=True)})
 
 
+def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
+    """Check that x is (B, in_chans, [frames,] height, width); if the channels are on another axis, name the fix."""
+    if x.ndim == 2 + num_axes and x.shape[1] == in_chans:
+        return
+    axis = next((i for i in range(2, x.ndim) if x.shape[i] == in_chans), None) if x.ndim == 2 + num_axes else None
+    raise ValueError(
+        f"x: expected (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got {tuple(x.shape)}"
+        + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
+    )
+
+
 class DiT(nn.Module):
     """Velocities of images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
 
@@ -516,11 +527,7 @@ class DiT(nn.Module):
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
         """Return the shape of the grid of patches."""
-        if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
-            raise ValueError(
-                f"x: expected (B, {self.in_chans}, {', '.join(['frames', 'height', 'width'][-self.num_axes :])}), "
-                f"got {tuple(x.shape)}"
-            )
+        check_input(x, self.in_chans, self.num_axes)
         if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
             raise ValueError(f"t: expected floats ({x.shape[0]},), one per sample, got {t.dtype} {tuple(t.shape)}")
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):

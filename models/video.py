@@ -31,7 +31,7 @@ from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies
 from lrpe_md.modules.linear import Memory
 
-from .dit import patchify
+from .dit import check_input, patchify
 from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
@@ -344,8 +344,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             )
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
-        if x.ndim != 5:
-            raise ValueError(f"x: expected a video (B, in_chans, frames, height, width), got {tuple(x.shape)}")
+        check_input(x, self.patch_embed.proj.in_channels, 3)
         return self.patch_embed.dynamic_feat_size(x.shape[2:])
 
     def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -487,7 +486,7 @@ def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Weights for a video model from those of an image model, or of a video model with other absolute positions.
+    """Convert weights of an image model, or of a video model with other absolute positions, for a video model.
 
     A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
     time (I3D, arXiv 1705.07750; ViViT). A video without motion then yields the features of its image, except for the
