@@ -391,9 +391,7 @@ def test_invalid_inputs():
     model = build(space_time="factorised")
     with pytest.raises(ValueError, match=r"x: expected \(B, 3, frames, height, width\), got \(2, 3, 8, 8\)$"):
         model(torch.randn(2, 3, 8, 8))
-    with pytest.raises(
-        ValueError, match=r"got \(2, 4, 3, 8, 8\); if axis 2 has the channels, pass x\.movedim\(2, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"got \(2, 4, 3, 8, 8\); if axis 2 has the channels, pass x\.movedim\(2, 1\)"):
         model(video().transpose(1, 2))
     assert model(video().transpose(1, 2).movedim(2, 1)).shape == (2, 5)
     with pytest.raises(ValueError, match="multiples of"):
