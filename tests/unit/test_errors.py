@@ -187,6 +187,28 @@ BAD = {
         TypeError, r"positions: expected a Grid",
         lambda: cosine(x, omega=omega, positions=(3, 4)),
     ),
+    "positions without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Grid after q and k; write positions=\.\.\.",
+        lambda: rotate(x, x, grid, omega=pairs),
+    ),
+    "positions without their keyword, one tensor": (
+        TypeError, r"positions: expected keyword arguments, got Grid after x;", lambda: cosine(x, grid, omega=omega),
+    ),
+    "coords without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Tensor after q and k;",
+        lambda: cosine(x, x, torch.rand(12, 2), omega=omega),
+    ),
+    "omega without its keyword": (
+        TypeError, r"omega: expected keyword arguments, got Tensor after q and k; write omega=",
+        lambda: rotate(x, x, pairs, positions=grid),
+    ),
+    "both without their keywords": (
+        TypeError, r"omega, positions: expected keyword arguments, got Tensor, Grid after .* omega=\.\.\., positions=",
+        lambda: rotate(x, x, pairs, grid),
+    ),
+    "positions of a module without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Grid after q and k", lambda: RotateMd(8, 2)(x, x, grid),
+    ),
     "coords of another length": (
         ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
     ),
