@@ -31,7 +31,7 @@ from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_memory
+from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_key_norm, check_memory
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers
 from lrpe_md.modules.linear import Memory
 
@@ -250,11 +250,7 @@ class DiT(nn.Module):
                 "text_attention: expected 'cross', because a memory would forget text in the sequence like a frame, "
                 f"got {texts[0]!r}"
             )
-        if self.memory.rule == "delta" and qk_norm == "none":
-            raise ValueError(
-                "qk_norm: expected 'head' or 'heads' with rule='delta', because the state can grow without bound if "
-                "the keys do, got 'none'"
-            )
+        check_key_norm(self.memory, qk_norm, ("head", "heads"))
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
         """Build what precedes the blocks, without the text."""

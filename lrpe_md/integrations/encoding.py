@@ -306,9 +306,7 @@ class EncodingStack:
     def check(self, num_axes: int, preset_axes: int | None = None) -> None:
         """Check that a preset can place images (2 axes) or videos (3) in row-major order.
 
-        Warns if the preset has channels for an axis that the model lacks. An image then counts as a single frame.
-
-        preset_axes: exact number of axes required; None: more are fine.
+        preset_axes: exact number of axes required; None: more are fine, because an image is a video of one frame.
         """
         made = self.preset
         if made is None:
@@ -324,11 +322,12 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
         if not made.scheme.row_major:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
-        if made.num_axes != num_axes:
-            self._check_idle_channels(made, num_axes)
 
-    def _check_idle_channels(self, made: Preset, num_axes: int) -> None:
-        """Warn if some channels of a preset rotate all tokens alike; raise an error if all do."""
+    def check_idle_channels(self, num_axes: int) -> None:
+        """Warn if some channels of a preset encode all tokens of an image alike; raise an error if all do."""
+        made = self.preset
+        if made is None or made.num_axes == num_axes:
+            return
         positions = made.positions((8,) * num_axes)
         coords = (positions.explicit() if isinstance(positions, Grid) else positions).coords
         varies, used = (coords != coords[:1]).any(0), made.omega != 0
@@ -341,7 +340,7 @@ class EncodingStack:
         if idle == 1:
             raise ValueError(message)
         if idle:
-            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=3)
 
     def check_linear(self, normalizer: NormalizerName) -> None:
         """Check that the activations suit linear attention with this normalizer."""
