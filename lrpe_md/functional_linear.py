@@ -124,7 +124,7 @@ def linear_attention(
             Σ (B, H_k, D) of "unrotated", (B, H_k, Ê) of "encoded", None of "none"; float32, float64 where q is; with
             cu_seqlens one a sequence. Pieces of a causal sequence, or whole blocks, one after the other, equal the
             whole: give each its positions (``Grid(start=, length=)``, or an origin).
-        return_state: return (o, state) with the sums behind the last token.
+        return_state: return (o, state) with the sums after the last token.
         decay: g in (0, 1], with ``is_causal`` or ``block``: each block first multiplies the state by its g. By head,
             (H_k or 1,), or (B or 1, H_k or 1, F), with a factor for each of the F blocks between prefix and suffix.
             These two keep everything. With ``is_causal`` each token is a block, and F counts all tokens. The values are

@@ -1,8 +1,8 @@
 """Linear attention of other libraries: SANA-Video's, and the gated delta rule by frames of SANA-WM.
 
-A function is recognised by its parameters, and then called with small random tensors: its result and its gradients must
-be those of :func:`lrpe_md.linear_attention`. cos and sin stay the model's own, as for all rotary functions; so q and k
-are rotated first, and the rows of the normaliser, which these models do not rotate, are a sum of their own.
+A function is recognised by its parameters, and then called with small random tensors. Its result and its gradients must
+equal those of :func:`lrpe_md.linear_attention`. As for all rotary functions, the model provides cos and sin, so q and k
+are rotated first. These models don't rotate the rows of the normaliser, which is therefore a separate sum.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .probing import quietly
 __all__ = ["find_core", "replace_core"]
 
 _TOLERANCE = 1e-5  # of a result and of gradients, relative to the largest entry
-_LEAST_DECAY = torch.finfo(torch.float32).tiny  # where a decay underflows to 0, which linear_attention does not take
+_LEAST_DECAY = torch.finfo(torch.float32).tiny  # replaces decays of 0, which linear_attention rejects
 
 
 class Core(NamedTuple):
     """Our implementation of a function, and how to compare the two.
 
-    run: takes ``impl`` and the function's arguments by name; returns None for arguments that it does not take.
-    draw: number of the comparison, function that draws a leaf → leaves with a gradient, and arguments.
+    run: called with ``impl`` and the function's arguments by name; returns None for arguments that it doesn't support.
+    draw: (number of the comparison, function that draws a leaf) → leaves with a gradient, and arguments.
     """
 
     run: Callable[..., Any]
@@ -66,7 +66,7 @@ def _look_up(function: FunctionType) -> list[Any]:
 
 @torch.compiler.assume_constant_result
 def _is_unchanged(function: FunctionType) -> bool:
-    """Return whether a function looks up what it did when it was compared."""
+    """Return whether a function still uses the globals that it used when it was compared."""
     return all(map(operator.is_, _lookups[function], _look_up(function)))
 
 
@@ -78,7 +78,7 @@ def _agrees(function: FunctionType, core: Core) -> bool:
             for a, b in zip(right, found, strict=True):
                 if a.shape != b.shape or not (a - b).abs().max() <= _TOLERANCE * a.abs().max():
                     return False
-    except Exception:  # code of other people may raise anything
+    except Exception:  # third-party code may raise anything
         return False
     return True
 
@@ -94,11 +94,11 @@ def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tens
 
 @functools.cache
 def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) -> Callable[..., Any]:
-    """Return a function that runs our linear attention in place of one that :func:`find_core` knows.
+    """Return a function that runs our linear attention in place of one that :func:`find_core` recognises.
 
     Args:
         function: of another library.
-        plain: what is called instead, with arguments of other kinds, or once the function looks up others by name.
+        plain: function for unsupported arguments, and for all calls if the globals that ``function`` uses change.
         impl: see :func:`lrpe_md.rotate`.
     """
     core: Any = find_core(function)
@@ -113,7 +113,7 @@ def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) 
 
 
 def _by_name(core: Core, function: FunctionType, impl: Impl) -> Callable[..., Any]:
-    """Return our implementation with the parameters of the function that it stands for."""
+    """Return our implementation with the parameters of the function that it replaces."""
     names, run = _parameters(function), core.run
     return lambda *args, **kwargs: run(impl=impl, **dict(zip(names, args, strict=False)), **kwargs)
 

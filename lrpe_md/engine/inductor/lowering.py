@@ -8,9 +8,9 @@ also does so for symbolic sizes, tensors that are not on a GPU, and sums over ro
 torch 2.15, Inductor could not limit registers. Kernels that need a limit are then launched by Triton from Inductor's
 Python code, and stay operators in C++ code. Export, ONNX and other ``torch.compile`` backends see only the operator.
 
-If gradients belong to one projection (core/joined.py), the operator writes them straight into the joined buffer, which
-is allocated with them. v's gradient comes from elsewhere. Extra programs of the same launch copy it if it is in memory
-by then; otherwise, the lowering of the join copies it.
+If gradients belong to one projection (core/projection.py), the operator writes them straight into the joined buffer,
+which is allocated with them. v's gradient comes from elsewhere. Extra programs of the same launch copy it if it is in
+memory by then; otherwise, the lowering of the join copies it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Tokens sharded over ranks, with a memory that forgets: a scan of the ranks.
 
-The tokens of a rank map the state before them to S ↦ T S + B, and likewise the state behind them, for the scan in the
-other direction. Each rank forms its T and B without queries, gathers those of all ranks, applies the maps of the ranks
-before it (behind it, for the other direction) in order, and runs its own tokens from the result.
+The tokens of a rank map the state S that precedes them to T S + B. In the reverse direction, they map the state of the
+tokens that follow. Each rank computes its T and B without queries and gathers those of all ranks. It then applies the
+maps of the preceding ranks (the following ones, in the reverse direction) in order, and runs its own tokens from the
+result.
 
 With rule "add", T is the product of the rank's decays, and B a sum of its keys, weighted by the decays of the blocks
-that follow. With rule "delta", T = Π_f g_f (I − A_f) is what the rank makes of the identity if all values are 0. A_f is
-symmetric, so T of the other direction is the transpose.
+that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the rank's final state if it starts from the identity
+and all values are 0. A_f is symmetric, so the reverse direction has the transpose of T.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from .validate import make_empty_frequencies
 __all__ = ["Run", "State", "run_memory", "without_queries", "without_tokens"]
 
 State = tuple[Tensor, ...]
-Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # o, and the state where it is asked for
+Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # returns o, and the state if requested
 
 
 def run_memory(
     run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Run the local tokens from the state that the other ranks leave. Return o and the state after all tokens."""
+    """Run the local tokens from the state of the preceding ranks. Return o and the state after all tokens."""
     both, k = call.attention.has_both_directions, operands.k
     with no_autocast(k):
         if call.attention.rule == "add":
@@ -93,14 +94,14 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
     before = torch.nn.functional.pad(logs.cumsum(-1), (1, 0))
     # By slot: the prefix, the blocks and the suffix.
     slots = [torch.nn.functional.pad(after, (0, 1))] + [torch.nn.functional.pad(before, (1, 0))] * both
-    alone, given = without_queries(call, operands)
-    alone = alone._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
+    state_call, given = without_queries(call, operands)
+    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
     parts: State = ()
     for logs_of_slots in slots:
         weights = _expand_slots(logs_of_slots.exp().to(dtype), ends, block).expand(k.shape[0], -1, -1)
         if gate is not None:
             weights = torch.where(gate, weights, 0) if gate.dtype == torch.bool else gate.to(dtype) * weights
-        parts += run(alone, given._replace(gate=weights, decay=None), True)[1]
+        parts += run(state_call, given._replace(gate=weights, decay=None), True)[1]
     return parts, (after[..., 0].exp().to(dtype).expand(k.shape[:2]),)
 
 
@@ -134,7 +135,7 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 
 
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
-    """Return T (B, H_k, E, E): the state that values of 0 make of the identity.
+    """Return T (B, H_k, E, E), the final state for values of 0 if the identity is the initial state.
 
     Where a kernel can't hold the identity, it gets as many of its columns at a time as there are channels of v.
     """
@@ -194,7 +195,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """The sum over a group's ranks of what each has for this one: from (R, ..)."""
+    """The sum over a group's ranks of the row for this rank, from (R, ..)."""
 
     @staticmethod
     def forward(ctx, t, group):
