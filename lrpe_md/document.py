@@ -196,10 +196,8 @@ def lrpe_rotate_md(
     inverse: rotate by -Θ. Other arguments: see :func:`lrpe_cosine_md`. Source: RoPE-ViT's axial form (arXiv
         2403.13298).
     """
-    if x.shape[-1] % 2:
-        raise ValueError(f"x: expected an even head_dim for a rotation, got {tuple(x.shape)}")
     grid = Grid(shape, prefix=l)
-    omega = axial_omega(theta, x.shape[-1] // 2, grid.num_axes, axis_order=axis_order)
+    omega = axial_omega(theta, rotary_slice(None, x.shape[-1])[1] // 2, grid.num_axes, axis_order=axis_order)
     return rotate(x, omega=omega, positions=grid, pairs=pairs, act=act, dim=dim, inverse=inverse, impl=impl)
 
 

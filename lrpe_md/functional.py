@@ -140,7 +140,7 @@ def cosine(
     target = None if out is None and out_start is None else take_target(out, out_start, len(xs))
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, False, omega, positions, phase, amplitude)
+        where = take_tables(xs, tables, prefix, False, omega, positions, phase, amplitude)
     if rotary_dim is not None:
         return run_part(options, xs, omega, where, phase, amplitude, norm, target)
     return run_encoding(options, xs, omega, where, phase, amplitude, norm, target)
@@ -227,7 +227,7 @@ def rotate(
         return encode_qkv(again, xs, qkv, num_key_heads, out)
     where: Any = positions
     if tables is not None or omega is None or positions is None or prefix:
-        where = take_tables(tables, prefix, inverse, omega, positions, phase, amplitude)
+        where = take_tables(xs, tables, prefix, inverse, omega, positions, phase, amplitude)
     elif inverse:
         turned: Any = tuple(map(_negated, phase)) if type(phase) is tuple else _negated(phase)
         omega, phase = _negated(omega), turned

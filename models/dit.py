@@ -31,7 +31,7 @@ from lrpe_md import Coordinates, CosineMd, Grid, Tokens
 from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
-from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_memory
+from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_key_norm, check_memory
 from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers
 from lrpe_md.modules.linear import Memory
 
@@ -73,6 +73,17 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
     pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
     sizes = dict(zip(axes, shape, strict=True))
     return rearrange(x, pattern, **sizes, **{f"p{a}": p for a, p in zip(axes, patch_size, strict=True)})
+
+
+def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
+    """Check that x is (B, in_chans, [frames,] height, width); if the channels are on another axis, name the fix."""
+    if x.ndim == 2 + num_axes and x.shape[1] == in_chans:
+        return
+    axis = next((i for i in range(2, x.ndim) if x.shape[i] == in_chans), None) if x.ndim == 2 + num_axes else None
+    raise ValueError(
+        f"x: expected (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got {tuple(x.shape)}"
+        + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
+    )
 
 
 class DiT(nn.Module):
@@ -240,11 +251,7 @@ class DiT(nn.Module):
                 "text_attention: expected 'cross', because a memory would forget text in the sequence like a frame, "
                 f"got {texts[0]!r}"
             )
-        if self.memory.rule == "delta" and qk_norm == "none":
-            raise ValueError(
-                "qk_norm: expected 'head' or 'heads' with rule='delta', because the state can grow without bound if "
-                "the keys do, got 'none'"
-            )
+        check_key_norm(self.memory, qk_norm, ("head", "heads"))
 
     def _set_inputs(self, absolute: str, interval: bool) -> None:
         """Build the layers before the blocks, except those for text."""
@@ -519,11 +526,7 @@ class DiT(nn.Module):
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:
         """Check x and t, and return the shape of the patch grid."""
-        if x.ndim != 2 + self.num_axes or x.shape[1] != self.in_chans:
-            raise ValueError(
-                f"x: expected (B, {self.in_chans}, {', '.join(['frames', 'height', 'width'][-self.num_axes :])}), "
-                f"got {tuple(x.shape)}"
-            )
+        check_input(x, self.in_chans, self.num_axes)
         if t.ndim != 1 or t.shape[0] != x.shape[0] or not t.is_floating_point():
             raise ValueError(f"t: expected floats ({x.shape[0]},), one per sample, got {t.dtype} {tuple(t.shape)}")
         if any(n % p for n, p in zip(x.shape[2:], self.patch_size, strict=True)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class LmConfig:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[AttentionKind, ...]:
         """Kind of attention of each layer."""
         return repeat_over_layers("attention", self.attention, self.depth, ATTENTIONS)

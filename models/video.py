@@ -31,7 +31,7 @@ from lrpe_md.integrations.encoding import Encoding, EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt, with_own_frequencies
 from lrpe_md.modules.linear import Memory
 
-from .dit import patchify
+from .dit import check_input, patchify
 from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
@@ -346,8 +346,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             )
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
-        if x.ndim != 5:
-            raise ValueError(f"x: expected a video (B, in_chans, frames, height, width), got {tuple(x.shape)}")
+        check_input(x, self.patch_embed.proj.in_channels, 3)
         return self.patch_embed.dynamic_feat_size(x.shape[2:])
 
     def _embed(self, x: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]

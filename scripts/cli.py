@@ -6,6 +6,7 @@ Only the requested program is imported. If one of its packages is missing, the e
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -29,6 +30,11 @@ MACHINE = {
 DEVELOPMENT = {
     "adapters": "Test adapt_rotary on the models of installed libraries.",
     "fuzz": "Check random configurations against the formula.",
+}
+OPTIONS = {
+    "--import MODULE": "Import your module first, for example to register schemes. Any program accepts it.",
+    "--version": "Print the version.",
+    "--help": "Print this message.",
 }
 GROUPS = {"Models and encodings": MODELS, "Your machine": MACHINE, "Development of lrpe-md": DEVELOPMENT}
 EVERYTHING = MODELS | MACHINE | DEVELOPMENT
@@ -55,10 +61,39 @@ def load_program(name: str) -> Any:
     return import_or_explain(name, lambda: importlib.import_module(f".{name}.app", __package__).app)
 
 
+def import_modules(arguments: Sequence[str]) -> list[str]:
+    """Import the modules of ``--import MODULE``, which may register schemes, and return the other arguments.
+
+    Modules are also found in the current folder.
+
+    Raises:
+        SystemExit: a missing module name, or a module that can't be imported.
+    """
+    others, names, given = [], [], iter(arguments)
+    for each in given:
+        option, equals, name = each.partition("=")
+        if option == "--import":
+            names.append(name if equals else next(given, ""))
+        else:
+            others.append(each)
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, because its files must not hide installed packages
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise SystemExit(f"--import: expected the name of a module, such as my_schemes, got {name!r}")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise SystemExit(
+                f"--import: expected an installed module or one in {os.getcwd()}, got {name!r}: {error}"
+            ) from error
+    return others
+
+
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program with these arguments, by default those of the command line."""
-    app = load_program(name)
-    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name=f"lrpe-md {name}")
+    arguments = import_modules(sys.argv[1:] if arguments is None else arguments)
+    load_program(name)(args=arguments, prog_name=f"lrpe-md {name}")
 
 
 def describe_usage() -> str:
@@ -67,7 +102,7 @@ def describe_usage() -> str:
     for title, programs in GROUPS.items():
         shown = [f"  {name:<11}{text}" for name, text in programs.items() if is_here(name)]
         lines += ["", f"{title}:", *shown] if shown else []
-    lines += ["", "Options:", "  --version  Print the version.", "  --help     Print this message."]
+    lines += ["", "Options:", *(f"  {name:<17}{text}" for name, text in OPTIONS.items())]
     lines += ["", "Examples:", *(f"  {example}" for example in EXAMPLES)]
     return "\n".join([*lines, "", "Run `lrpe-md PROGRAM --help` for the options of a program."])
 
@@ -86,7 +121,7 @@ def run_info(arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Run ``lrpe-md PROGRAM ..``."""
-    name, *arguments = sys.argv[1:] or ["--help"]
+    name, *arguments = import_modules(sys.argv[1:]) or ["--help"]
     if name in PROGRAMS:
         run_program(name, arguments)
     elif name == "info":

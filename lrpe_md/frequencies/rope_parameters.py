@@ -121,7 +121,7 @@ def rope_frequencies(
     max_position_embeddings: int | None = None,
     seq_len: int | None = None,
     *,
-    base: float = 10000.0,
+    base: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, float]:
     """Return theta (R/2,) and the amplitude of a text model from its config fields.
@@ -135,19 +135,20 @@ def rope_frequencies(
             or "proportional", and the fields that the type uses: ``rope_theta``, ``partial_rotary_factor``, ``factor``,
             ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``, ``truncate``,
             ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are ignored. None: the default.
+            ``high_freq_factor``. Other fields are ignored. None: "default".
         head_dim: D. R is D, or ``int(D * partial_rotary_factor)`` (for "proportional" R is D, and the rest has θ = 0).
         max_position_embeddings: the config's maximum length: the length that "dynamic" scales from, and the default of
             ``original_max_position_embeddings``.
         seq_len: current length, for "dynamic" (default: the maximum) and "longrope" (default: the short factors).
-        base: used if there is no ``rope_theta``, as in ``rope_scaling``.
+        base: used if ``rope_parameters`` has no ``rope_theta``. Older configs keep it outside the dict: pass
+            ``rope_frequencies(config.rope_scaling, .., base=config.rope_theta)``.
 
     Returns:
         theta (R/2,) on the CPU, computed in float64, and the factor of the rotated channels of q and k. Positions stay
         integers for every type.
 
     Raises:
-        ValueError: an unknown type, a missing field, or an odd width.
+        ValueError: an unknown type, a missing field, neither ``rope_theta`` nor base, or an odd width.
 
     Source: the papers cited at :func:`lrpe_md.linear_scaling` and the other scalings; fields of transformers 5.23,
     ``modeling_rope_utils.py``, whose values match these up to float32 rounding. "ntk" is not one of its types.
@@ -162,8 +163,14 @@ def rope_frequencies(
             f"head_dim: expected an even number of rotated channels, got {width} of {head_dim} "
             f"(partial_rotary_factor {fields.get('partial_rotary_factor')})"
         )
+    base = fields.get("rope_theta") or base
+    if base is None:
+        raise ValueError(
+            f"base: expected the model's rope_theta, which rope_parameters doesn't contain, got None (fields "
+            f"{sorted(fields)}). Older configs keep it outside the dict: pass base=config.rope_theta"
+        )
     with torch.device("cpu"):  # the default device may be meta
-        theta = geometric_theta(width // 2, fields.get("rope_theta") or base)
+        theta = geometric_theta(width // 2, base)
         theta, amplitude = RULES[kind](theta, _Model(fields, head_dim, max_position_embeddings, seq_len))
     return theta.to(dtype), amplitude
 

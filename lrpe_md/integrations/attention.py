@@ -28,7 +28,8 @@ from .encoding import Activation
 
 __all__ = [
     "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend_encoded", "attend_frames",
-    "attend_linearly", "attend_softmax", "check_causal", "check_memory", "sdpa_backends", "softmax_attention",
+    "attend_linearly", "attend_softmax", "check_causal", "check_key_norm", "check_memory", "sdpa_backends",
+    "softmax_attention",
 ]  # fmt: skip
 
 AttentionKind: TypeAlias = Literal["softmax", "linear"]
@@ -400,6 +401,24 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
         )
     if memory is not None and "linear" not in kinds:
         raise ValueError(f"memory: expected None without linear attention, got {memory}; use attention='linear'")
+
+
+def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
+    """Check that the keys of the delta rule are normalised.
+
+    Args:
+        qk_norm: the model's option of this name.
+        known: values of it that normalise the keys.
+
+    Raises:
+        ValueError: another value, with the delta rule.
+    """
+    if memory.rule == "delta" and qk_norm not in known:
+        expected = " or ".join(map(repr, known))
+        raise ValueError(
+            f"qk_norm: expected {expected} with rule='delta', because the state can grow without bound if the keys do, "
+            f"got {qk_norm!r}; build the model with qk_norm={known[0]!r}"
+        )
 
 
 def check_causal(encoding: nn.Module | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -321,6 +322,25 @@ class EncodingStack:
             raise ValueError(f"encoding: expected a preset for {what}, got {made.name!r}: {error}") from error
         if not made.scheme.row_major:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
+
+    def check_idle_channels(self, num_axes: int) -> None:
+        """Warn if some channels of a preset encode all tokens of an image alike; raise an error if all do."""
+        made = self.preset
+        if made is None or made.num_axes == num_axes:
+            return
+        positions = made.positions((8,) * num_axes)
+        coords = (positions.explicit() if isinstance(positions, Grid) else positions).coords
+        varies, used = (coords != coords[:1]).any(0), made.omega != 0
+        idle = float((used.any(-1) & ~(used & varies).any(-1)).double().mean())
+        message = (
+            f"encoding: expected a preset with {num_axes} axes, as this model has, got {made.name!r} with "
+            f"{made.num_axes}. {idle:.0%} of its channels encode an axis on which all tokens have the same position. "
+            "Choose another preset"
+        )
+        if idle == 1:
+            raise ValueError(message)
+        if idle:
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=3)
 
     def check_linear(self, normalizer: NormalizerName) -> None:
         """Check that the activations suit linear attention with this normalizer."""

@@ -54,6 +54,7 @@ from .attention import (
     attend_linearly,
     attend_softmax,
     check_causal,
+    check_key_norm,
     check_memory,
 )
 from .encoding import Encoding, EncodingStack, build_for_layers
@@ -483,6 +484,7 @@ def adapt(
         encoding, encoding_kwargs or {}, attn.head_dim, attn.num_heads, kinds, num_axes, normalizer
     )
     EncodingStack(built).check(num_axes, getattr(vit, "preset_axes", None))
+    EncodingStack(built).check_idle_channels(num_axes)
     if built is not None:
         built.to(device)
 
@@ -514,13 +516,8 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
     if memory is None:
         return
     (type(vit) if isinstance(vit, LrpeVisionTransformer) else LrpeVisionTransformer).check_memory(vit, memory)
-    if memory.rule == "delta" and any(
-        kind == "linear" and isinstance(m.k_norm, nn.Identity) for _, kind, m in attentions
-    ):
-        raise ValueError(
-            "qk_norm: expected True with rule='delta', because the state can grow without bound if the keys do, got "
-            "False; build the model with qk_norm=True"
-        )
+    has_norm = not any(kind == "linear" and isinstance(m.k_norm, nn.Identity) for _, kind, m in attentions)
+    check_key_norm(memory, has_norm, (True,))
 
 
 def _attentions(model: Any) -> list[list[Any]]:

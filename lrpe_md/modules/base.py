@@ -444,7 +444,7 @@ class FrequencyModule(nn.Module):
             check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
         if positions is None:
-            raise TypeError(find_positional(xs) or NO_POSITIONS)
+            raise TypeError(find_positional(xs, "positions") or NO_POSITIONS)
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start

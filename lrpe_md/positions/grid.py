@@ -73,6 +73,12 @@ class Grid(Rules):
 
     def __post_init__(self) -> None:
         given: Any = self.shape
+        if not isinstance(given, Iterable) and (self.prefix or self.suffix):
+            axes = ", ".join(str(n) for n in (given, self.prefix, self.suffix) if n)
+            raise TypeError(
+                f"shape: expected a tuple of sizes, got {given!r} with prefix={self.prefix!r}, suffix={self.suffix!r}; "
+                f"pass Grid(({axes})) for several axes, or Grid(({given},), prefix=...) for one"
+            )
         shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         sizes = tuple(map(as_integer, shape))
         if len(sizes) == 0 or any(n is None or n < 0 for n in sizes):

@@ -228,8 +228,9 @@ class Backbone:
     def help(self) -> str:
         """Help text of --encoding."""
         return (
-            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme. Options "
-            "follow the name, as in rotate:base=100,axis_order=major_first."
+            f"Position encoding, one of: {', '.join(self.encodings)}; or any preset or registered scheme "
+            "(--import MODULE runs your module, which can register one). Options follow the name, as in "
+            "rotate:base=100,axis_order=major_first."
         )
 
     @property

@@ -154,6 +154,15 @@ def test_decode_lm(capsys):
     assert "A longer one" in capsys.readouterr().out
 
 
+def test_own_rotary(capsys):
+    errors = load("own_rotary").main(["--height", "4", "--width", "6", "--head-dim", "16"])
+    assert set(errors) == {"apply_rotary", "drop_in", "rotate"}
+    assert max(errors.values()) < 1e-5
+    assert (
+        "without tables: rotate(x, omega=<(1, 8, 2)>, positions=Grid((4, 6)), pairs='half')" in capsys.readouterr().out
+    )
+
+
 def test_load_trained(tmp_path, capsys):
     from lrpe_md.scripts.train.tasks.digits import DigitsTraining, run
 

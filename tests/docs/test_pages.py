@@ -11,6 +11,7 @@ from lrpe_md.scripts.common.markdown import PAGES
 from lrpe_md.scripts.visualize import gallery
 
 import lrpe_md
+from lrpe_md import integrations
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -279,14 +280,13 @@ def test_generated_pages_name_their_command():
 def test_every_exported_name_is_in_the_reference():
     text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     named = {line.split(".")[-1] for line in re.findall(r"^::: (.*)$", text, re.M)}
-    source = (ROOT / "lrpe_md" / "names.py").read_text(encoding="utf-8")
-    exported = set(re.findall(r"^from \.\S+ import \w+ as (\w+)$", source, re.M))
-    assert exported | {"adapt", "adapt_rotary", "show"} <= named
-    for folder in ("positions", "frequencies"):
+    exported = {*lrpe_md.__all__, "adapt", *integrations._PLACES}
+    assert {re.sub(r"(_cache)?(_fwd|_bwd)?_(torch|triton)$", "", name) for name in exported} - named == set()
+    for folder in ("positions", "frequencies", "modules", "presets"):
         text = (ROOT / "lrpe_md" / folder / "__init__.py").read_text(encoding="utf-8")
         names = set(re.findall(r"import (\w+) as \w+$", text, re.M))
         missing = {name for name in names - named if not name.isupper()}
-        assert missing <= {"AxisMap", "AxisOrder", "PerAxis", "Rules", "Packed", "Segment"}, missing
+        assert missing <= {"AxisMap", "AxisOrder", "PerAxis", "Rules", "Packed", "Segment", "Scaling"}, missing
 
 
 def test_the_menu_has_every_page():

@@ -62,7 +62,7 @@ CASES = {  # beginning of a symptom: how to get it
     "name: expected one of": lambda: preset("wann"),
     "k: expected q's dtype": different_dtypes,
     "k: expected a multiple": lambda: RotateMd(64, num_heads=4)(inputs()[0], inputs()[1][:, :1], positions=GRID),
-    "rotary_dim: expected": lambda: RotateMd(63),
+    "head_dim: expected": lambda: RotateMd(63),
     "tables[0] (cos): expected": lambda: call(omega=None, positions=None, tables=(torch.randn(197, 16),) * 2),
     "out: expected no gradient": record_gradient,
     "act: expected": lambda: RotateMd(64, act="gelu"),

@@ -1,7 +1,6 @@
 """Attentions of known classes: norms and tokens in front go with the rotation while that is right, and only then."""
 
 import copy
-import threading
 
 import pytest
 import test_rotary_models as models
@@ -29,17 +28,11 @@ def _seeded():
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    found = []
+def launches(record_calls):
+    def describe(*xs, norm=None, prefix=0, **others):
+        return len(xs), norm is not None, prefix
 
-    def recorded(*xs, **kwargs):
-        if threading.current_thread() is threading.main_thread():  # those of probes aside
-            found.append((len(xs), kwargs.get("norm") is not None, kwargs.get("prefix", 0)))
-        return rotate(*xs, **kwargs)
-
-    for module in (fused, plans):
-        monkeypatch.setattr(module, "rotate", recorded)
-    return found
+    return record_calls(rotate, fused, plans, describe=describe)
 
 
 @pytest.mark.parametrize("name", CASES)

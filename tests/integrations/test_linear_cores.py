@@ -3,7 +3,6 @@
 import copy
 import io
 import sys
-import threading
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +27,9 @@ def _seeded():
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(record_calls):
     """Record the options of our linear attention."""
-    found = []
-
-    def recorded(*args, **kwargs):
-        if threading.current_thread() is threading.main_thread():  # probes run in another one
-            found.append(kwargs)
-        return linear_attention(*args, **kwargs)
-
-    monkeypatch.setattr(linear_cores, "linear_attention", recorded)
-    return found
+    return record_calls(linear_attention, linear_cores, describe=lambda *args, **options: options)
 
 
 def sana_video(**kwargs):

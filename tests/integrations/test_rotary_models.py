@@ -31,18 +31,9 @@ def _seeded():
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The number of tensors in each call of :func:`lrpe_md.rotate` that a model makes."""
-    found = []
-
-    def counted(*xs, **kwargs):
-        if threading.current_thread() is threading.main_thread():  # those of probes aside
-            found.append(len(xs))
-        return rotate(*xs, **kwargs)
-
-    for module in (fused, plans):
-        monkeypatch.setattr(module, "rotate", counted)
-    return found
+def calls(record_calls):
+    """Record the number of tensors in each call of :func:`lrpe_md.rotate` that a model makes."""
+    return record_calls(rotate, fused, plans, describe=lambda *xs, **options: len(xs))
 
 
 @pytest.fixture

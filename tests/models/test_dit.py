@@ -300,6 +300,11 @@ BAD = {
     "attention": (r"attention: .*'flash'", lambda: dit(attention="flash")),
     "normalizer": (r"normalizer: .*act='none'", lambda: dit(attention="linear", encoding=RotateMd(32, 2))),
     "video": (r"x: expected \(B, 3, height, width\), got \(2, 3, 1, 8, 8\)", lambda: dit()(*inputs(1, 8, 8))),
+    "frames first": (
+        r"x: expected \(B, 3, frames, height, width\), got \(2, 5, 3, 8, 8\); .*pass x.movedim\(2, 1\)",
+        lambda: dit(num_axes=3)(torch.randn(2, 5, 3, 8, 8), torch.rand(2)),
+    ),
+    "channels last": (r"got \(2, 8, 8, 3\); .*pass x.movedim\(3, 1\)", lambda: dit()(torch.randn(2, 8, 8, 3), None)),
     "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
     "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),

@@ -322,6 +322,12 @@ def test_greedy_generation_equals_the_argmax_of_full_forwards(attention: str) ->
     torch.testing.assert_close(generate(model, tokens, 4, top_p=1e-6), generate(model, tokens, 4, temperature=0))
 
 
+def test_decoding_reads_the_kinds_of_attention_without_deriving_them(monkeypatch) -> None:
+    model = build(attention="hybrid")
+    monkeypatch.setattr("lrpe_md.models.lm.repeat_over_layers", None)  # a call would fail
+    assert model(some_tokens(1, 3), model.new_cache(1, 3)).shape == (1, 3, TINY.vocab_size)
+
+
 @every_attention
 def test_decoder_can_be_reused(attention: str) -> None:
     model, tokens = build("cosine-silu", attention), some_tokens()

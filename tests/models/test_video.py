@@ -389,8 +389,11 @@ def test_invalid_arguments(kwargs, message):
 
 def test_invalid_inputs():
     model = build(space_time="factorised")
-    with pytest.raises(ValueError, match="x: expected a video"):
+    with pytest.raises(ValueError, match=r"x: expected \(B, 3, frames, height, width\), got \(2, 3, 8, 8\)$"):
         model(torch.randn(2, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"got \(2, 4, 3, 8, 8\); if axis 2 has the channels, pass x\.movedim\(2, 1\)"):
+        model(video().transpose(1, 2))
+    assert model(video().transpose(1, 2).movedim(2, 1)).shape == (2, 5)
     with pytest.raises(ValueError, match="multiples of"):
         model(video(4, 9, 8))
     with pytest.raises(ValueError, match="attn_mask"):
@@ -566,7 +569,7 @@ def test_errors_of_causal_frames():
         build(attention="linear").stream(x)
     with pytest.raises(ValueError, match="stream: absolute='learned' is stretched over the whole video"):
         build(**made, absolute="learned").stream(x)
-    with pytest.raises(ValueError, match="x: expected a video"):
+    with pytest.raises(ValueError, match=r"x: expected \(B, 3, frames, height, width\), got \(3, "):
         model.stream(x[0])
     model = build(**made, encoding="rotate")
     _, state = model.stream(x)

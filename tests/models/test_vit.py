@@ -641,6 +641,7 @@ def test_custom_encodings():
     assert (model.encoding.axis_order, model.encoding.base) == ("major_first", 100.0)
 
 
+@pytest.mark.filterwarnings("ignore:encoding")  # presets of videos
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
@@ -686,6 +687,7 @@ def test_presets(name, kwargs):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.encoding.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:encoding")
 @pytest.mark.parametrize("name", ["eva02", "qwen2_vl"])
 def test_presets_with_dropped_patches(name):
     """Remaining patches keep their scaled positions, after a prefix that is not rotated."""
@@ -737,6 +739,20 @@ def test_unsuitable_presets(name, kwargs, message):
     with pytest.raises((ValueError, TypeError), match=message):
         adapt(model, name, encoding_kwargs=kwargs)
     assert {n: v[0] for n, v in snapshot(model).items()} == {n: v[0] for n, v in before.items()}
+
+
+@pytest.mark.parametrize("build", [lrpe_vit, lambda encoding, **kwargs: adapt(timm_vit(**kwargs), encoding)])
+def test_a_preset_with_more_axes_warns(build):
+    """An image is a single frame, so channels of time rotate by nothing; frequencies that also depend on space do."""
+    message = "expected a preset with 2 axes, as this model has, got 'wan' with 3. 38% of its channels .*split"
+    with pytest.warns(UserWarning, match=message):
+        build(encoding="wan", embed_dim=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(encoding="mochi", embed_dim=64)
+        lrpe_vit(encoding="wan", embed_dim=64, encoding_kwargs={"split": (0, 1, 1)})
+    with pytest.raises(ValueError, match=r"expected a preset with 2 axes, .*got 'ltx2_cross' with 1. 100% of its"):
+        build(encoding="ltx2_cross", embed_dim=64)
 
 
 def test_preset_options():

@@ -210,6 +210,54 @@ def test_names_of_the_package_are_found_when_the_command_uses_them(tmp_path):
     assert done.stdout.split("\n")[:2] == ["(2, 3)", "False"], done.stderr
 
 
+SCHEMES = """
+from lrpe_md import Axial, Scheme, register_scheme
+
+register_scheme("from_my_module", Scheme("doc", 32, Axial((1, 1), 30.0)))
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_own_schemes_are_registered_by_a_module(tmp_path, monkeypatch, first):
+    pytest.importorskip("sklearn")
+    module = f"own_schemes_{first}"
+    (tmp_path / f"{module}.py").write_text(SCHEMES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("lrpe_md.presets.registry.REGISTERED", registered := {})
+    monkeypatch.setattr("lrpe_md.scripts.train.encodings.REGISTERED", registered)
+    command = ["train", "digits", "--encoding", "from_my_module", "--steps", "1", "--device", "cpu", "--out", "run"]
+    importing = ["--import", module] if first else [f"--import={module}"]
+    monkeypatch.setattr(sys, "argv", ["lrpe-md", *importing, *command] if first else ["lrpe-md", *command, *importing])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 0
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert sys.path[-1] == str(tmp_path)  # its files don't hide installed packages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--import", "no_such_schemes"],
+            r"expected an installed module or .*, got 'no_such_schemes': No module",
+        ),
+        (["--import=my_schemes.py", "train"], r"expected an installed module .*'my_schemes.py'"),
+        (
+            ["train", "--import", "./my_schemes"],
+            r"expected the name of a module, such as .*, got './my_schemes'",
+        ),
+        (["train", "--import"], r"expected the name of a module, .*got ''"),
+    ],
+)
+def test_modules_that_cannot_be_imported(monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["lrpe-md", *arguments])
+    with pytest.raises(SystemExit, match=f"--import: {message}"):
+        cli.main()
+
+
 def test_internal_import_errors_are_raised(monkeypatch):
     def broken(name, package):
         raise ModuleNotFoundError("No module named 'lrpe_md.nothing'", name="lrpe_md.nothing")

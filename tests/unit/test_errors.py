@@ -13,6 +13,7 @@ omega = torch.rand(1, 8, 2)
 pairs = torch.rand(1, 4, 2)
 grid = Grid((3, 4))
 theta = torch.rand(4)
+ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
 
 BAD = {
     "shape product is not N": (ValueError, r"12 tokens.*3 x 5", lambda: cosine(x, omega=omega, positions=Grid((3, 5)))),
@@ -36,7 +37,11 @@ BAD = {
         ValueError, r"step 1", lambda: rotate(x, omega=pairs, positions=grid, rotary_dim=slice(0, 8, 2)),
     ),
     "odd rotary width of a module": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=3)),
-    "odd head_dim": (ValueError, r"even head_dim", lambda: lrpe_md.lrpe_rotate_md(x[..., :7], theta, shape=(3, 4))),
+    "odd head_dim": (ValueError, ODD, lambda: rotate(x[..., :7], omega=pairs, positions=grid)),
+    "odd head_dim of rotate 1d": (ValueError, ODD, lambda: lrpe_md.lrpe_rotate_1d(x[..., :7], torch.rand(3))),
+    "odd head_dim of rotate md": (ValueError, ODD, lambda: lrpe_md.lrpe_rotate_md(x[..., :7], theta, shape=(3, 4))),
+    "odd head_dim of Rotate1d": (ValueError, ODD, lambda: lrpe_md.Rotate1d(7)),
+    "odd head_dim of RotateMd": (ValueError, ODD, lambda: RotateMd(7, 2)),
     "unknown act": (ValueError, r"act: .*'gelu'", lambda: cosine(x, omega=omega, positions=grid, act="gelu")),
     "unknown pairs": (ValueError, r"pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs="third")),
     "blocks of pairs that are too few": (
@@ -182,6 +187,28 @@ BAD = {
         TypeError, r"positions: expected a Grid",
         lambda: cosine(x, omega=omega, positions=(3, 4)),
     ),
+    "positions without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Grid after q and k; write positions=\.\.\.",
+        lambda: rotate(x, x, grid, omega=pairs),
+    ),
+    "positions without their keyword, one tensor": (
+        TypeError, r"positions: expected keyword arguments, got Grid after x;", lambda: cosine(x, grid, omega=omega),
+    ),
+    "coords without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Tensor after q and k;",
+        lambda: cosine(x, x, torch.rand(12, 2), omega=omega),
+    ),
+    "omega without its keyword": (
+        TypeError, r"omega: expected keyword arguments, got Tensor after q and k; write omega=",
+        lambda: rotate(x, x, pairs, positions=grid),
+    ),
+    "both without their keywords": (
+        TypeError, r"omega, positions: expected keyword arguments, got Tensor, Grid after .* omega=\.\.\., positions=",
+        lambda: rotate(x, x, pairs, grid),
+    ),
+    "positions of a module without their keyword": (
+        TypeError, r"positions: expected keyword arguments, got Grid after q and k", lambda: RotateMd(8, 2)(x, x, grid),
+    ),
     "coords of another length": (
         ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),
     ),
@@ -197,6 +224,11 @@ BAD = {
         lambda: Grid((3, 4), scale=(1, 2, 3)),
     ),
     "shard beyond the end": (ValueError, r"start, length", lambda: Grid((3, 4), start=5, length=8)),
+    "sizes of a grid as arguments": (
+        TypeError, r"shape: expected a tuple of sizes, got 3 with prefix=4, .*pass Grid\(\(3, 4\)\) for several axes",
+        lambda: Grid(3, 4),
+    ),
+    "three sizes of a grid as arguments": (TypeError, r"pass Grid\(\(2, 3, 4\)\)", lambda: Grid(2, 3, 4)),
     "float size": (ValueError, r"shape: expected one integer", lambda: Grid((2.0, 2.0))),
     "no axis": (ValueError, r"at least one axis", lambda: cosine(x, omega=omega[..., :0], positions=torch.rand(12, 0))),
     "cache of another shape": (

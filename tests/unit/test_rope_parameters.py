@@ -76,7 +76,7 @@ def test_values_equal_transformers(name):
     expected, factor = function(config, "cpu", seq_len=changes.get("seq_len"))
     # the fields in a user's file, and in transformers' normalised form
     for given in (TABLE[name][0], config.rope_parameters):
-        theta, amplitude = rope_frequencies(given, head_dim, length, changes.get("seq_len"))
+        theta, amplitude = rope_frequencies(given, head_dim, length, changes.get("seq_len"), base=1e4)
         assert theta.dtype == torch.float64
         torch.testing.assert_close(theta, expected.double(), rtol=2e-6, atol=0)
         assert amplitude == pytest.approx(factor, rel=1e-12)
@@ -90,25 +90,25 @@ def test_the_table_has_every_type():
 
 def test_default():
     for fields in (None, {}, {"rope_type": "default", "rope_theta": 10000.0}):
-        theta, amplitude = rope_frequencies(fields, 64)
+        theta, amplitude = rope_frequencies(fields, 64, base=1e4)
         assert torch.equal(theta, geometric_theta(32))
         assert amplitude == 1
     assert torch.equal(rope_frequencies({}, 64, base=500.0)[0], geometric_theta(32, 500.0))
     assert torch.equal(rope_frequencies({"rope_theta": 7.0}, 64, base=500.0)[0], geometric_theta(32, 7.0))
-    assert len(rope_frequencies({"partial_rotary_factor": 0.25}, 64)[0]) == 8
-    assert rope_frequencies(None, 64, dtype=torch.float32)[0].dtype == torch.float32
+    assert len(rope_frequencies({"partial_rotary_factor": 0.25}, 64, base=1e4)[0]) == 8
+    assert rope_frequencies(None, 64, base=1e4, dtype=torch.float32)[0].dtype == torch.float32
 
 
 def test_ntk_and_the_old_name_of_the_type():
-    theta, amplitude = rope_frequencies({"type": "ntk", "factor": 4.0}, 64)
+    theta, amplitude = rope_frequencies({"type": "ntk", "factor": 4.0}, 64, base=1e4)
     torch.testing.assert_close(theta, geometric_theta(32, 1e4 * 4 ** (64 / 62)))
     assert amplitude == 1
-    found = rope_frequencies({"type": "linear", "factor": 4.0}, 64)[0]
+    found = rope_frequencies({"type": "linear", "factor": 4.0}, 64, base=1e4)[0]
     assert torch.equal(found, geometric_theta(32) / 4)
 
 
 def test_yarn_amplitude():
-    assert rope_frequencies(YARN, 64)[1] == pytest.approx(0.1 * math.log(8) + 1)
+    assert rope_frequencies(YARN, 64, base=1e4)[1] == pytest.approx(0.1 * math.log(8) + 1)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,22 @@ def test_yarn_amplitude():
 )
 def test_errors(fields, head_dim, message):
     with pytest.raises(ValueError, match=message):
-        rope_frequencies(fields, head_dim)
+        rope_frequencies(fields, head_dim, base=1e4)
+
+
+@pytest.mark.parametrize(
+    "fields", [None, {"rope_type": "linear", "factor": 4.0}, {"full_attention": {"rope_theta": 1e6}}]
+)
+def test_a_base_outside_the_fields_is_not_assumed(fields):
+    with pytest.raises(ValueError, match=r"base: expected the model's rope_theta, .*pass base=config\.rope_theta"):
+        rope_frequencies(fields, 64)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
 def test_equal_lengths_give_no_factor(kind):
     fields = {"rope_type": kind, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     with pytest.raises(ValueError, match=f"rope_parameters: expected 'factor' for rope_type '{kind}'"):
-        rope_frequencies(fields, 64, 4096)
+        rope_frequencies(fields, 64, 4096, base=1e4)
 
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])

@@ -252,7 +252,7 @@ def test_a_new_offset_compiles_nothing():
     ]
     seen = []
     for i, parameters in enumerate(settings):
-        theta, amplitude = lrpe_md.rope_frequencies(parameters, 8, 64, 100)
+        theta, amplitude = lrpe_md.rope_frequencies(parameters, 8, 64, 100, base=1e4)
         module.set_frequencies(theta, amplitude)
         offset = torch.tensor([i, 100 * i])
         found = compiled(q, k, offset)

@@ -25,8 +25,8 @@ from ...positions.grid import Grid
 from ..inductor.lowering import SOURCE, register
 from ..inductor.private import enable_recording, is_legacy_batched, is_tracing, is_transforming, num_dispatch_modes
 from .call import Impl
-from .joined import find_split
 from .memory import like_in_memory
+from .projection import find_split
 
 __all__ = [
     "HAS_TRITON", "IMPLS", "INTERPRETING", "Operator", "Part", "cache_call", "call_cache", "check_impl", "is_direct",

@@ -28,18 +28,27 @@ NO_POSITIONS = (
 )
 
 
-def find_positional(xs: Sequence[Any]) -> str | None:
-    """Return the error for positions that were passed as one of xs, or None."""
-    if xs and isinstance(xs[-1], (Grid, Coordinates)):
-        return f"positions: expected a keyword, got a {type(xs[-1]).__name__} after q and k; write positions=..."
-    return None
+def find_positional(xs: Sequence[Any], *names: str) -> str | None:
+    """Return the error for arguments that were passed without their keyword, among xs, or None.
+
+    names: the keyword arguments that are missing.
+    """
+    extra = [type(x).__name__ for i, x in enumerate(xs) if i > 1 or isinstance(x, (Grid, Coordinates))]
+    if not extra:
+        return None
+    after = "q and k" if len(xs) > 2 else "x"
+    keywords = ", ".join(f"{name}=..." for name in names)
+    return f"{', '.join(names)}: expected keyword arguments, got {', '.join(extra)} after {after}; write {keywords}"
 
 
 def take_tables(
-    tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any = None, amplitude: Any = None
+    xs: Sequence[Any], tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any, amplitude: Any
 ) -> CallerTables:
     """Convert the tables of a public call, and check that its other arguments are compatible with them."""
     if tables is None:
+        missing = [name for name, value in (("omega", omega), ("positions", positions)) if value is None]
+        if missing and (error := find_positional(xs, *missing)):
+            raise TypeError(error)
         if omega is None:
             raise TypeError(
                 "omega: expected frequencies (H or 1, channels or pairs, K), got None; pass omega=axial_omega(...) "

@@ -230,6 +230,11 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
     """Return the first rotated channel and the width R. even: R must be even, for pairs."""
     if rotary_dim is None:
         start, stop = 0, head_dim
+        if even and head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even number, got {head_dim}, because a rotation takes pairs of channels; "
+                "rotate an even number of channels with rotary_dim=, or use the cosine map"
+            )
     elif isinstance(rotary_dim, slice):
         if rotary_dim.step not in (None, 1):
             raise ValueError(f"rotary_dim: expected a slice with step 1, got {rotary_dim}")

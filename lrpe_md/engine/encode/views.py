@@ -11,9 +11,9 @@ from torch import Tensor
 from ...checks import as_integer, check_dense
 from ...positions.coordinates import Coordinates
 from ...positions.sequences import Packed
-from ..core.joined import Split, TracedSplit
 from ..core.memory import split_projection
 from ..core.operator import is_direct
+from ..core.projection import Split, TracedSplit
 from ..inductor.private import is_exporting, is_transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]

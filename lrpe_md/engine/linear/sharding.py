@@ -127,17 +127,17 @@ class _SumBefore(torch.autograd.Function):
     """Sum over the ranks of a group that come before this one, or over those after it."""
 
     @staticmethod
-    def forward(ctx, t, group, behind):
-        ctx.group, ctx.behind = group, behind
+    def forward(ctx, t, group, is_reversed):
+        ctx.group, ctx.is_reversed = group, is_reversed
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         each = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(size)]
         dist.all_gather(each, t.contiguous(), group=group)
-        chosen = each[rank + 1 :] if behind else each[:rank]
+        chosen = each[rank + 1 :] if is_reversed else each[:rank]
         return torch.stack(chosen).sum(0) if chosen else torch.zeros_like(each[rank])
 
     @staticmethod
     def backward(ctx, *grads):
-        return _SumBefore.apply(*grads, ctx.group, not ctx.behind), None, None
+        return _SumBefore.apply(*grads, ctx.group, not ctx.is_reversed), None, None
 
 
 class _ChangeGradient(torch.autograd.Function):

@@ -1,12 +1,13 @@
 """Memory that forgets, with tokens sharded over ranks: a scan over the ranks.
 
-A rank's tokens map the state before them, S, to T S + B. In the backward direction, they do the same to the state after
-them. Each rank computes its T and B without queries, and gathers those of all ranks. It applies the maps of the ranks
-before it (in the backward direction, after it) in order, and runs its own tokens with the result as the initial state.
+The tokens of a rank map the state S that precedes them to T S + B. In the reverse direction, they map the state of the
+tokens that follow. Each rank computes its T and B without queries and gathers those of all ranks. It then applies the
+maps of the preceding ranks (the following ones, in the reverse direction) in order, and runs its own tokens from the
+result.
 
-With rule "add", T is the product of the rank's decays. B is the sum over its keys, weighted by the decays of the blocks
-that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the final state if the initial state is the identity and
-all values are 0. A_f is symmetric, so T of the backward direction is the transpose.
+With rule "add", T is the product of the rank's decays, and B a sum of its keys, weighted by the decays of the blocks
+that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the rank's final state if it starts from the identity
+and all values are 0. A_f is symmetric, so the reverse direction has the transpose of T.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
     before = torch.nn.functional.pad(logs.cumsum(-1), (1, 0))
     # One entry per slot: the prefix, the blocks and the suffix.
     slots = [torch.nn.functional.pad(after, (0, 1))] + [torch.nn.functional.pad(before, (1, 0))] * both
-    alone, given = without_queries(call, operands)
-    alone = alone._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
+    state_call, given = without_queries(call, operands)
+    state_call = state_call._replace(attention=call.attention._replace(mask="full", block=0, memory="sum"))
     parts: State = ()
     for logs_of_slots in slots:
         weights = _expand_slots(logs_of_slots.exp().to(dtype), ends, block).expand(k.shape[0], -1, -1)
         if gate is not None:
             weights = torch.where(gate, weights, 0) if gate.dtype == torch.bool else gate.to(dtype) * weights
-        parts += run(alone, given._replace(gate=weights, decay=None), True)[1]
+        parts += run(state_call, given._replace(gate=weights, decay=None), True)[1]
     return parts, (after[..., 0].exp().to(dtype).expand(k.shape[:2]),)
 
 
