@@ -9,9 +9,9 @@ that are not 16-byte aligned. Before torch 2.15, Inductor could not limit regist
 kernels that need a limit from Inductor's Python code, and in C++ code such kernels stay operators. Export, ONNX and
 other ``torch.compile`` backends see only the operator.
 
-If gradients belong to one projection (core/projection.py), the operator writes them directly into the joined buffer, which
-is allocated with them. v's gradient comes from elsewhere. If it is in memory by then, extra programs of the same launch
-copy it; otherwise, the lowering of the join does.
+If gradients belong to one projection (core/projection.py), the operator writes them directly into the joined buffer,
+which is allocated with them. v's gradient comes from elsewhere. If it is in memory by then, extra programs of the same
+launch copy it; otherwise, the lowering of the join does.
 """
 
 from __future__ import annotations
