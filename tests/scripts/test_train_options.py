@@ -149,7 +149,7 @@ def test_options_newer_than_a_checkpoint_had_their_default(tmp_path):
 
 def test_last_checkpoints_are_kept(tmp_path):
     toy_train(Training(out=tmp_path / "run", **{**TOY, "save_every": 2, "keep_checkpoints": 2}))
-    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    files = sorted(path.name for path in (tmp_path / "run").glob("*.pt"))
     assert files == ["checkpoint-00000006.pt", "checkpoint-00000007.pt", "checkpoint.pt"]
     assert [torch.load(tmp_path / "run" / name)["step"] for name in files] == [6, 7, 7]
 
