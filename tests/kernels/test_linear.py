@@ -264,7 +264,7 @@ def test_maps_and_normalizers(name, normalizer, cut):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_activations(name, act):
-    normalizer = "none" if act in ("none", "silu") else "unrotated"
+    normalizer = "unrotated" if ACTIVATIONS[act].never_negative else "none"
     assert_within_budget(
         LinearCase(name, act=act, dim=-1 if act == "softmax" else None, normalizer=normalizer, head_dim=24)
     )
