@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["each_value_rows", "parametrize_each"]
+from lrpe_md.reference import ACTIVATIONS
+
+__all__ = ["ACTS", "each_value_rows", "parametrize_each"]
+
+ACTS = [(name, dim) for name, entry in ACTIVATIONS.items() for dim in entry.dims or (None,)]
 
 
 def parametrize_each(

@@ -36,6 +36,7 @@ from lrpe_md.engine.encode import heads as launch_heads
 from lrpe_md.engine.encode import launch
 from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.validate import rotary_slice, validate
+from lrpe_md.reference import ACTIVATIONS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -49,7 +50,9 @@ DTYPES = {
 AXES: dict[str, list[Any]] = {
     "map": ["cosine", "half", "interleaved", "blocks"],
     "order": ["cos_sin", "sin_cos"],
-    "act": ["none", "relu", "sigmoid", "silu", "softplus", "softmax -1", "softmax -2"],
+    "act": [
+        name if dim is None else f"{name} {dim}" for name, act in ACTIVATIONS.items() for dim in act.dims or (None,)
+    ],
     "run": ["forward", "backward", "backward omega"],
     "positions": ["grid", "affine", "coords", "integer coords by sample", "masked coords by sample"],
     "axes": [1, 2, 3, 4],

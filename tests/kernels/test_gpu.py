@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 from gpu_memory import skip_without
+from parametrizing import ACTS
 
 from lrpe_md import Grid, cosine, rotate
 from lrpe_md.testing import Case, budget_violation, check, make_inputs, run
 
 pytestmark = pytest.mark.gpu
-ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
-ACTS += [("softmax", -1), ("softmax", -2)]
 CONSTEXPR = ("lrpe_md.engine.core.call", "Variant")  # all options that the kernels are compiled for, as one value
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from parametrizing import parametrize_each
+from parametrizing import ACTS, parametrize_each
 
 from lrpe_md import Grid, cosine
 from lrpe_md.engine.core import launching
@@ -15,8 +15,6 @@ from lrpe_md.engine.encode import plan as plans
 from lrpe_md.engine.encode.operator import ENCODE
 from lrpe_md.testing import Case, check, make_inputs, run
 
-ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
-ACTS += [("softmax", -1), ("softmax", -2)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

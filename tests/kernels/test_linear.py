@@ -19,6 +19,7 @@ from lrpe_md.engine.linear import launch as linear_launch
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
+from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -260,10 +261,10 @@ def test_maps_and_normalizers(name, normalizer, cut):
     assert_within_budget(LinearCase(name, **(STEADY if normalizer == "encoded" else {"normalizer": normalizer})))
 
 
-@pytest.mark.parametrize("act", ["none", "relu", "sigmoid", "silu", "softplus", "softmax"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_activations(name, act):
-    normalizer = "none" if act in ("none", "silu") else "unrotated"
+    normalizer = "unrotated" if ACTIVATIONS[act].never_negative else "none"
     assert_within_budget(
         LinearCase(name, act=act, dim=-1 if act == "softmax" else None, normalizer=normalizer, head_dim=24)
     )

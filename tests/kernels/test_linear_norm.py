@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from lrpe_md import Grid, Norm, linear_attention
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
 from lrpe_md.engine.linear import plan as linear_plan
+from lrpe_md.reference import ACTIVATIONS
 from lrpe_md.testing import LinearCase, check_linear, make_linear_inputs, run_linear
 
 pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpreter (tests/conftest.py sets it)")
@@ -52,9 +53,9 @@ def test_maps_and_normalizers(name, normalizer, kind, cut):
 
 
 @kinds
-@pytest.mark.parametrize("act", ["none", "sigmoid", "silu", "softplus", "softmax"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act, kind):
-    normalizer = "none" if act in ("none", "silu") else "unrotated"
+    normalizer = "unrotated" if ACTIVATIONS[act].never_negative else "none"
     dim = -1 if act == "softmax" else None
     assert_within_budget(LinearCase("rotate", act=act, dim=dim, normalizer=normalizer, head_dim=24, norm=kind))
 

@@ -8,14 +8,11 @@ from typing import get_args
 
 import pytest
 import torch
-from parametrizing import parametrize_each
+from parametrizing import ACTS, parametrize_each
 
 import lrpe_md
 from lrpe_md import lrpe_cosine_md, lrpe_rotate_1d, lrpe_rotate_md, reference
 from lrpe_md.testing import budget_violation, rounded_angles
-
-ACTS = [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softplus", None)]
-ACTS += [("softmax", -1), ("softmax", -2)]
 
 
 def activation(x, act, dim):
