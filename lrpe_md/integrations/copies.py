@@ -143,7 +143,8 @@ class Copier:
     Args:
         exchange: called with each function, ``functools.partial`` or other callable that is looked up by name; returns
             its replacement or None.
-        names: additional replacements, name → other name; both must exist in the same place.
+        names: additional replacements, name → other name, in the first function but not in those that it calls; both
+            must exist in the same place.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -170,7 +171,7 @@ class Copier:
         for i, each in enumerate(constants):
             if isinstance(each, CodeType):
                 constants[i] = self._replace_nested(each, function, depth)
-        names = {name: self.names[name] for name in code.co_names if name in self.names}
+        names = {} if depth else {name: self.names[name] for name in code.co_names if name in self.names}
         names |= {name: _publish(name, places) for name, places in self._find(code, function, depth).items()}
         if not names and all(map(operator.is_, constants, code.co_consts)):
             return code
