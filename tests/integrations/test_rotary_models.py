@@ -179,9 +179,9 @@ def test_timm_drops_patches(name, calls):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["eva02", "mixed"])
 def test_timm_masks(name, fused, monkeypatch):
+    vit = timm_vit(name, global_pool="avg")
     if name == "eva02":  # its forward calls functions of this module, to which another model may have added our torch
         monkeypatch.delitem(vars(sys.modules["timm.layers.attention"]), "_fused_torch", raising=False)
-    vit = timm_vit(name, global_pool="avg")
     for block in vit.blocks:
         block.attn.fused_attn = fused
     adapted, x = adapt_rotary(copy.deepcopy(vit)), image(vit)
