@@ -462,9 +462,10 @@ def adapt(
     Args:
         model: ``timm.create_model("vit_*")`` of timm's VisionTransformer, with Block, ResPostBlock or
             ParallelThingsBlock blocks and timm's Attention.
-        encoding, encoding_kwargs, attention, normalizer, memory, copy_v, keep_encoded: see
-            :class:`LrpeVisionTransformer`. A module is moved to the model's device.
+        encoding: "cosine", "rotate", "mixed", "none", a preset, a scheme or a module (moved to the model's device).
+        encoding_kwargs: arguments of the encoding, such as ``{"base": 100}``.
         absolute: "keep" or "drop" the learned absolute embedding.
+        attention, normalizer, memory, copy_v, keep_encoded: see :class:`LrpeVisionTransformer`.
 
     Raises:
         TypeError, ValueError: an invalid model or argument; the model is left unchanged.

@@ -33,6 +33,7 @@ PRINTED = {  # expected output by page; other pages with code that runs print no
     "presets.md": ["577"],
     "text.md": ["True"],
     "video.md": ["torch.Size([1, 10])", "torch.Size([1, 10])", "torch.Size([1, 16, 5, 8, 12])"],
+    "which-encoding.md": ["torch.Size([2, 1000])"],
     "your-own-code-base.md": ["torch.Size([1, 96, 64])", "True", "True", "torch.Size([1, 24, 31, 128])"],
 }  # fmt: skip
 
@@ -187,7 +188,7 @@ def test_code_fits_on_the_page():
 
 def test_recommendation_matches_results():
     """Both pages give the same advice, and the image comparison supports it."""
-    advice = "In linear attention, use rotation or cosine with silu"
+    advice = "In linear attention, use rotation with relu, or cosine with silu"
     for path in (README, DOCS / "which-encoding.md"):
         assert advice in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
