@@ -40,7 +40,7 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
     """Return the state before each block and after the last one, (B, H, F + 1, ..), for rule "add".
 
-    before (B, H, ..), parts (B, H, F, ..), weights: from :func:`multiply_decay`.
+    ``before`` has shape (B, H, ..) and ``parts`` (B, H, F, ..); ``weights`` come from :func:`multiply_decay`.
     """
     series = torch.cat([before.unsqueeze(2), parts], dim=2)
     batch, heads, size = series.shape[:3]

@@ -238,7 +238,7 @@ def _axis_per_head(
     for axis, (theta, number) in enumerate(zip(thetas, sections, strict=True)):
         if theta.shape[0] != 1 or theta.shape[1] < num_channels:
             raise ValueError(
-                f"theta: expected ({num_channels},) or more, shared by the heads of axis {axis} ('head'), "
+                f"theta: expected shape (n,) with n >= {num_channels}, shared by the heads of axis {axis} ('head'), "
                 f"got {tuple(theta.shape)}"
             )
         laid = F.pad(theta[:, :num_channels, None], (axis, num_axes - 1 - axis))

@@ -51,7 +51,7 @@ class DropIns(NamedTuple):
         return None if isinstance(found, str) else found
 
     def refine(self, method: FunctionType, copied: Any) -> tuple[Any, dict[str, Any]]:
-        """Return a method of a known class with more operations fused, and attributes that the class needs.
+        """Return the method of a known class with more operations fused, and the attributes that it needs, as a pair.
 
         copied: the method with its functions replaced, or None if none of them was.
         """

@@ -202,7 +202,7 @@ def lay_out_patches(
 class LrpePatchEmbed(PatchEmbed):
     """timm's patch embedding, changed to compile into one graph for all sizes.
 
-    timm formats the size into the message of its check, which creates a graph for each size.
+    timm's size check formats the size into its message, so that each size needs a new graph.
     """
 
     def forward(self, x: Tensor) -> Tensor:

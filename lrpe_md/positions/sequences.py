@@ -249,7 +249,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
         raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
     if dim == -2:
         raise ValueError(
-            "dim: softmax over the sequence (-2) would mix packed sequences; call it on one sequence at a time"
+            "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
         )
     return packed_positions(cu_seqlens, x.shape[2], offset)
 

@@ -86,7 +86,8 @@ def run(
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="Output folder; interrupted runs in it resume. (default: runs/ablate-TASK)")
+        Path | None,
+        typer.Option(help="Output folder; interrupted runs found there are resumed. (default: runs/ablate-TASK)"),
     ] = None,
     shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[

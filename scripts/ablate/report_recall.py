@@ -73,7 +73,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, best at the longest clip first."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± half the width of Student's 95% interval over {number} seeds" if seeds > 1 else "one seed"
+    interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
+    scheme = interval if seeds > 1 else "one seed"
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [

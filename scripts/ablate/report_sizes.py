@@ -151,7 +151,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
-                ". The tables list the mean ± half the width of Student's 95% interval. Bold intervals exclude zero. "
+                ". The tables list the mean ± the half-width of its 95% confidence interval (Student's t). "
+                "Bold intervals exclude zero. "
                 "They are not corrected for the number of comparisons: by chance, one interval in twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():

@@ -58,7 +58,7 @@ class Task:
     Args:
         config, run: configuration class and function of the training.
         compared: encodings of the default comparison, by attention.
-        smoke: fields of a tiny training for a CPU.
+        smoke: options of a tiny training run on a CPU.
         values: extracts the measured values from the result of ``run``.
         measure: name of the measured value; higher: whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.

@@ -45,7 +45,7 @@ ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 
 def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
-    """Split a list at semicolons, or at commas if no name has one; return the names in their known order."""
+    """Split a list at semicolons, or at commas if no name contains one. Return the names in the order of ``known``."""
     known = list(known)
     if wanted is None:
         return list(default)

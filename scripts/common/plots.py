@@ -27,7 +27,7 @@ __all__ = [
     "split_series",
 ]  # fmt: skip
 
-WIDTH = 6.2  # inches: text of 9 points is legible on a page and on a phone
+WIDTH = 6.2  # inches: 9-point text is legible on a page and on a phone
 MARKERS = dict(zip(OKABE_ITO, "o^Dv*XPsH", strict=True))
 # The same encoding has the same colour in every plot. A variant has the colour of the longest name that it starts with,
 # and its own line and marker.

@@ -360,8 +360,8 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps (the last checkpoint was saved earlier); try a "
-                "lower --lr, more --warmup, or --precision bf16 instead of fp16"
+                f"the loss is {reduced.item()} after {self.step} steps (the last checkpoint is from an earlier step); "
+                "try a lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
 

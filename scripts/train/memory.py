@@ -38,10 +38,10 @@ class MemoryAttention(LrpeAttention):
     write_gate: nn.Linear
 
     def remember(self, memory: MemoryName) -> None:
-        """Set the memory, and make the parameters that it needs.
+        """Set the memory, and create the parameters that it needs.
 
         Args:
-            memory: "add" sums all frames. "decay" forgets them with a learned rate for each head. "delta" forgets
+            memory: "add" sums all frames. "decay" forgets them at a learned rate per head. "delta" forgets
                 nothing, but a write replaces the earlier value of its key.
         """
         self.rule = "delta" if memory == "delta" else "add"

@@ -91,7 +91,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
 
 
 def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
-    """Return the steps of a training in which each batch comes from one group."""
+    """Return the steps of a training run in which each batch comes from one group."""
     if len(groups) == 1:
         return partial(shuffle, len(groups[0]), batch, seed)
     return partial(shuffle_groups, groups, batch, seed)

@@ -337,7 +337,8 @@ class Variant(NamedTuple):
     one_side: bool = False  # q and k share positions and phase
     has_no_gqa: bool = False  # q and k have the same number of heads
     has_state: bool = False  # there are earlier tokens, whose state is loaded
-    # Not Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by I − A, "add" does not.
+    # The kernel's memory, unlike Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by
+    # I − A, "add" does not.
     memory: str = "sum"
     width: int = 0  # elements of a row of a state, in tiles of block_c
     num_scans: int = 1  # 2 for both directions

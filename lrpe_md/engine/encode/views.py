@@ -80,7 +80,7 @@ def refuse_mixing(dim: int | None) -> None:
     """Raise for a softmax over the sequence of packed tokens."""
     if dim == -2:
         raise ValueError(
-            "dim: softmax over the sequence (-2) would mix packed sequences; call it on one sequence at a time"
+            "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
         )
 
 

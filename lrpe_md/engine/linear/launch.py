@@ -121,7 +121,7 @@ class Pieces(NamedTuple):
 
 
 class PieceLengths(NamedTuple):
-    """Number of tokens of a piece, and of each of its parts. With a causal mask, each piece is a slot."""
+    """Number of tokens in a piece and in each of its parts. With a causal mask, each piece is a slot."""
 
     length: int
     part: int
