@@ -175,7 +175,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """Divide rows like :func:`cut_rows`, into parts of ``work.common`` rows or a divisor of it.
+    """Divide rows like :func:`cut_rows`, into parts of ``work.rows_per_weight`` rows or a divisor of it.
 
     If there are more parts than programs that run at once, they run one after another.
     """

@@ -60,7 +60,6 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
     """Apply the map: cosine (x̄) -> (x̄ cos Θ, x̄ sin Θ), rotate (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
 
     With V.tables "full" each channel of a pair has its own cos and sin.
-
     """
     if V.map == "cosine":
         return x_bar[0] * cos, x_bar[0] * sin
@@ -225,7 +224,7 @@ def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
         x_bar = activate_row(x, stat, V)
     if V.backward:
         dy = (upcast(ga, V), upcast(gb, V))
-        if V.map == "rotate":
+        if V.map != "cosine":
             dy = split_pairs(dy[0], dy[1], V)
         dx_bar = apply_map_backward(dy, cos, sin, V)
         if V.need_dangles:

@@ -93,7 +93,7 @@ def to_gradient_tiles(rows, V: tl.constexpr):
         return rows
     else:
         first, second = upcast(rows[0], V=V), upcast(rows[1], V=V)
-        if V.map == "rotate":
+        if V.map != "cosine":
             first, second = split_pairs(first, second, V=V)
         tiles = (first, second)
         for i in tl.static_range(2, len(rows)):
