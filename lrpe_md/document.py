@@ -213,7 +213,7 @@ def _rotate_1d(
     rotary_dim: int | slice | None,
 ) -> tuple[Tensor, Positions]:  # fmt: skip
     for x in xs:
-        check_input("x", x, x)
+        check_input("x", x, x, packed="cu_seqlens")
     if not xs or not isinstance(theta, Tensor):
         name, expected, got = ("theta", "a tensor", theta) if xs else ("x", "one tensor or two (q, k)", xs)
         raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
