@@ -9,7 +9,7 @@ from torch import Tensor
 from .engine.core.call import Act, Impl, Order, Pairs, Positions
 from .engine.linear.call import Directions, LinearOptions, MapOrNone, NormalizerName, Rule, Sides, State
 from .engine.linear.dispatch import as_state, run_linear_attention
-from .engine.linear.validate import TensorArguments, split_packed
+from .engine.linear.validate import TensorArguments
 from .norm import Norm
 from .positions.sequences import Packed
 
@@ -161,6 +161,5 @@ def linear_attention(
         map, act, dim, pairs, rotary_dim, order, normalizer, is_causal, block, eps, return_state, impl,
         rule=rule, directions=directions,
     )  # fmt: skip
-    positions, cu_seqlens = split_packed(positions, cu_seqlens)
     given = TensorArguments(q, k, v, gate, cu_seqlens, as_state(state), decay=decay)
     return run_linear_attention(options, given, Sides(omega, positions, phase, amplitude), norm)

@@ -13,14 +13,7 @@ from ..checks import check_one_of
 from ..engine.core.call import Act
 from ..engine.linear.call import Description, Directions, LinearOptions, NormalizerName, Rule, State
 from ..engine.linear.dispatch import as_state, run_encoded
-from ..engine.linear.validate import (
-    TensorArguments,
-    check_decay_range,
-    check_eps,
-    check_normalizer,
-    check_rule,
-    split_packed,
-)
+from ..engine.linear.validate import TensorArguments, check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
 
@@ -279,7 +272,6 @@ def attend_with(
     act: activation to use instead of the encoding's; the encoding must then have ``describe()``.
     """
     call: Any = encoding
-    positions, cu_seqlens = split_packed(positions, cu_seqlens)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
         options = LinearOptions(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...checks import can_read, check_dense, check_offsets, split_pair
 from ...positions.grid import Grid
-from ...positions.sequences import Packed
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
 from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
@@ -20,8 +19,7 @@ from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, S
 
 __all__ = [
     "NEVER_NEGATIVE", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
-    "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "split_packed",
-    "validate_linear",
+    "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
 ]  # fmt: skip
 
 PACKED = f"(1, H, N, D) with cu_seqlens or {WHOLE_PACK}"
@@ -79,17 +77,6 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
     return LinearCall(
         attention, spec, q_side.layout, k_side.layout, q_side.tables, k_side.tables, cu_seqlens, None, arguments.weights
     )  # fmt: skip
-
-
-def split_packed(positions: Any, cu_seqlens: Tensor | None) -> tuple[Any, Tensor | None]:
-    """Return positions and cu_seqlens, both from the result of :func:`lrpe_md.pack` if that is passed as positions."""
-    if type(positions) is not Packed:
-        return positions, cu_seqlens
-    if cu_seqlens is not None:
-        raise ValueError(
-            "cu_seqlens: expected None with the result of lrpe_md.pack as positions, which contains it, got both"
-        )
-    return positions
 
 
 def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Attention:
