@@ -11,6 +11,7 @@ from .engine.linear.call import Directions, LinearOptions, MapOrNone, Normalizer
 from .engine.linear.dispatch import as_state, run_linear_attention
 from .engine.linear.validate import TensorArguments
 from .norm import Norm
+from .positions.sequences import Packed
 
 __all__ = ["linear_attention"]
 
@@ -20,7 +21,7 @@ OnePosition = Positions | None
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
@@ -31,7 +32,7 @@ def linear_attention(
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
@@ -42,7 +43,7 @@ def linear_attention(
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, map: MapOrNone = ..., omega: Tensor | None = ...,
-    positions: OnePosition | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
+    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., pairs: Pairs = ...,
     rotary_dim: int | slice | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., normalizer: NormalizerName = ..., gate: Tensor | None = ..., is_causal: bool = ...,
@@ -59,7 +60,7 @@ def linear_attention(
     *,
     map: MapOrNone = "cosine",
     omega: Tensor | None = None,
-    positions: OnePosition | tuple[OnePosition, OnePosition] = None,
+    positions: OnePosition | Packed | tuple[OnePosition, OnePosition] = None,
     act: Act = "relu",
     dim: int | None = None,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
@@ -116,10 +117,11 @@ def linear_attention(
         block: number of tokens per block, for example per video frame. A token sees its whole block and all earlier
             blocks. The prefix is a separate block that all tokens see, and the suffix is one that sees all tokens.
         cu_seqlens: boundaries of sequences packed end to end in q (1, H, N, D): (num_seqs + 1,) int32 or int64, from 0
-            to N. Sequences don't see each other, and may be empty. Values are checked on a CPU, but not on a GPU, where
-            reading them would force a synchronisation. There, the kernels clamp offsets to 0 .. N, and replace a
-            decreasing offset with the largest one before it. Outputs and gradients of tokens in no sequence stay
-            unwritten, and may be NaN. The reference fails with a device assertion.
+            to N, or pass the result of :func:`lrpe_md.pack` as positions. Sequences don't see each other, and may be
+            empty. Values are checked on a CPU, but not on a GPU, where reading them would force a synchronisation.
+            There, the kernels clamp offsets to 0 .. N, and replace a decreasing offset with the largest one before it.
+            Outputs and gradients of tokens in no sequence stay unwritten, and may be NaN. The reference fails with a
+            device assertion.
         state: sums over earlier tokens, (S, Σ), as returned with ``return_state``. S is (B, H_k, Ê, D_v), where Ê is
             the width of k̂. Σ is (B, H_k, D) for "unrotated", (B, H_k, Ê) for "encoded" and None for "none". Both are
             float32, or float64 if q is. With cu_seqlens, num_seqs replaces B. You can process a causal sequence in

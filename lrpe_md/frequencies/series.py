@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def geometric_theta(
     """Return RoPE's geometric series ``base ** (-i / num)`` for i < num (arXiv 2104.09864): (num,)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
-    if not 0 < base < math.inf:
-        raise ValueError(f"base: expected a finite positive number, got {base}")
+    if not isinstance(base, (Real, Tensor, torch.SymFloat, torch.SymInt)) or not 0 < base < math.inf:
+        raise ValueError(f"base: expected a finite positive number, got {base!r}")
     return (base ** (-torch.arange(num, dtype=torch.float64, device=device) / num)).to(dtype)
 
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..checks import check_at_least, check_dense
-from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_input, check_pairs, rotary_slice
+from ..engine.encode.validate import (
+    WHOLE_PACK,
+    Act,
+    Impl,
+    Order,
+    Pairs,
+    Positions,
+    check_input,
+    check_pairs,
+    rotary_slice,
+)
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..frequencies.axial import AxisOrder, sequence_omega
 from ..norm import Norm
@@ -158,7 +168,7 @@ class Rotate1d(RotateMd):
 
     ``module(q, k, offset=0)`` places token t at t + offset, an int or integers (), (1,) or (B,) that are read on the
     device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
-    positions between layers (:func:`lrpe_md.packed_positions`, or a model's position_ids (B, N, 1)).
+    positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B, N, 1)).
 
     The arguments are those of :class:`RotateMd`, except for these:
 
@@ -305,7 +315,7 @@ class Rotate1d(RotateMd):
         if cu_seqlens is not None and isinstance(xs[0], Tensor) and xs[0].ndim == 3:
             return encode_packed(partial(self.forward, **same, out=order_outs(out, xs)), xs)
         if positions is None:
-            check_input("x", xs[0], xs[0])
+            check_input("x", xs[0], xs[0], packed=f"cu_seqlens, or {WHOLE_PACK}")
             positions = text_positions(xs[0], offset, cu_seqlens, self.dim)
         elif cu_seqlens is not None or isinstance(offset, Tensor) or offset != 0:
             raise ValueError(

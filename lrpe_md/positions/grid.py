@@ -200,6 +200,9 @@ class Grid(Rules):
 
     def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
         """Scale positions to a grid of size ``reference``, s → s · reference_j / n_j; None keeps an axis (EVA-02)."""
+        if not isinstance(reference, (int, Iterable)) or isinstance(reference, str):
+            found = "a Grid; pass its shape" if isinstance(reference, Grid) else type(reference).__name__
+            raise TypeError(f"reference: expected a size, or one for each of {self.num_axes} axes, got {found}")
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(

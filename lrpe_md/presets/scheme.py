@@ -419,6 +419,11 @@ class Preset:
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
                 grid = scheme.grid(tuple(segment), **options)
+                if not isinstance(grid, (Grid, Coordinates)):
+                    raise TypeError(
+                        f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
+                        f"{self.name}'s {scheme.grid}"
+                    )
                 if grid.num_axes != self.num_axes:
                     raise ValueError(f"segments: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
                 if reference is not None:

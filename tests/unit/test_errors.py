@@ -257,6 +257,27 @@ BAD = {
     ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
+    "an axis without pairs": (
+        ValueError, r"head_dim: expected pairs for each of 3 axes, got enough for \(0, 2, 2\).*; use head_dim=12, or",
+        lambda: RotateMd(8, 3),
+    ),
+    "an axis without channels": (
+        ValueError, r"rotary_dim: expected channels for each of 3 axes, .* \(2, 2, 0\).*; use rotary_dim=6, or",
+        lambda: CosineMd(8, 3, rotary_dim=4, axis_order="major_first", learnable=True),
+    ),
+    "base of a module": (ValueError, r"base: .*number, got '100'", lambda: RotateMd(32, 2, base="100")),
+    "base of mixed frequencies": (
+        ValueError, r"base: .*number, got None", lambda: RotateMd(32, 2, base=None, frequencies="mixed"),
+    ),
+    "reference grid": (
+        TypeError, r"reference: expected a size, or one for each of 2 axes, got a Grid; pass its shape",
+        lambda: grid.interpolate(Grid((14, 14))),
+    ),
+    "reference of text": (TypeError, r"reference: .* got str$", lambda: grid.interpolate("14")),
+    "a scheme's grid": (
+        TypeError, r"grid: expected a function that returns a Grid or Coordinates, got tuple from ",
+        lambda: lrpe_md.preset(lrpe_md.Scheme("x", 64, lrpe_md.Axial((1, 1)), grid=lambda s: s)).positions((3, 4)),
+    ),
     "no heads": (ValueError, r"num_heads", lambda: CosineMd(8, 2, num_heads=0)),
     "offset of a float": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=1.5)),
     "float offset": (ValueError, r"offset", lambda: lrpe_md.lrpe_rotate_1d(x, theta, offset=torch.rand(2))),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, LinearAttention, PresetMd, Rotate1d, RotateMd, linear_attention, list_presets
+from lrpe_md import CosineMd, Grid, LinearAttention, PresetMd, Rotate1d, RotateMd, linear_attention, list_presets, pack
 from lrpe_md.integrations.encoding import Activation
 from lrpe_md.integrations.run_time import set_scaling
 from lrpe_md.reference import activate
@@ -94,6 +94,23 @@ def test_options_reach_the_function():
     assert torch.equal(
         module(*one, GRID, cu_seqlens=packed), linear_attention(*one, positions=GRID, **own, cu_seqlens=packed)
     )
+
+
+@pytest.mark.parametrize("make", [lambda e: e, Foreign, lambda e: None], ids=["own", "foreign", "none"])
+def test_the_result_of_pack(make):
+    """It sets positions and cu_seqlens, in the module and in the function."""
+    q, k, v = (t[:1] for t in qkv())
+    packed = pack([Grid((2, 3)), Grid((2, 2), prefix=3)])
+    encoding = make(CosineMd(8, 2, act="relu"))
+    module = LinearAttention(encoding)
+    expected = module(q, k, v, packed.positions, cu_seqlens=packed.cu_seqlens)
+    assert not torch.allclose(expected, module(q, k, v, packed.positions))
+    assert torch.equal(module(q, k, v, packed), expected)
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected None with the result of lrpe_md\.pack"):
+        module(q, k, v, packed, cu_seqlens=packed.cu_seqlens)
+    if isinstance(encoding, CosineMd):
+        found = linear_attention(q, k, v, omega=encoding.get_omega(), positions=packed, is_causal=True)
+        assert torch.equal(found, module(q, k, v, packed, is_causal=True))
 
 
 def test_eps_and_impl_are_passed_on():

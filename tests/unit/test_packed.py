@@ -1,5 +1,7 @@
 """Packed projections, packed tokens, the cosine map on some channels, xPos, and sharded sequences."""
 
+import re
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from lrpe_md import (
     compose,
     cosine,
     geometric_theta,
+    linear_attention,
     lrpe_rotate_1d,
     lrpe_rotate_md,
     pack,
@@ -153,6 +156,26 @@ def test_packed_tokens():
         found = call(x, k, positions=packed)
         assert all(y.ndim == 3 and y.is_contiguous() for y in found)
     assert rotate(x, omega=OMEGA, positions=packed).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "ways"),
+    [
+        (lambda x, positions: rotate(x, omega=OMEGA, positions=positions), "{pack}"),
+        (lambda x, positions: RotateMd(8)(x, x, positions=positions), "{pack}"),
+        (lambda x, positions: Rotate1d(8)(x), "cu_seqlens, or {pack}"),
+        (lambda x, positions: lrpe_rotate_1d(x, THETA), "cu_seqlens"),
+        (
+            lambda x, positions: linear_attention(x, x, x, omega=OMEGA, positions=positions),
+            "(1, H, N, D) with cu_seqlens or {pack}",
+        ),
+    ],
+)
+def test_packed_tokens_without_the_whole_pack(call, ways):
+    """The error names what the callee takes, and no more."""
+    ways = ways.format(pack="the whole result of lrpe_md.pack as positions (not only its first part)")
+    with pytest.raises(ValueError, match=re.escape(f"; for packed tokens (N, H, D), pass {ways}") + "$"):
+        call(projection(9, 4), pack([GRID, Grid((1, 2))]).positions)
 
 
 @pytest.mark.parametrize("act", ["none", "silu"])

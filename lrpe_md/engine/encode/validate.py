@@ -33,12 +33,13 @@ from ..core.norms import check_weights
 from .tables import TRANSPOSE, check_tables
 
 __all__ = [
-    "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
+    "WHOLE_PACK", "Act", "Impl", "Order", "Pairs", "Place", "Positions", "check_act", "check_input",
     "check_pairs", "check_unused", "locate", "remedy", "rotary_slice", "validate",
 ]  # fmt: skip
 
 ORDERS = get_args(Order)
 PAIRS = ("half", "interleaved")
+WHOLE_PACK = "the whole result of lrpe_md.pack as positions (not only its first part)"
 
 
 def validate(
@@ -186,12 +187,13 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
         return torch.full((1, channels), value, dtype=torch.float64, device=device)
 
 
-def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False) -> None:
+def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
+    """Check q or k. packed: what the caller takes for packed tokens, for the error."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(
             f"{name}: expected shape (B, H, N, D), got {tuple(t.shape)}"
-            + ("; for packed tokens (N, H, D), pass cu_seqlens, or positions from lrpe_md.pack" * (t.ndim == 3))
+            + (f"; for packed tokens (N, H, D), pass {packed}" if t.ndim == 3 else "")
         )
     if t.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...checks import check_offsets
 from ...norm import Norm
-from ...positions.grid import Grid
+from ...positions.grid import Coordinates, Grid
+from ...positions.sequences import Packed
 from ...reference import activate, no_autocast
 from ...reference_linear import Features, attend_encoded, zero_gated_tokens
 from ..core.call import NO_TABLES, NormOptions, Tables
@@ -52,6 +53,9 @@ def run_linear_attention(
     options: LinearOptions, arguments: TensorArguments, sides: Sides, norm: Norm | None = None
 ) -> Any:
     """Run :func:`lrpe_md.linear_attention`; return o, or o and the state."""
+    if type(sides.positions) is Packed:
+        arguments, positions = _split_packed(arguments, sides.positions)
+        sides = sides._replace(positions=positions)
     if norm is not None:
         options, weights = take_norm(options, norm, 2)
         arguments = arguments._replace(weights=weights)
@@ -84,6 +88,15 @@ def run_linear_attention(
     return (o, pack_state(final_state)) if options.return_state else o
 
 
+def _split_packed(arguments: TensorArguments, packed: Packed) -> tuple[TensorArguments, Coordinates]:
+    """Return the arguments with the cu_seqlens of packed sequences, and the positions."""
+    if arguments.cu_seqlens is not None:
+        raise ValueError(
+            "cu_seqlens: expected None with the result of lrpe_md.pack as positions, which contains it, got both"
+        )
+    return arguments._replace(cu_seqlens=packed.cu_seqlens), packed.positions
+
+
 def run_encoded(
     options: LinearOptions,
     arguments: TensorArguments,
@@ -96,6 +109,8 @@ def run_encoded(
     With normalizer "unrotated" this runs the reference, because no operator takes q̄ and k̄ as well. A norm is applied
     first, with PyTorch operators.
     """
+    if type(positions) is Packed:
+        arguments, positions = _split_packed(arguments, positions)
     check_gate(arguments.gate, arguments.k)
     k, v = zero_gated_tokens(arguments.gate, arguments.k, arguments.v)  # before the encoding, which would propagate NaN
     if norm is not None:

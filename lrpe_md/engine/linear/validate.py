@@ -14,7 +14,7 @@ from ...reference_linear import Attention
 from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from ..core.norms import check_weights
 from ..core.operator import check_impl
-from ..encode.validate import check_act, check_input, check_unused, locate, validate
+from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
 ]  # fmt: skip
 
+PACKED = f"(1, H, N, D) with cu_seqlens or {WHOLE_PACK}"
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
@@ -51,8 +52,9 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
     attention = _make_attention(options, arguments)
     q, k, v = arguments.q, arguments.k, arguments.v
     has_position_pair = type(sides.positions) is tuple
-    check_input("q", q, q)
-    check_input("k", k, q, other_length=has_position_pair or (options.map is None and sides.positions is None))
+    check_input("q", q, q, packed=PACKED)
+    other_length = has_position_pair or (options.map is None and sides.positions is None)
+    check_input("k", k, q, other_length=other_length, packed=PACKED)
     _check_values(v, q, k)
     check_gate(arguments.gate, k)
     if has_position_pair and attention.mask != "full":
