@@ -143,9 +143,9 @@ def lrpe_rotate_1d(
             heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
         offset: position of the first token: an int, or integers of shape (), (1,) or (B,). Tensors are read on the
             device, without a synchronisation or a new kernel for each value. With left padding, it is negative.
-        cu_seqlens: (S + 1,) boundaries of sequences packed end to end, from 0 to N (checked on a CPU only). x is (1, H,
-            N, D) or (N, H, D), and so is the result. In each sequence, positions start again at ``offset``, which may
-            be (S,). See :func:`lrpe_md.positions.packed_positions`.
+        cu_seqlens: (S + 1,) boundaries of sequences packed end to end. x is (1, H, N, D) or (N, H, D), and so is the
+            result. In each sequence, positions start again at ``offset``, which may be (S,). See
+            :func:`lrpe_md.positions.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 

@@ -215,8 +215,14 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     Raises:
         ValueError, TypeError: an invalid argument.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
     check_at_least(0, num_tokens=num_tokens)
-    _check_boundaries(cu_seqlens, num_tokens, to_the_end=False)
+    check_offsets(cu_seqlens, num_tokens, to_the_end=False)
     num, device = len(cu_seqlens) - 1, cu_seqlens.device
     index = torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype)
     sequence = (torch.searchsorted(cu_seqlens, index, right=True) - 1).clamp(0, num - 1)
@@ -235,17 +241,6 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
     return Coordinates((index + shift[sequence])[:, None])
 
 
-def _check_boundaries(cu_seqlens: Any, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check cu_seqlens, and its values as :func:`lrpe_md.checks.check_offsets` does."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens: expected int32 or int64 (S + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    check_offsets(cu_seqlens, num_tokens, to_the_end=to_the_end)
-
-
 def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
     """Return positions for the tokens of x (B, H, N, D); dim is the dimension of its softmax."""
     if cu_seqlens is None:
@@ -256,7 +251,6 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
         raise ValueError(
             "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
         )
-    _check_boundaries(cu_seqlens, x.shape[2])
     return packed_positions(cu_seqlens, x.shape[2], offset)
 
 
