@@ -478,6 +478,24 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
     assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("attention", ["linear", "linear,softmax"])
+def test_norms_of_linear_attention_start_fresh(tmp_path, attention, capsys):
+    softmax = build_model(depth=2)
+    weights = random_weights(softmax)
+    torch.save(weights, tmp_path / "w.pt")
+    model = build_model(depth=2, attention=attention)
+    start_from(model, tmp_path / "w.pt")
+    assert f"Starting from {tmp_path / 'w.pt'} (new: attn.norm)" in capsys.readouterr().err
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert {name.split(".", 2)[2] for name in found.keys() - weights.keys()} == {"attn.norm.weight", "attn.norm.bias"}
+    assert (found["blocks.0.attn.norm.weight"] == 1).all()
+    del weights["blocks.0.attn.proj.bias"]
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(typer.BadParameter, match=r"\(blocks\.0\.attn\.proj\.bias is only in the model\)"):
+        start_from(model, tmp_path / "w.pt")
+
+
 def test_weights_of_another_size_and_encoding(tmp_path, capsys):
     first = build_model(encoding="rotate-mixed", size=8)
     weights = random_weights(first)
