@@ -34,6 +34,9 @@ SMALL = {
     "tensorboard": False, "size": 8, "test_sizes": "12,8x12", "patch": 4, "dim": 48, "depth": 1, "heads": 2, "shift": 1,
 }  # fmt: skip
 
+SHAPE = ("dim", "depth", "heads", "patch")
+TIMM = {**{k: v for k, v in SMALL.items() if k not in SHAPE}, "model": "test_vit2", "size": 32, "test_sizes": ""}
+
 
 def squares(num: int, side: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Return noisy images with a bright top or bottom half, (N, H, W) uint8, and labels."""
@@ -575,8 +578,8 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
     with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
-    timm = {**SMALL, "model": "test_vit2", "size": 32, "patch": 0, "test_sizes": "", "steps": 1, "heads": 3}
-    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, whatever --heads says
+    timm = {**TIMM, "steps": 1}
+    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, while --heads is 3
     start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1
