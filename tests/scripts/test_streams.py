@@ -168,7 +168,7 @@ def test_classes_by_number_and_by_name(shards, hub):
     assert 0 < len(test) < 20
     for label in ("label", "kind"):
         parts = number_classes(train, test, label)
-        assert parts[2] == 2
+        assert parts[2:] == (2, () if label == "label" else ("bottom", "top"))
         for part in parts[:2]:
             for i in range(len(part)):
                 _, found = part[i]
@@ -176,6 +176,7 @@ def test_classes_by_number_and_by_name(shards, hub):
                 assert found == (number if label == "label" else 1 - number)  # names are sorted
     for data in (load_stream(hub, 8), load_stream(hub, 8, label="label")):
         assert (len(data.train), len(data.test), data.num_classes) == (32, 8, 2)
+        assert data.classes == ("top", "bottom")  # in the order of their numbers
         assert data.test.labels.tolist() == [0, 1] * 4
 
 

@@ -116,7 +116,8 @@ class ImageTraining(Training):
     cutmix: float = option(0.0, "Alpha of cutmix; 0 disables it.", least=0, off=True)
     smoothing: float = option(0.1, "Label smoothing.", least=0, below=1)
     model: str = option(
-        "", "Vision transformer from timm, such as vit_base_patch16_224, instead of --dim, --depth, --heads and --patch.",
+        "",
+        "Vision transformer from timm, such as vit_base_patch16_224, instead of --dim, --depth, --heads and --patch.",
         panel=MODEL,
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
@@ -404,6 +405,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
             "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
+            "read_size": size, **({"classes": list(data.classes)} if data.classes else {}),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
