@@ -185,7 +185,7 @@ def test_sizes():
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
-def test_training_learns_the_classes(data, tmp_path):
+def test_training_learns_the_classes(data, tmp_path, capsys):
     config = ImageTraining(data=data, out=tmp_path / "run", attention="linear", **SMALL)
     result = train_image.run(config)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
@@ -202,7 +202,12 @@ def test_training_learns_the_classes(data, tmp_path):
         "model.safetensors",
         "result.json",
     }
-    assert train_image.run(config)["accuracy"] == accuracy  # a finished run is not trained again
+    capsys.readouterr()
+    assert train_image.run(config) == result  # a finished run is not trained again, and keeps its timings
+    assert f"{config.out}: already finished at step 24; evaluating it again" in capsys.readouterr().err
+    assert json.loads((config.out / "result.json").read_text()) == result
+    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # of a shorter run
+    assert train_image.run(config)["train_steps_timed"] == 0
 
 
 def test_validation_during_training(data, tmp_path):
