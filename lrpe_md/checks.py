@@ -69,7 +69,7 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
     )
 
 
-SYNONYMS: dict[str, str] = {"rope": "rotate", "rotary": "rotate", "axial": "rotate"}
+SYNONYMS: dict[str, str] = {"rope": "rotate", "rotary": "rotate", "axial": "rotate", "mixed": "rotate-mixed"}
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:

@@ -1,14 +1,17 @@
 """Load a vision transformer that `lrpe-md train image` or `lrpe-md train digits` has trained.
 
     python docs/examples/load_trained.py runs/digits
+    python docs/examples/load_trained.py runs/mine --picture cat.png
 
 `load_run` returns the model of any run of `lrpe-md train`, also a video, diffusion or language model.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
+from lrpe_md.scripts.train.data.images import read_square, resized
 from lrpe_md.scripts.train.runs import load_run
 
 
@@ -16,10 +19,17 @@ from lrpe_md.scripts.train.runs import load_run
 def main(argv: list[str] | None = None) -> torch.Tensor:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="Folder of the training")
-    model = load_run(parser.parse_args(argv).run)
+    parser.add_argument("--picture", type=Path, help="Picture to classify; the training data was a folder CLASS/*.png")
+    args = parser.parse_args(argv)
+    model = load_run(args.run)
     size = model.patch_embed.img_size
     logits = model(torch.zeros(1, model.patch_embed.proj.in_channels, *size))
     print(f"{len(model.blocks)} layers, images of {size[0]}x{size[1]}, {logits.shape[1]} classes")
+    if args.picture:
+        result = json.loads((args.run / "result.json").read_text(encoding="utf-8"))
+        x = resized(read_square(args.picture, result["read_size"])[None], size)  # as in the test of the training
+        logits = model(x)
+        print(result["classes"][logits.argmax()])
     return logits
 
 

@@ -160,6 +160,11 @@ class Trainer:
         self.model, self.optimizer = wrapped, accelerator.prepare_optimizer(self.inner)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether no step is left."""
+        return self.last is not None and self.step >= self.last
+
+    @property
     def averaged(self) -> nn.Module:
         """The model to evaluate: the EMA if there is one."""
         return self.raw if self.average is None else self.average.module
@@ -188,7 +193,7 @@ class Trainer:
             in_processes: whether ``config.workers`` are processes, for batches that decode files; otherwise threads.
         """
         config, accelerator = self.config, self.accelerator
-        if self.last is not None and self.step >= self.last:
+        if self.is_finished:
             return
         start_trackers(accelerator, config, self.settings)
         if accelerator.is_main_process:

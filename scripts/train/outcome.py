@@ -28,12 +28,16 @@ SHOWN = {
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
-    """Call ``fit``, and return the common entries of all results: model, training and machine."""
+    """Call ``fit``, and return the common entries of all results: model, training and machine.
+
+    A finished training keeps those of its result.json.
+    """
+    before = _read_result(trainer) if trainer.is_finished else {}
     since, first = time.perf_counter(), trainer.step
     fit()
     counted = trainer.counted_seconds()
     seconds, accelerator = time.perf_counter() - since - trainer.waited, trainer.accelerator
-    return {
+    common = {
         "loss": trainer.history[-1]["loss"], "loss_rise": largest_rise([row["loss"] for row in trainer.history]),
         "params": sum(p.numel() for p in trainer.raw.parameters()),
         "steps": trainer.step, "train_steps_timed": trainer.step - first,
@@ -42,6 +46,16 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
         "processes": accelerator.num_processes, "gpu": gpu_name(accelerator.device), "commit": git_commit() or None,
         **versions("torch", "timm", "accelerate"),
     }  # fmt: skip
+    return {name: before.get(name, value) for name, value in common.items()}
+
+
+def _read_result(trainer: Trainer) -> dict[str, Any]:
+    """Read the result.json of a finished training; {} if it has none for this number of steps."""
+    try:
+        found = json.loads((trainer.config.out / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing or damaged, so it is written again
+        return {}
+    return found if isinstance(found, dict) and found.get("steps") == trainer.step else {}
 
 
 def largest_rise(losses: Sequence[float]) -> float:

@@ -30,6 +30,8 @@ EXPORT = "model.safetensors"
 # Prefixes that only the model may have, and prefixes that only the file may have.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
+# Norms after attention, which the trainings add to models with linear layers.
+NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 
 
 def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str:
@@ -37,8 +39,9 @@ def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str
 
     encoding: option of this training; if the run that made the weights had a different one, that is printed, too.
 
-    The head of other classes, class and register tokens, and the encoding may differ. Weights of a vision transformer
-    are resampled to the model's sizes, and those of an image model are inflated for a video model.
+    The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
+    be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
+    inflated for a video model.
 
     Returns:
         a digest of the weights.
@@ -64,8 +67,9 @@ def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str
         if not name.startswith(("head.", "encoding."))
     ]
     wrong += [f"{name} is only in the file" for name in found.keys() - own.keys() if not name.startswith(LEFT_OUT)]
+    fresh = (".decay.logit", *_list_norms(model))
     missing = [name for name in own.keys() - found.keys() if not name.startswith(NEW)]
-    wrong += [f"{name} is only in the model" for name in missing if not name.endswith(".decay.logit")]
+    wrong += [f"{name} is only in the model" for name in missing if not name.endswith(fresh)]
     if wrong:
         raise typer.BadParameter(
             f"--weights {path}: the weights are for a different architecture ({'; '.join(sorted(wrong)[:3])}); pass "
@@ -91,8 +95,18 @@ def _count_heads(model: nn.Module) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
+def _list_norms(model: nn.Module) -> list[str]:
+    """Return the weights of norms after attention, if a layer is linear. Weights of softmax layers lack them."""
+    attributes = [(getattr(m, "attention", None), getattr(m, "linear", None)) for m in model.modules()]
+    if not any(attention == "linear" or linear is True for attention, linear in attributes):
+        return []
+    return [name for name in model.state_dict() if any(norm in name for norm in NORMS)]
+
+
 def _first_names(names: Iterable[str]) -> list[str]:
-    return sorted({name.split(".")[0] for name in names})
+    """Return the first parts of names of weights, and one name for all norms after attention."""
+    norms = [norm.strip(".") for norm in NORMS]
+    return sorted({next((norm for norm in norms if f".{norm}." in name), name.split(".")[0]) for name in names})
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

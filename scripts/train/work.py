@@ -67,6 +67,11 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
             stack.enter_context(claim(config.out))
         trainer = Trainer(config, accelerator, work.model, settings)
         stack.callback(trainer.end_turn)
+        if trainer.is_finished and accelerator.is_main_process:
+            typer.echo(
+                f"{config.out}: already finished at step {trainer.step}; evaluating it again, without training",
+                err=True,
+            )
         validate = None if work.validate is None else partial(work.validate, trainer)
         after_step = None if work.after_step is None else partial(work.after_step, trainer)
         options = {"validate": validate, "after_step": after_step, "in_processes": work.in_processes}

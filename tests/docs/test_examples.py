@@ -172,6 +172,36 @@ def test_load_trained(tmp_path, capsys):
     assert logits.shape == (1, 10)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_load_trained_predicts_one_picture(tmp_path, capsys, stream):
+    from lrpe_md.scripts.train.data.images import load_images, resized
+    from lrpe_md.scripts.train.runs import load_run
+    from lrpe_md.scripts.train.tasks.image import ImageTraining, run
+
+    generator = np.random.default_rng(0)
+    for name, colour in COLOURS.items():
+        for i in range(10):
+            path = tmp_path / "data" / ("val" if i < 2 else "train") / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            noise = generator.integers(-40, 40, (12, 20, 3))
+            Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(path)
+    result = run(
+        ImageTraining(
+            data=tmp_path / "data", out=tmp_path / "run", steps=20, batch=8, lr=3e-3, ema=0, size=8, patch=4, dim=48,
+            depth=1, test_sizes="12", device="cpu", tensorboard=False, progress=False, stream=stream,
+        )
+    )  # fmt: skip
+    assert result["classes"] == ["blue", "red"]
+    assert result["accuracy"]["extrapolated"]["8x8"] == 100
+    test = load_images(tmp_path / "data", 12).test
+    expected = load_run(tmp_path / "run")(resized(test.images, (8, 8)))
+    pictures = [tmp_path / "data" / "val" / name / f"{i}.png" for name in sorted(COLOURS) for i in range(2)]
+    for i, picture in enumerate(pictures):
+        logits = load("load_trained").main([str(tmp_path / "run"), "--picture", str(picture)])
+        assert capsys.readouterr().out.splitlines()[-1] == picture.parent.name
+        torch.testing.assert_close(logits[0], expected[i])
+
+
 def test_ablate_own_model(tmp_path):
     pytest.importorskip("sklearn")
     module, out = load("ablate_own_model"), tmp_path / "table.csv"

@@ -168,7 +168,7 @@ def test_classes_by_number_and_by_name(shards, hub):
     assert 0 < len(test) < 20
     for label in ("label", "kind"):
         parts = number_classes(train, test, label)
-        assert parts[2] == 2
+        assert parts[2:] == (2, () if label == "label" else ("bottom", "top"))
         for part in parts[:2]:
             for i in range(len(part)):
                 _, found = part[i]
@@ -176,6 +176,7 @@ def test_classes_by_number_and_by_name(shards, hub):
                 assert found == (number if label == "label" else 1 - number)  # names are sorted
     for data in (load_stream(hub, 8), load_stream(hub, 8, label="label")):
         assert (len(data.train), len(data.test), data.num_classes) == (32, 8, 2)
+        assert data.classes == ("top", "bottom")  # in the order of their numbers
         assert data.test.labels.tolist() == [0, 1] * 4
 
 
@@ -411,7 +412,8 @@ def test_too_many_images_name_the_stream(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 def test_models_of_timm(shards, tmp_path, attention):
-    options = {**SMALL, "data": shards, "size": 32, "patch": 0, "model": "test_vit", "attention": attention, "steps": 2}
+    options = {name: value for name, value in SMALL.items() if name not in ("patch", "dim", "depth", "heads")}
+    options |= {"data": shards, "size": 32, "model": "test_vit", "attention": attention, "steps": 2}
     result = train_image.run(ImageTraining(out=tmp_path / "run", **options))
     assert result["tokens"] == 8 * 4
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
@@ -428,6 +430,14 @@ def test_unsuitable_models_of_timm(tmp_path):
     message = r"--model: unknown 'vit_tini_patch16_224' \(did you mean 'vit_tiny_patch16_224'\?\); pass a name.*\(\)$"
     with pytest.raises(typer.BadParameter, match=message):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tini_patch16_224")
+    with pytest.raises(typer.BadParameter, match=message):
+        ImageTraining(data=tmp_path, out=tmp_path, model="vit_tini_patch16_224", patch=8)
+    for given in ({"dim": 48}, {"depth": 2}, {"heads": 4}, {"patch": 8}, {"dim": 48, "patch": 8}):
+        named = " ".join(f"--{name} {value}" for name, value in given.items())
+        message = rf"^{named}: --model vit_tiny_patch16_224 defines --dim, --depth, --heads and --patch \(16\); leave"
+        with pytest.raises(typer.BadParameter, match=message):
+            ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224", **given)
+    ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224", patch=16)
     with pytest.raises(typer.BadParameter, match=r"--model vit_tiny_patch16_224\.none: Invalid pretrained tag"):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
     with pytest.raises(typer.BadParameter, match=r"expected a timm VisionTransformer.*got ResNet"):

@@ -34,6 +34,9 @@ SMALL = {
     "tensorboard": False, "size": 8, "test_sizes": "12,8x12", "patch": 4, "dim": 48, "depth": 1, "heads": 2, "shift": 1,
 }  # fmt: skip
 
+SHAPE = ("dim", "depth", "heads", "patch")
+TIMM = {**{k: v for k, v in SMALL.items() if k not in SHAPE}, "model": "test_vit2", "size": 32, "test_sizes": ""}
+
 
 def squares(num: int, side: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Return noisy images with a bright top or bottom half, (N, H, W) uint8, and labels."""
@@ -182,7 +185,7 @@ def test_sizes():
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
-def test_training_learns_the_classes(data, tmp_path):
+def test_training_learns_the_classes(data, tmp_path, capsys):
     config = ImageTraining(data=data, out=tmp_path / "run", attention="linear", **SMALL)
     result = train_image.run(config)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
@@ -199,7 +202,12 @@ def test_training_learns_the_classes(data, tmp_path):
         "model.safetensors",
         "result.json",
     }
-    assert train_image.run(config)["accuracy"] == accuracy  # a finished run is not trained again
+    capsys.readouterr()
+    assert train_image.run(config) == result  # a finished run is not trained again, and keeps its timings
+    assert f"{config.out}: already finished at step 24; evaluating it again" in capsys.readouterr().err
+    assert json.loads((config.out / "result.json").read_text()) == result
+    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # of a shorter run
+    assert train_image.run(config)["train_steps_timed"] == 0
 
 
 def test_validation_during_training(data, tmp_path):
@@ -478,6 +486,24 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
     assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("attention", ["linear", "linear,softmax"])
+def test_norms_of_linear_attention_start_fresh(tmp_path, attention, capsys):
+    softmax = build_model(depth=2)
+    weights = random_weights(softmax)
+    torch.save(weights, tmp_path / "w.pt")
+    model = build_model(depth=2, attention=attention)
+    start_from(model, tmp_path / "w.pt")
+    assert f"Starting from {tmp_path / 'w.pt'} (new: attn.norm)" in capsys.readouterr().err
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert {name.split(".", 2)[2] for name in found.keys() - weights.keys()} == {"attn.norm.weight", "attn.norm.bias"}
+    assert (found["blocks.0.attn.norm.weight"] == 1).all()
+    del weights["blocks.0.attn.proj.bias"]
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(typer.BadParameter, match=r"\(blocks\.0\.attn\.proj\.bias is only in the model\)"):
+        start_from(model, tmp_path / "w.pt")
+
+
 def test_weights_of_another_size_and_encoding(tmp_path, capsys):
     first = build_model(encoding="rotate-mixed", size=8)
     weights = random_weights(first)
@@ -557,8 +583,8 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     train_image.run(ImageTraining(data=data, out=tmp_path / "run", **{**SMALL, "steps": 1}))
     with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
-    timm = {**SMALL, "model": "test_vit2", "size": 32, "patch": 0, "test_sizes": "", "steps": 1, "heads": 3}
-    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, whatever --heads says
+    timm = {**TIMM, "steps": 1}
+    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, while --heads is 3
     start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1

@@ -20,7 +20,7 @@ from lrpe_md.scripts.train.config import Training
 from lrpe_md.scripts.train.runs import load_run
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, vae, video
 from test_train_image import SMALL as IMAGES
-from test_train_image import write_idx
+from test_train_image import TIMM, write_idx
 from test_train_video import SMALL as VIDEOS
 from test_train_video import needs_decoder
 from torch import nn
@@ -43,10 +43,7 @@ def write_text(folder: Path) -> Path:
 RUNS: dict[str, tuple[Any, Callable[[Path], Any], dict[str, Any], type]] = {
     "digits": (digits, lambda folder: "digits", {"encoding": "rotate-learnable"}, LrpeVisionTransformer),
     "image": (image, write_idx, {**IMAGES, "depth": 2, "attention": HYBRID, "qk_norm": True}, LrpeVisionTransformer),
-    "timm": (
-        image, write_idx, {**IMAGES, "model": "test_vit2", "size": 32, "patch": 0, "test_sizes": ""},
-        LrpeVisionTransformer,
-    ),
+    "timm": (image, write_idx, TIMM, LrpeVisionTransformer),
     "video": (
         video, write_films,
         {

@@ -56,11 +56,12 @@ class Images:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Training images, in memory or as a stream, test images, and the number of classes."""
+    """Training images, in memory or as a stream, test images, the number of classes, and their names if known."""
 
     train: Images | LabelledStream
     test: Images
     num_classes: int
+    classes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> int:
@@ -97,19 +98,20 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
     """
     if not path.is_dir():
         raise ImageError(f"--data {path}: no such folder; {REMEDY}")
+    classes = ()
     if dataset:
         train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
     elif is_idx(path):
         train, test = (_idx(path, prefix, limit) for prefix in IDX.values())
     else:
-        train, test = _folders(path, size, limit)
+        train, test, classes = _folders(path, size, limit)
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
     if train.images.shape[1:] != test.images.shape[1:]:
         shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
         raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
-    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1)
+    return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
 
 
 def is_idx(path: Path) -> bool:
@@ -191,19 +193,19 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
         )
     number = {name: i for i, name in enumerate(names[0])}
     train, test = (
-        FileSource(files, [number[p.relative_to(root).parts[0]] for p in files], root)
+        FileSource(files, [number[p.relative_to(root).parts[0]] for p in files], root, tuple(names[0]))
         for root, files in zip(roots, found, strict=True)
     )
     return train, test
 
 
-def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images]:
-    parts = []
-    for part in list_folder(path):
+def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
+    sources, parts = list_folder(path), []
+    for part in sources:
         chosen = _some(len(part), limit)
         parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
                               len(chosen), size))  # fmt: skip
-    return parts[0], parts[1]
+    return parts[0], parts[1], sources[0].classes
 
 
 def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = None) -> Labelled:
@@ -215,13 +217,13 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
         label: field that holds the class. Default: .cls in shards, the ClassLabel of a data set.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
-    train, test, num_classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
+    train, test, num_classes, classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
     chosen, tested = (_some(len(part), limit) for part in (train, test))
     train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
-    return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes)
+    return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes, classes)
 
 
 def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
@@ -246,14 +248,15 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
 
     def decode(i: int) -> None:
         source, label = sample(i)
-        images[i], labels[i] = _square(source, size), int(label)
+        images[i], labels[i] = read_square(source, size), int(label)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(decode, range(num)))
     return Images(images, labels)
 
 
-def _square(source: Path | Image.Image, size: int) -> Tensor:
+def read_square(source: Path | Image.Image, size: int) -> Tensor:
+    """Return the central square of an image, resized: uint8 (3, size, size)."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)

@@ -134,7 +134,7 @@ def load_classes(
         )
     labels = torch.from_numpy(records.labels)
     train, test = (Images(pixels[chosen], labels[chosen]) for chosen in (~held_out, held_out))
-    return Labelled(train, test, len(records.classes))
+    return Labelled(train, test, len(records.classes), records.classes)
 
 
 def _from_files(path: Path, condition: str, without: str, label: str) -> Pictures:

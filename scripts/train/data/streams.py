@@ -440,11 +440,12 @@ def open_hub(name: str) -> tuple[Source, Source | None]:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Image files and their classes."""
+    """Image files, the numbers of their classes, and the names of all classes."""
 
     files: list[Path]
     labels: list[int]
     root: Path
+    classes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -470,8 +471,8 @@ class FileSource:
             raise StreamError(f"--label {name}: files have no fields; leave it out")
         return list(self.labels)
 
-    def class_names(self, name: str) -> None:
-        return None
+    def class_names(self, name: str) -> tuple[str, ...]:
+        return self.classes
 
     def hash_content(self) -> int:
         rows = [f"{key} {file.stat().st_size}" for key, file in zip(self.list_keys(), self.files, strict=True)]
@@ -500,8 +501,13 @@ class LabelledStream:
         return zlib.crc32(self.classes.tobytes(), self.stream.digest)
 
 
-def number_classes(train: Stream, test: Stream, label: str) -> tuple[LabelledStream, LabelledStream, int]:
-    """Return both streams with the classes in a field, and the number of classes. Class names are sorted."""
+def number_classes(
+    train: Stream, test: Stream, label: str
+) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
+    """Return both streams with the classes in a field, the number of classes, and their names if they are known.
+
+    Class names are sorted, unless the data numbers them.
+    """
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
     unique = set(found[0]) | set(found[1])
@@ -509,14 +515,15 @@ def number_classes(train: Stream, test: Stream, label: str) -> tuple[LabelledStr
         if min(unique) < 0:
             raise StreamError(f"--label {label}: expected classes of at least 0, got {min(unique)}")
         number, total = {value: value for value in unique}, max(unique) + 1
+        names = train.source.class_names(label) or ()
     else:
-        names = sorted(map(str, unique))
+        names = tuple(sorted(map(str, unique)))
         number, total = {value: names.index(str(value)) for value in unique}, len(names)
     parts = [
         LabelledStream(each, np.array([number[all_values[i]] for i in each.indices], np.int64))
         for each, all_values in zip((train, test), found, strict=True)
     ]
-    return parts[0], parts[1], total
+    return parts[0], parts[1], total, names
 
 
 def is_stream(path: Path) -> bool:

@@ -23,7 +23,7 @@ an interrupted run.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -116,7 +116,8 @@ class ImageTraining(Training):
     cutmix: float = option(0.0, "Alpha of cutmix; 0 disables it.", least=0, off=True)
     smoothing: float = option(0.1, "Label smoothing.", least=0, below=1)
     model: str = option(
-        "", "Vision transformer from timm, such as vit_base_patch16_224, instead of --dim, --depth and --heads.",
+        "",
+        "Vision transformer from timm, such as vit_base_patch16_224, instead of --dim, --depth, --heads and --patch.",
         panel=MODEL,
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
@@ -149,7 +150,10 @@ class ImageTraining(Training):
     def _choose_sizes(self) -> None:
         """Replace the defaults that depend on the data and the model."""
         is_small = not self.model and not self.dataset and is_idx(self.data)
-        patch = self.patch or (find_patch(self.model) if self.model else 2 if is_small else 16)
+        own = find_patch(self.model) if self.model else 0
+        if own:
+            self._check_model_options(own)
+        patch = self.patch or own or (2 if is_small else 16)
         size = self.size or (28 if is_small else 224)
         tests = self.test_sizes
         if tests == "auto":
@@ -157,6 +161,18 @@ class ImageTraining(Training):
             tests = tests if is_small or size > 4 * patch else ""
         for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
             object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    def _check_model_options(self, patch: int) -> None:
+        """Reject options that --model would ignore. patch: patch size of the model."""
+        defaults = {f.name: f.default for f in fields(self)}
+        fixed = [name for name in ("dim", "depth", "heads") if getattr(self, name) != defaults[name]]
+        fixed += ["patch"] if self.patch not in (0, patch) else []
+        if fixed:
+            given = " ".join(f"--{name} {getattr(self, name)}" for name in fixed)
+            raise typer.BadParameter(
+                f"{given}: --model {self.model} defines --dim, --depth, --heads and --patch ({patch}); leave them out, "
+                "or leave out --model"
+            )
 
     @property
     def train_sizes(self) -> Sizes:
@@ -389,6 +405,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
             "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
+            "read_size": size, **({"classes": list(data.classes)} if data.classes else {}),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
