@@ -82,6 +82,17 @@ def test_unsuitable_folders(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):
+    videos = load_labelled([folder], 8, parts=4)
+    videos.frames[...] = torch.arange(8, dtype=torch.uint8)  # brighter to the right
+    numbers, draws = np.arange(8), np.arange(8)
+    for given, mirrored in (({}, 0), ({"flip": True}, 4), ({"flip": False}, 0)):
+        config = VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [folder], **given})
+        x, _ = train_video.labelled_batch(config, videos, numbers, numbers, draws)
+        assert (x[..., 0] > x[..., -1]).all((1, 2, 3)).sum() == mirrored
+    assert VideoTraining(out=tmp_path / "run", data=[folder], task="order").flip
+
+
 @pytest.mark.parametrize("sampling", ["dense", "uniform"])
 def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, monkeypatch):
     options = {**SMALL, "data": [folder], "sampling": sampling, "steps": 20}

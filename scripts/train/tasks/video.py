@@ -80,7 +80,11 @@ class VideoTraining(Training):
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(64, "Additional test size, in pixels.")
     motion: bool = option(True, "Show only motion: subtract the mean over time, and normalise the deviation.")
-    flip: bool = option(True, "Mirror half of the clips.")
+    flip: bool | None = option(
+        None,
+        "Mirror half of the clips. Default: off with --task labels, where classes may differ in left and right; on "
+        "otherwise.",
+    )
     patch: int = option(8, "Height and width of a patch, in pixels.", least=1)
     tubelet: int = option(
         1, "Frames per token. Above 1, tokens show motion even without an encoding.", least=1, panel=MODEL
@@ -107,6 +111,8 @@ class VideoTraining(Training):
         choose("--task", [self.task], ("labels", *TASKS))
         choose("--sampling", [self.sampling], SAMPLINGS)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
+        if self.flip is None:
+            object.__setattr__(self, "flip", self.task != "labels")  # the dataclass is frozen
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
         for name, by in (("size", self.patch), ("test_size", self.patch), ("frames", self.tubelet)):
