@@ -79,7 +79,11 @@ class VideoTraining(Training):
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(64, "Additional test size, in pixels.")
-    motion: bool = option(True, "Show only motion: subtract the mean over time, and normalise the deviation.")
+    motion: bool | None = option(
+        None,
+        "Show only motion: subtract the mean over time, and normalise the deviation. Default: off with --causal, "
+        "because the mean includes later frames; on otherwise.",
+    )
     flip: bool | None = option(
         None,
         "Mirror half of the clips. Default: off with --task labels, where classes may differ in left and right; on "
@@ -111,8 +115,14 @@ class VideoTraining(Training):
         choose("--task", [self.task], ("labels", *TASKS))
         choose("--sampling", [self.sampling], SAMPLINGS)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
-        if self.flip is None:
-            object.__setattr__(self, "flip", self.task != "labels")  # the dataclass is frozen
+        if self.causal and self.motion:
+            raise typer.BadParameter(
+                "--motion: expected --no-motion with --causal, got --motion, which subtracts the mean of earlier and "
+                "later frames; leave out --motion, or --causal"
+            )
+        for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)  # the dataclass is frozen
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
         for name, by in (("size", self.patch), ("test_size", self.patch), ("frames", self.tubelet)):
