@@ -1,5 +1,6 @@
 """Training on labelled videos: frames of a clip, classes by folder, held-out videos."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
 from lrpe_md.scripts.train.data.videos import VideoError
+from lrpe_md.scripts.train.runs import load_clip, load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from test_train_video import DECODERS, write_video
@@ -109,3 +111,16 @@ def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, mon
     train_video.run(config)
     states = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "cut")]
     assert all(torch.equal(value, states[1]["average"][name]) for name, value in states[0]["average"].items())
+
+
+@pytest.mark.parametrize("sampling", ["dense", "uniform"])
+def test_a_clip_for_a_loaded_model(tmp_path, sampling):
+    data, seen = write_classes(tmp_path / "split", ("train", "val"), 3), []
+    options = {**SMALL, "data": [data], "sampling": sampling, "motion": True, "steps": 1}
+    config = VideoTraining(out=tmp_path / "run", **options)
+    train_video.run(config)
+    model = load_run(tmp_path / "run")
+    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
+    train_video.labelled_accuracy(config, model, load_labelled([data], 16, parts=4), 4, 8, nullcontext)
+    found = [load_clip(tmp_path / "run", path) for path in sorted((data / "val").glob("*/*.mp4"))]
+    assert torch.equal(torch.cat(found), seen[0])

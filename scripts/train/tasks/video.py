@@ -29,7 +29,7 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
-from ..data.videos import TASKS, Footage, load_footage, ordered
+from ..data.videos import TASKS, Footage, decode, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
@@ -58,7 +58,13 @@ class VideoTraining(Training):
     backbone: ClassVar[Backbone] = VIDEOS
     steps: int = changed("steps", 1500)
     batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
-    data: list[Path] = field(metadata=describe("Video file, or folder of videos; repeatable.", free=True))
+    data: list[Path] = field(
+        metadata=describe(
+            "Video file, or folder of videos; repeatable. With --task labels: one folder with CLASS/*.mp4, or with "
+            "train/CLASS/*.mp4 and val/CLASS/*.mp4.",
+            free=True,
+        )
+    )
     task: str = option(
         "arrow",
         "Task, one of: labels (the class, named by the folder); "
@@ -275,6 +281,16 @@ def labelled_accuracy(
             found = model(motion(x) if config.motion else x).argmax(-1)
         right += int((found == sent(videos.labels[part], found.device)).sum())
     return 100 * right / len(tests)
+
+
+def read_clip(path: Path, settings: dict[str, Any]) -> Tensor:
+    """Return the central clip of a video, (1, 3, frames, size, size), as the test of a run with these settings does."""
+    frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
+    videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
+    kind = settings["sampling"] if settings["task"] == "labels" else "dense"
+    sampling = Sampling(kind, settings["frames"], settings["every"])
+    x = videos.clips(first, np.full(1, 0.5), sampling, settings["size"])
+    return motion(x) if settings["motion"] else x
 
 
 def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
