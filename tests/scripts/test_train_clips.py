@@ -84,6 +84,18 @@ def test_unsuitable_folders(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_short_videos_are_counted(folder, tmp_path, capsys):
+    for sampling, every, frames, message in (
+        ("dense", 3, 4, "4 of 20 videos are shorter than a clip of 10 frames; their last frame is repeated"),
+        ("uniform", 3, 9, "2 of 20 videos are shorter than a clip of 9 frames; some of their frames are repeated"),
+        ("dense", 1, 8, ""),
+        ("uniform", 3, 8, ""),
+    ):
+        given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
+        train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
+        assert capsys.readouterr().err.strip() == message
+
+
 def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):
     videos = load_labelled([folder], 8, parts=4)
     videos.frames[...] = torch.arange(8, dtype=torch.uint8)  # brighter to the right

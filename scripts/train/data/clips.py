@@ -37,17 +37,21 @@ class Sampling:
     frames: int
     every: int
 
+    @property
+    def span(self) -> int:
+        """Return the number of frames of the shortest video in which no frame of a clip is repeated."""
+        return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
+
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return frame numbers (B, frames) for videos of these lengths and places (B,) in [0, 1).
 
-        A video that is too short repeats its last frame.
+        A video that is too short repeats its last frame ("dense"), or several frames ("uniform").
         """
         steps = np.arange(self.frames)
         if self.kind == "uniform":
             found = np.floor((steps + places[:, None]) * lengths[:, None] / self.frames)
         else:
-            span = (self.frames - 1) * self.every + 1
-            first = np.floor(places * (np.maximum(lengths - span, 0) + 1))
+            first = np.floor(places * (np.maximum(lengths - self.span, 0) + 1))
             found = first[:, None] + self.every * steps
         return np.minimum(found, lengths[:, None] - 1).astype(np.int64)
 

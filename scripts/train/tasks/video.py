@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -298,6 +299,14 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     videos = load_labelled(config.data, size, parts=config.parts, cache=config.cache_folder).to(device)
     train = np.flatnonzero(~videos.held_out)
     steps_per_epoch(len(train), config.batch)  # before anything is written
+    sampling = Sampling(config.sampling, config.frames, config.every)
+    if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+        repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
+        typer.echo(
+            f"{short} of {len(videos.lengths)} videos are shorter than a clip of {sampling.span} frames; {repeated} "
+            "repeated",
+            err=True,
+        )
     arguments = model_arguments(config, len(videos.names))
 
     def measure(trainer: Trainer, frames: int, size: int) -> float:
