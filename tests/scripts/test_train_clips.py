@@ -84,6 +84,14 @@ def test_unsuitable_folders(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_classes_without_training_videos_are_refused(tmp_path):
+    data = write_classes(tmp_path / "split", ("train", "val"), 1)
+    (data / "val" / "grey").mkdir()
+    write_video(data / "val" / "grey" / "0.mp4", shades(60, 8), DECODERS[0])
+    with pytest.raises(VideoError, match=r"expected videos of each class in train/, got grey only in val/; add"):
+        load_labelled([data], 8, parts=4)
+
+
 def test_short_videos_are_counted(folder, tmp_path, capsys):
     for sampling, every, frames, message in (
         ("dense", 3, 4, "4 of 20 videos are shorter than a clip of 10 frames; their last frame is repeated"),

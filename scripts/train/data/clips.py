@@ -105,7 +105,8 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
         cache: folder for decoded frames, shared by runs.
 
     Raises:
-        VideoError: no such folder, a class without videos, a video that can't be read, or no held-out videos.
+        VideoError: no such folder, too few classes, a class without training videos, a video that can't be read, or no
+            held-out videos.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         raise VideoError(f"--data {' '.join(map(str, paths))}: expected one folder; {REMEDY}")
@@ -124,6 +125,13 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
         raise VideoError(
             f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts, "
             "or use train/CLASS and val/CLASS"
+        )
+    if len(roots) == 2 and (
+        unseen := set(classes) - {c for c, is_test in zip(classes, held_out, strict=True) if not is_test}
+    ):
+        raise VideoError(
+            f"--data {root}: expected videos of each class in train/, got {', '.join(sorted(unseen))} only in "
+            f"{roots[1].name}/; add training videos, or remove the class"
         )
     frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])
