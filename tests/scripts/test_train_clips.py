@@ -1,6 +1,8 @@
 """Training on labelled videos: frames of a clip, classes by folder, held-out videos."""
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +146,15 @@ def test_a_clip_for_a_loaded_model(tmp_path, sampling):
     train_video.labelled_accuracy(config, model, load_labelled([data], 16, parts=4), 4, 8, nullcontext)
     found = [load_clip(tmp_path / "run", path) for path in sorted((data / "val").glob("*/*.mp4"))]
     assert torch.equal(torch.cat(found), seen[0])
+
+
+def test_the_number_of_test_videos_is_shown(tmp_path, capsys):
+    data = write_classes(tmp_path / "split", ("train", "val"), 3)
+    options = {**SMALL, "data": [data], "steps": 1, "test_samples": 4}
+    result = train_video.run(VideoTraining(out=tmp_path / "run", **options))
+    assert (result["train_videos"], result["test_videos"]) == (6, 4)
+    assert re.search(r"^ *test videos +4 *$", capsys.readouterr().out, re.MULTILINE)
+    config = VideoTraining(out=tmp_path / "other", **options)
+    videos = load_labelled([data], 8, parts=4)
+    assert set(videos.labels[train_video.find_test_videos(config, videos)]) == {0, 1}
+    assert train_video.find_test_videos(replace(config, test_samples=9), videos).tolist() == [6, 7, 8, 9, 10, 11]

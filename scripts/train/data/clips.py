@@ -126,9 +126,8 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
             f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts, "
             "or use train/CLASS and val/CLASS"
         )
-    if len(roots) == 2 and (
-        unseen := set(classes) - {c for c, is_test in zip(classes, held_out, strict=True) if not is_test}
-    ):
+    trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
+    if len(roots) == 2 and (unseen := set(classes) - trained):
         raise VideoError(
             f"--data {root}: expected videos of each class in train/, got {', '.join(sorted(unseen))} only in "
             f"{roots[1].name}/; add training videos, or remove the class"

@@ -269,12 +269,19 @@ def labelled_batch(
     return motion(x) if config.motion else x, sent(videos.labels[chosen], device)
 
 
+def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
+    """Return the numbers of at most --test-samples held-out videos, spaced evenly to cover the classes."""
+    found = np.flatnonzero(videos.held_out)
+    number = min(len(found), config.test_samples)
+    return found[np.linspace(0, len(found) - 1, number).round().astype(int)]
+
+
 @torch.no_grad()
 def labelled_accuracy(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> float:
-    """Return the accuracy in %, on the central clip of each held-out video."""
-    tests, right = np.flatnonzero(videos.held_out)[: config.test_samples], 0
+    """Return the accuracy in %, on the central clip of each test video."""
+    tests, right = find_test_videos(config, videos), 0
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
         x = videos.clips(part, np.full(len(part), 0.5), sampling, size)
@@ -322,8 +329,8 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
-            "classes": list(videos.names), "train_videos": len(train), "test_videos": int(videos.held_out.sum()),
-            "accuracy": found, "tokens": patches(config),
+            "classes": list(videos.names), "train_videos": len(train),
+            "test_videos": len(find_test_videos(config, videos)), "accuracy": found, "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
