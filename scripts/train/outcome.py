@@ -23,7 +23,7 @@ from .weights import EXPORT
 SHOWN = {
     "steps": "steps", "train_seconds": "training, seconds", "step_ms": "step, ms", "peak_mib": "peak memory, MiB",
     "params": "parameters", "loss": "training loss", "chance": "chance accuracy, %",
-    "frechet_random_features": "Fréchet distance, random features",
+    "test_videos": "test videos", "frechet_random_features": "Fréchet distance, random features",
 }  # fmt: skip
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ...models.video import lrpe_video_tiny_patch16_224
 from .checkpoint import read_checkpoint, restore
 from .encodings import restore_arguments
 from .memory import build_model as build_recall
 from .prompts import build_model as build_diffusion
-from .tasks import image, lm, vae
+from .tasks import image, lm, vae, video
 from .weights import EXPORT
 
-__all__ = ["load_run", "task_of"]
+__all__ = ["load_clip", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
@@ -75,6 +75,27 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
             f"yourself, and load {EXPORT} with safetensors"
         )
     return restore(BUILDERS[task](state["settings"]), state, average=average).to(device)
+
+
+def load_clip(folder: str | Path, path: str | Path) -> Tensor:
+    """Read the central clip of a video as `lrpe-md train video` does for its tests.
+
+    Args:
+        folder: output folder of the training, whose options determine frames, size and motion.
+        path: video file.
+
+    Returns:
+        the input of the model, (1, 3, frames, size, size), on the CPU. A video that is too short repeats frames.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: it is the run of another training than `lrpe-md train video`.
+        VideoError: the video can't be read.
+    """
+    settings = _read(Path(folder), average=True)["settings"]
+    if task_of(settings) != "video":
+        raise ValueError(f"folder: expected a run of `lrpe-md train video`, got {folder}, a run of another training")
+    return video.read_clip(Path(path), settings)
 
 
 def _read(folder: Path, average: bool) -> dict[str, Any]:

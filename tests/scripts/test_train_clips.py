@@ -1,5 +1,8 @@
 """Training on labelled videos: frames of a clip, classes by folder, held-out videos."""
 
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 import torch
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
 from lrpe_md.scripts.train.data.videos import VideoError
+from lrpe_md.scripts.train.runs import load_clip, load_run
 from lrpe_md.scripts.train.tasks import video as train_video
 from lrpe_md.scripts.train.tasks.video import VideoTraining
 from test_train_video import DECODERS, write_video
@@ -82,6 +86,37 @@ def test_unsuitable_folders(folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_classes_without_training_videos_are_refused(tmp_path):
+    data = write_classes(tmp_path / "split", ("train", "val"), 1)
+    (data / "val" / "grey").mkdir()
+    write_video(data / "val" / "grey" / "0.mp4", shades(60, 8), DECODERS[0])
+    with pytest.raises(VideoError, match=r"expected videos of each class in train/, got grey only in val/; add"):
+        load_labelled([data], 8, parts=4)
+
+
+def test_short_videos_are_counted(folder, tmp_path, capsys):
+    for sampling, every, frames, message in (
+        ("dense", 3, 4, "4 of 20 videos are shorter than a clip of 10 frames; their last frame is repeated"),
+        ("uniform", 3, 9, "2 of 20 videos are shorter than a clip of 9 frames; some of their frames are repeated"),
+        ("dense", 1, 8, ""),
+        ("uniform", 3, 8, ""),
+    ):
+        given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
+        train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
+        assert capsys.readouterr().err.strip() == message
+
+
+def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):
+    videos = load_labelled([folder], 8, parts=4)
+    videos.frames[...] = torch.arange(8, dtype=torch.uint8)  # brighter to the right
+    numbers, draws = np.arange(8), np.arange(8)
+    for given, mirrored in (({}, 0), ({"flip": True}, 4), ({"flip": False}, 0)):
+        config = VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [folder], **given})
+        x, _ = train_video.labelled_batch(config, videos, numbers, numbers, draws)
+        assert (x[..., 0] > x[..., -1]).all((1, 2, 3)).sum() == mirrored
+    assert VideoTraining(out=tmp_path / "run", data=[folder], task="order").flip
+
+
 @pytest.mark.parametrize("sampling", ["dense", "uniform"])
 def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, monkeypatch):
     options = {**SMALL, "data": [folder], "sampling": sampling, "steps": 20}
@@ -98,3 +133,28 @@ def test_training_learns_the_classes_and_resumes(folder, tmp_path, sampling, mon
     train_video.run(config)
     states = [torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "cut")]
     assert all(torch.equal(value, states[1]["average"][name]) for name, value in states[0]["average"].items())
+
+
+@pytest.mark.parametrize("sampling", ["dense", "uniform"])
+def test_a_clip_for_a_loaded_model(tmp_path, sampling):
+    data, seen = write_classes(tmp_path / "split", ("train", "val"), 3), []
+    options = {**SMALL, "data": [data], "sampling": sampling, "motion": True, "steps": 1}
+    config = VideoTraining(out=tmp_path / "run", **options)
+    train_video.run(config)
+    model = load_run(tmp_path / "run")
+    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
+    train_video.labelled_accuracy(config, model, load_labelled([data], 16, parts=4), 4, 8, nullcontext)
+    found = [load_clip(tmp_path / "run", path) for path in sorted((data / "val").glob("*/*.mp4"))]
+    assert torch.equal(torch.cat(found), seen[0])
+
+
+def test_the_number_of_test_videos_is_shown(tmp_path, capsys):
+    data = write_classes(tmp_path / "split", ("train", "val"), 3)
+    options = {**SMALL, "data": [data], "steps": 1, "test_samples": 4}
+    result = train_video.run(VideoTraining(out=tmp_path / "run", **options))
+    assert (result["train_videos"], result["test_videos"]) == (6, 4)
+    assert re.search(r"^ *test videos +4 *$", capsys.readouterr().out, re.MULTILINE)
+    config = VideoTraining(out=tmp_path / "other", **options)
+    videos = load_labelled([data], 8, parts=4)
+    assert set(videos.labels[train_video.find_test_videos(config, videos)]) == {0, 1}
+    assert train_video.find_test_videos(replace(config, test_samples=9), videos).tolist() == [6, 7, 8, 9, 10, 11]

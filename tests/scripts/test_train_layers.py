@@ -168,6 +168,7 @@ def test_images_and_digits_by_layer(tmp_path):
     ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "qk_norm: expected True"),
     ("video", {"window": 2}, "window: expected None unless causal='frames' and attention='softmax' in a layer"),
     ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: only works without --drop, got --drop 0.5"),
+    ("video", {"causal": True, "motion": True}, "--motion: expected --no-motion with --causal, got --motion"),
     ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected None for images"),
 ])  # fmt: skip
 def test_wrong_layers_and_memories(tmp_path, task, given, message):

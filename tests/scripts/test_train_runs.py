@@ -17,7 +17,7 @@ from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md.models.vit import LrpeVisionTransformer
 from lrpe_md.scripts.train import work
 from lrpe_md.scripts.train.config import Training
-from lrpe_md.scripts.train.runs import load_run
+from lrpe_md.scripts.train.runs import load_clip, load_run
 from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, vae, video
 from test_train_image import SMALL as IMAGES
 from test_train_image import TIMM, write_idx
@@ -129,3 +129,5 @@ def test_folders_without_a_model_are_refused(tmp_path):
     work.train(prepare, Training(out=tmp_path / "own", **{**ALL, "steps": 1, "batch": 1}))
     with pytest.raises(ValueError, match=r"got .*own, a run of another training; build its model yourself"):
         load_run(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"folder: expected a run of `lrpe-md train video`, got .*own"):
+        load_clip(tmp_path / "own", "video.mp4")

@@ -326,6 +326,13 @@ def test_motion_shows_changes_but_not_their_order():
     assert train_video.motion(still.expand(-1, -1, 6, -1, -1)).abs().max() < 1e-4
 
 
+def test_causal_models_see_no_motion_by_default():
+    options = {name: value for name, value in SMALL.items() if name != "motion"}
+    for causal in (False, True):
+        config = VideoTraining(data=[], out=Path("unused"), causal=causal, **options)
+        assert config.motion is not causal
+
+
 def test_clips_as_motion():
     frames = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     footage = video_data.Footage(frames, (video_data.Segment(0, 40, False),))

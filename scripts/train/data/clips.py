@@ -37,17 +37,21 @@ class Sampling:
     frames: int
     every: int
 
+    @property
+    def span(self) -> int:
+        """Return the number of frames of the shortest video in which no frame of a clip is repeated."""
+        return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
+
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return frame numbers (B, frames) for videos of these lengths and places (B,) in [0, 1).
 
-        A video that is too short repeats its last frame.
+        A video that is too short repeats its last frame ("dense"), or several frames ("uniform").
         """
         steps = np.arange(self.frames)
         if self.kind == "uniform":
             found = np.floor((steps + places[:, None]) * lengths[:, None] / self.frames)
         else:
-            span = (self.frames - 1) * self.every + 1
-            first = np.floor(places * (np.maximum(lengths - span, 0) + 1))
+            first = np.floor(places * (np.maximum(lengths - self.span, 0) + 1))
             found = first[:, None] + self.every * steps
         return np.minimum(found, lengths[:, None] - 1).astype(np.int64)
 
@@ -101,7 +105,8 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
         cache: folder for decoded frames, shared by runs.
 
     Raises:
-        VideoError: no such folder, a class without videos, a video that can't be read, or no held-out videos.
+        VideoError: no such folder, too few classes, a class without training videos, a video that can't be read, or no
+            held-out videos.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         raise VideoError(f"--data {' '.join(map(str, paths))}: expected one folder; {REMEDY}")
@@ -120,6 +125,12 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
         raise VideoError(
             f"--data {root}: {held_out.sum()} of {len(found)} videos are held out; add videos, choose another --parts, "
             "or use train/CLASS and val/CLASS"
+        )
+    trained = {name for name, is_test in zip(classes, held_out, strict=True) if not is_test}
+    if len(roots) == 2 and (unseen := set(classes) - trained):
+        raise VideoError(
+            f"--data {root}: expected videos of each class in train/, got {', '.join(sorted(unseen))} only in "
+            f"{roots[1].name}/; add training videos, or remove the class"
         )
     frames, lengths = decode_all(describe_files([p for p, _ in found]), size, cache)
     firsts = np.cumsum([0, *lengths[:-1]])

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,7 +30,7 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
-from ..data.videos import TASKS, Footage, load_footage, ordered
+from ..data.videos import TASKS, Footage, decode, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
 from ..loop import Trainer
 from ..order import shuffle, steps_per_epoch
@@ -58,7 +59,13 @@ class VideoTraining(Training):
     backbone: ClassVar[Backbone] = VIDEOS
     steps: int = changed("steps", 1500)
     batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
-    data: list[Path] = field(metadata=describe("Video file, or folder of videos; repeatable.", free=True))
+    data: list[Path] = field(
+        metadata=describe(
+            "Video file, or folder of videos; repeatable. With --task labels: one folder with CLASS/*.mp4, or with "
+            "train/CLASS/*.mp4 and val/CLASS/*.mp4.",
+            free=True,
+        )
+    )
     task: str = option(
         "arrow",
         "Task, one of: labels (the class, named by the folder); "
@@ -79,8 +86,16 @@ class VideoTraining(Training):
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(64, "Additional test size, in pixels.")
-    motion: bool = option(True, "Show only motion: subtract the mean over time, and normalise the deviation.")
-    flip: bool = option(True, "Mirror half of the clips.")
+    motion: bool | None = option(
+        None,
+        "Show only motion: subtract the mean over time, and normalise the deviation. Default: off with --causal, "
+        "because the mean includes later frames; on otherwise.",
+    )
+    flip: bool | None = option(
+        None,
+        "Mirror half of the clips. Default: off with --task labels, where classes may differ in left and right; on "
+        "otherwise.",
+    )
     patch: int = option(8, "Height and width of a patch, in pixels.", least=1)
     tubelet: int = option(
         1, "Frames per token. Above 1, tokens show motion even without an encoding.", least=1, panel=MODEL
@@ -107,6 +122,14 @@ class VideoTraining(Training):
         choose("--task", [self.task], ("labels", *TASKS))
         choose("--sampling", [self.sampling], SAMPLINGS)
         choose("--space-time", [self.space_time], ("joint", "factorised"))
+        if self.causal and self.motion:
+            raise typer.BadParameter(
+                "--motion: expected --no-motion with --causal, got --motion, which subtracts the mean of earlier and "
+                "later frames; leave out --motion, or --causal"
+            )
+        for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)  # the dataclass is frozen
         if not 0 <= self.fold < self.parts:
             raise typer.BadParameter(f"--fold: expected 0 to --parts - 1 = {self.parts - 1}, got {self.fold}")
         for name, by in (("size", self.patch), ("test_size", self.patch), ("frames", self.tubelet)):
@@ -246,12 +269,19 @@ def labelled_batch(
     return motion(x) if config.motion else x, sent(videos.labels[chosen], device)
 
 
+def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
+    """Return the numbers of at most --test-samples held-out videos, spaced evenly to cover the classes."""
+    found = np.flatnonzero(videos.held_out)
+    number = min(len(found), config.test_samples)
+    return found[np.linspace(0, len(found) - 1, number).round().astype(int)]
+
+
 @torch.no_grad()
 def labelled_accuracy(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> float:
-    """Return the accuracy in %, on the central clip of each held-out video."""
-    tests, right = np.flatnonzero(videos.held_out)[: config.test_samples], 0
+    """Return the accuracy in %, on the central clip of each test video."""
+    tests, right = find_test_videos(config, videos), 0
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
         x = videos.clips(part, np.full(len(part), 0.5), sampling, size)
@@ -261,11 +291,29 @@ def labelled_accuracy(
     return 100 * right / len(tests)
 
 
+def read_clip(path: Path, settings: dict[str, Any]) -> Tensor:
+    """Return the central clip of a video, (1, 3, frames, size, size), as the test of a run with these settings does."""
+    frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
+    videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
+    kind = settings["sampling"] if settings["task"] == "labels" else "dense"
+    sampling = Sampling(kind, settings["frames"], settings["every"])
+    x = videos.clips(first, np.full(1, 0.5), sampling, settings["size"])
+    return motion(x) if settings["motion"] else x
+
+
 def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     size = max(config.size, config.test_size)
     videos = load_labelled(config.data, size, parts=config.parts, cache=config.cache_folder).to(device)
     train = np.flatnonzero(~videos.held_out)
     steps_per_epoch(len(train), config.batch)  # before anything is written
+    sampling = Sampling(config.sampling, config.frames, config.every)
+    if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+        repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
+        typer.echo(
+            f"{short} of {len(videos.lengths)} videos are shorter than a clip of {sampling.span} frames; {repeated} "
+            "repeated",
+            err=True,
+        )
     arguments = model_arguments(config, len(videos.names))
 
     def measure(trainer: Trainer, frames: int, size: int) -> float:
@@ -281,8 +329,8 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
         return {
             "task": config.task, "encoding": config.encoding, "attention": config.attention,
             "space_time": config.space_time, "seed": config.seed, "chance": 100 / len(videos.names),
-            "classes": list(videos.names), "train_videos": len(train), "test_videos": int(videos.held_out.sum()),
-            "accuracy": found, "tokens": patches(config),
+            "classes": list(videos.names), "train_videos": len(train),
+            "test_videos": len(find_test_videos(config, videos)), "accuracy": found, "tokens": patches(config),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
