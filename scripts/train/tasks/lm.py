@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -212,7 +212,8 @@ def prepare(config: LmTraining, device: torch.device) -> Work:
             "tokens": patches(config),
         }  # fmt: skip
 
-    settings = {"model": vars(config.model), "digest": data.digest}
+    arguments = {each.name: getattr(config.model, each.name) for each in fields(config.model)}
+    settings = {"model": arguments, "digest": data.digest}
     steps = partial(draw_windows, len(text.train) - config.length, config.batch, config.seed)
     check = partial(validate, config, text.validation)
     return Work(model, settings, steps, partial(batch, config, text.train), loss, finish, check)
