@@ -150,10 +150,10 @@ def test_a_clip_for_a_loaded_model(tmp_path, sampling):
 
 def test_the_number_of_test_videos_is_shown(tmp_path, capsys):
     data = write_classes(tmp_path / "split", ("train", "val"), 3)
-    options = {**SMALL, "data": [data], "steps": 1, "test_samples": 4}
+    options = {**SMALL, "data": [data], "steps": 1, "test_samples": 2}
     result = train_video.run(VideoTraining(out=tmp_path / "run", **options))
-    assert (result["train_videos"], result["test_videos"]) == (6, 4)
-    assert re.search(r"^ *test videos +4 *$", capsys.readouterr().out, re.MULTILINE)
+    assert (result["train_videos"], result["test_videos"]) == (6, 2)
+    assert re.search(r"^ *test videos +2 *$", capsys.readouterr().out, re.MULTILINE)
     config = VideoTraining(out=tmp_path / "other", **options)
     videos = load_labelled([data], 8, parts=4)
     assert set(videos.labels[train_video.find_test_videos(config, videos)]) == {0, 1}
