@@ -19,7 +19,7 @@ from .common.lazy import import_or_explain
 __all__ = ["main", "run_program"]
 
 MODELS = {
-    "train": "Train a model on digits, images, videos, captioned images, text, or symbols to recall.",
+    "train": "Train a model on digits, images, videos, captioned images, text, or a recall task.",
     "ablate": "Train the same model with each encoding and compare the results.",
     "visualize": "Plot the angles, similarity and wavelengths of encodings.",
 }

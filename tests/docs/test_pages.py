@@ -165,7 +165,7 @@ def test_readme_counts_models_and_presets():
     files = (ROOT / "scripts" / "results" / "adapters").glob("*.csv")
     models = sum(path.read_text(encoding="utf-8").count(",adapted,") for path in files)
     assert f"[{models} models](docs/results/adapted-models.md)" in text
-    assert f"any of {len(lrpe_md.list_presets()) - 1} [other presets]" in text
+    assert f"any of the {len(lrpe_md.list_presets()) - 1} [other presets]" in text
 
 
 def test_links_of_pictures_in_the_readme():

@@ -45,7 +45,7 @@ LAYERS = {  # file or folder: modules that it may import
         "reference_products",
     },
     "functional": {"engine", "norm"},
-    "functional_linear": {"engine", "norm"},
+    "functional_linear": {"engine", "norm", "positions"},
     "document": {"engine", "frequencies", "functional", "positions"},
     "pairs": {"engine", "reference"},
     "optim": {"checks", "modules"},
