@@ -562,22 +562,6 @@ class SeriesModule(FrequencyModule):
         self.frequencies, self.base, self.seed = frequencies, base, seed
         self.axis_order: AxisOrder = axis_order
         super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
-        if frequencies == "axial":
-            self._check_blocks()
-
-    def _check_blocks(self) -> None:
-        """Check that every axis gets channels."""
-        width = math.ceil(self.num_channels / self.num_axes)
-        blocks = [min(width, max(self.num_channels - width * b, 0)) for b in range(self.num_axes)]
-        if blocks[-1]:
-            return
-        part, step = ("pairs", 2) if self.map == "rotate" else ("channels", 1)
-        name = "head_dim" if getattr(self, "rotary_dim", None) is None else "rotary_dim"
-        sizes = tuple(blocks if self.axis_order == "major_first" else blocks[::-1])
-        raise ValueError(
-            f"{name}: expected {part} for each of {self.num_axes} axes, got enough for {sizes}, slowest axis first; "
-            f"use {name}={step * width * self.num_axes}, or fewer axes"
-        )
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):

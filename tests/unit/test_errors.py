@@ -257,14 +257,6 @@ BAD = {
     ),
     "axis order of a module": (ValueError, r"axis_order", lambda: CosineMd(8, 2, axis_order="xy", learnable=True)),
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
-    "an axis without pairs": (
-        ValueError, r"head_dim: expected pairs for each of 3 axes, got enough for \(0, 2, 2\).*; use head_dim=12, or",
-        lambda: RotateMd(8, 3),
-    ),
-    "an axis without channels": (
-        ValueError, r"rotary_dim: expected channels for each of 3 axes, .* \(2, 2, 0\).*; use rotary_dim=6, or",
-        lambda: CosineMd(8, 3, rotary_dim=4, axis_order="major_first", learnable=True),
-    ),
     "base of a module": (ValueError, r"base: .*number, got '100'", lambda: RotateMd(32, 2, base="100")),
     "base of mixed frequencies": (
         ValueError, r"base: .*number, got None", lambda: RotateMd(32, 2, base=None, frequencies="mixed"),
