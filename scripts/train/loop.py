@@ -408,7 +408,10 @@ class Trainer:
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:
             return state
-        differ = [f"{key}: was {there.get(key)}, is now {here.get(key)}" for key in keys]
+        differ = [
+            "the data has changed" if key == "digest" else f"{key}: was {there.get(key)}, is now {here.get(key)}"
+            for key in keys
+        ]
         if differ:
             raise typer.BadParameter(
                 f"--out {out} contains a run with different settings ({'; '.join(differ)}); choose another folder, or "

@@ -28,7 +28,7 @@ from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
 from .text_features import load_encoder
-from .vae import Decoder, load_vae
+from .vae import open_decoder
 
 BATCH = 16  # images that are drawn together
 
@@ -149,8 +149,7 @@ class Painter:
         latents = self.settings.get("latents")
         self.decoder, self.factor = None, 1
         if latents is not None:
-            self.decoder = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
-            self.decoder.scale, self.decoder.shift = latents["scale"], latents["shift"]
+            self.decoder = open_decoder(latents, vae, device)
             self.factor = latents["factor"]
         self.encoder = None
         if self.condition["kind"] == "features" and encoder is not None:

@@ -78,3 +78,28 @@ class Decoder:
         frames = z.transpose(1, 2).flatten(0, 1) if z.ndim == 5 else z
         x = torch.cat([self.vae.decode(part.to(self.device)).sample for part in frames.split(BATCH)])
         return x.unflatten(0, (len(z), -1)).transpose(1, 2) if z.ndim == 5 else x
+
+
+def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Decoder:
+    """Load the decoder of latents.
+
+    Args:
+        latents: content of latents.json.
+        vae: folder or hub id; "auto" loads the VAE that encoded the latents.
+        device: where it runs.
+
+    Raises:
+        typer.BadParameter: no VAE, one with another number of channels, or "auto" if its weights have changed since.
+    """
+    found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
+    if found.channels != latents["channels"]:
+        raise typer.BadParameter(
+            f"--vae: expected a VAE with {latents['channels']} channels, like the latents, got {found.channels}"
+        )
+    if vae == "auto" and latents.get("weights", found.digest) != found.digest:
+        raise typer.BadParameter(
+            f"--vae: the weights in {latents['vae']} have changed since it encoded the latents; run `train latents` "
+            "again, or pass --vae to decode with another VAE"
+        )
+    found.scale, found.shift = latents["scale"], latents["shift"]
+    return found

@@ -243,6 +243,11 @@ def test_wrong_latents_are_refused(data, tmp_path):
     other = str(write_vae(tmp_path / "wider", channels=4))
     with pytest.raises(typer.BadParameter, match="--vae: expected a VAE with 3 channels, like the latents, got 4"):
         diffusion.run(config(options, tmp_path / "out", vae=other))
+    about = json.loads((folder / "latents.json").read_text(encoding="utf-8"))
+    (folder / "latents.json").write_text(json.dumps({**about, "weights": "0" * 16}), encoding="utf-8")
+    with pytest.raises(typer.BadParameter, match=r"--vae: the weights in .* have changed since it encoded the latents"):
+        diffusion.run(config(options, tmp_path / "out"))
+    (folder / "latents.json").write_text(json.dumps(about), encoding="utf-8")
     std = (folder / "std.npy").read_bytes()
     (folder / "std.npy").write_bytes(std[:-10])
     with pytest.raises(typer.BadParameter, match=r"std\.npy can't be read"):

@@ -38,7 +38,7 @@ from ..loop import Trainer
 from ..prompts import words_of
 from ..samplers import SAMPLERS, Sampling
 from ..samples import keep, pixels, write_sheet
-from ..vae import Decoder, load_vae
+from ..vae import Decoder, open_decoder
 from ..work import Work, train
 
 
@@ -251,19 +251,6 @@ def loss(config: DiffusionTraining, model: nn.Module, samples: tuple[Any, ...]) 
     return flow_matching_loss(model, x, text, t, torch.randn_like(x), drop=drop, prediction=prediction).mean()
 
 
-def open_decoder(config: DiffusionTraining, device: torch.device) -> Decoder | None:
-    """Load the VAE of the latents, or return None for other data."""
-    if config.latents is None:
-        return None
-    found = Decoder(load_vae(config.latents["vae"] if config.vae == "auto" else config.vae), device)
-    if found.channels != config.latents["channels"]:
-        raise typer.BadParameter(
-            f"--vae: expected a VAE with {config.latents['channels']} channels, like the latents, got {found.channels}"
-        )
-    found.scale, found.shift = config.latents["scale"], config.latents["shift"]
-    return found
-
-
 def make_evaluation(
     config: DiffusionTraining, source: Source, device: torch.device, decoder: Decoder | None = None
 ) -> Evaluation:
@@ -273,7 +260,7 @@ def make_evaluation(
 
 
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:
-    decoder = open_decoder(config, device)
+    decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
     model = build(config, source)
