@@ -484,8 +484,9 @@ def adapt(
     built, feature_act = build_for_layers(
         encoding, encoding_kwargs or {}, attn.head_dim, attn.num_heads, kinds, num_axes, normalizer
     )
-    EncodingStack(built).check(num_axes, getattr(vit, "preset_axes", None))
-    EncodingStack(built).check_idle_channels(num_axes)
+    stack = EncodingStack(built)
+    stack.check(num_axes, getattr(vit, "preset_axes", None))
+    stack.check_idle_channels(num_axes)
     if built is not None:
         built.to(device)
 

@@ -247,11 +247,16 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected sequences packed in x (1, H, N, D), got {tuple(x.shape)}")
+    refuse_mixing(dim)
+    return packed_positions(cu_seqlens, x.shape[2], offset)
+
+
+def refuse_mixing(dim: int | None) -> None:
+    """Raise for a softmax over the sequence of packed tokens."""
     if dim == -2:
         raise ValueError(
             "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
         )
-    return packed_positions(cu_seqlens, x.shape[2], offset)
 
 
 def pad(

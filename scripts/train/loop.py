@@ -161,7 +161,7 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no step is left."""
+        """Return whether all steps are done."""
         return self.last is not None and self.step >= self.last
 
     @property

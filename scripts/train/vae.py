@@ -96,7 +96,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         raise typer.BadParameter(
             f"--vae: expected a VAE with {latents['channels']} channels, like the latents, got {found.channels}"
         )
-    if vae == "auto" and latents.get("weights", found.digest) != found.digest:
+    if vae == "auto" and "weights" in latents and latents["weights"] != found.digest:
         raise typer.BadParameter(
             f"--vae: the weights in {latents['vae']} have changed since it encoded the latents; run `train latents` "
             "again, or pass --vae to decode with another VAE"

@@ -12,7 +12,7 @@ from ...checks import split_pair
 from ...norm import Norm
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
-from ...positions.sequences import Packed
+from ...positions.sequences import Packed, refuse_mixing
 from ...reference import activate
 from ..core.call import NO_TABLES, NO_WEIGHTS, Call, CallerTables, NormOptions, Options, Tables, Weights
 from ..core.memory import accumulator, memory_order
@@ -23,7 +23,7 @@ from .operator import ENCODE, run_in_place
 from .output import Target, check_places, check_target, write
 from .tables import TABLE_NAMES
 from .validate import check_act, check_input, rotary_slice, validate
-from .views import encode_packed, order_outs, refuse_mixing, unpack_positions
+from .views import encode_packed, order_outs, unpack_positions
 
 __all__ = ["is_laid_out", "run_call", "run_encoding", "run_part"]
 

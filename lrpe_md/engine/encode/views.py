@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ...checks import as_integer, check_dense
 from ...positions.coordinates import Coordinates
-from ...positions.sequences import Packed
+from ...positions.sequences import Packed, refuse_mixing
 from ..core.memory import split_projection
 from ..core.operator import is_direct
 from ..core.projection import Split, TracedSplit
 from ..inductor.private import is_exporting, is_transforming
 
-__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "refuse_mixing", "split_qkv", "unpack_positions"]
+__all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
 # Function that takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
 Encode = Callable[..., Any]
@@ -74,14 +74,6 @@ def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
     """Return the positions of packed sequences. dim: the call's softmax dim, which is checked."""
     refuse_mixing(dim)
     return packed.positions
-
-
-def refuse_mixing(dim: int | None) -> None:
-    """Raise for a softmax over the sequence of packed tokens."""
-    if dim == -2:
-        raise ValueError(
-            "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
-        )
 
 
 def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:

@@ -231,7 +231,12 @@ def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
     """Return the first frames of the test clips."""
     starts = footage.starts(2 * config.frames * config.every, held_out=True)
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
-    return starts[np.linspace(0, len(starts) - 1, number).round().astype(int)]
+    return space_evenly(starts, number)
+
+
+def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
+    """Return a number of the values, evenly spaced from the first to the last."""
+    return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
@@ -272,8 +277,7 @@ def labelled_batch(
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
     """Return the numbers of at most --test-samples held-out videos, spaced evenly to cover the classes."""
     found = np.flatnonzero(videos.held_out)
-    number = min(len(found), config.test_samples)
-    return found[np.linspace(0, len(found) - 1, number).round().astype(int)]
+    return space_evenly(found, min(len(found), config.test_samples))
 
 
 @torch.no_grad()
