@@ -321,11 +321,12 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the contents of config.json: the settings of all trainings, without the paths of the data."""
+        """Return the contents of config.json: the settings of all trainings and tests, without the paths to data."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
-        shared = settings_of(self.config(Path("unused"), name, attention, 0))
-        shared = {name: value for name, value in shared.items() if name not in CHOSEN}
+        config = self.config(Path("unused"), name, attention, 0)
+        tests = {name: value for name, value in vars(config).items() if name.startswith("test_")}
+        shared = {name: value for name, value in (settings_of(config) | tests).items() if name not in CHOSEN}
         data = [Path(each).name for each in self.data]
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 

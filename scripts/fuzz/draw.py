@@ -192,6 +192,8 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
     c = replace(
         c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype)
     )
+    if c.mask == "causal" and c.decay in ("heads", "one") and v.random() < 0.5:
+        c = replace(c, frozen=(*c.frozen, "decay"))
     if c.mask == "block" and v.random() < 0.3:
         c = replace(c, directions="both", state=False, return_state=False, gradient_of="both")
     if c.mask != "block" or c.block == 1 or v.random() < 0.5:

@@ -150,7 +150,9 @@ def call_linear(c: LinearConfig, inputs: Inputs, t: Named, impl: str) -> Named:
         ends = torch.tensor([0, *c.lengths]).cumsum(0)
         cu_seqlens = pad(ends.to(t["q"].device, getattr(torch, c.cu_dtype)))
     function: Any = linear_attention
-    impl = impl if c.has_kernels else "auto"
+    # The causal kernels don't compute the gradient of a per-head decay on a GPU.
+    by_head = c.mask == "causal" and "decay" in t and t["decay"].ndim == 1 and t["decay"].requires_grad
+    impl = "auto" if not c.has_kernels or (by_head and t["q"].is_cuda) else impl
     result: Any = function(
         t["q"], t["k"], t["v"], map=c.map, positions=inputs.positions, normalizer=c.normalizer, gate=t.get("gate"),
         is_causal=c.mask == "causal", block=c.block if c.mask == "block" else None, cu_seqlens=cu_seqlens,

@@ -368,7 +368,7 @@ OPERATOR_CASES = [
     LinearCase(rotary_dim=6, normalizer="encoded", act="softplus", state=True, return_state=True),
     LinearCase("rotate", mask="block", block=5, decay="block", rule="delta", state=True, return_state=True),
     LinearCase(mask="block", block=5, directions="both", gate="float"),
-    LinearCase(mask="causal", decay="head"),
+    LinearCase(mask="causal", decay="block"),
 ]
 
 

@@ -66,7 +66,7 @@ def test_every_example_is_listed_and_has_a_test():
     assert all(f"[`{path.name}`]({path.name})" in listed for path in [*EXAMPLES, NOTEBOOK])
     assert {path.stem for path in EXAMPLES} == {
         "vit_cosine", "finetune_timm", "video_clips", "text_to_image", "stream_video", "decode_lm", "ablate_own_model",
-        "rotary_kernel", "load_trained",
+        "rotary_kernel", "load_trained", "own_rotary",
     }  # fmt: skip
 
 

@@ -429,7 +429,8 @@ def test_gpu_equals_the_reference(name):
         model.to(device).zero_grad()
         out = run(model, x.to(device))
         out.square().mean().backward()
-        found.append({"output": out.detach().cpu(), **{n: p.grad.cpu() for n, p in model.named_parameters()}})
+        gradients = {n: p.grad.to("cpu", copy=True) for n, p in model.named_parameters()}  # before the model moves
+        found.append({"output": out.detach().cpu(), **gradients})
     for name, expected in found[0].items():
         scale = expected.abs().max().clamp_min(1e-3)
         torch.testing.assert_close(found[1][name] / scale, expected / scale, rtol=1e-2, atol=1e-2, msg=name)

@@ -81,6 +81,16 @@ def test_denominators_near_zero(seed):
     assert_agrees(draw(seed, "linear", Limits(300, 1500, 20, compiled=True)), "triton")
 
 
+@interpreted
+def test_decays_after_the_state_has_decayed():
+    """Their gradients are tiny: far below the rounding errors of the terms of earlier tokens."""
+    config = LinearConfig(
+        None, places=(None,), seed=1188, head_dim=2, v_dim=4, num_tokens=(400, 400), normalizer="none", mask="causal",
+        gate="closed", state=True, decay="shared",
+    )  # fmt: skip
+    assert_agrees(config, "triton")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", FOUND_ON_GPUS.values(), ids=list(FOUND_ON_GPUS))
 def test_earlier_gpu_failures(config):

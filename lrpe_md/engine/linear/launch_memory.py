@@ -457,25 +457,44 @@ def differentiate_causal(
     differentiate_causal_keys(inputs, grads, dslot_states, scales, products)
     state_gradients = split_state(inputs, gradients[0]) if inputs.needs.state and gradients is not None else []
     if products is not None and operands.decay is not None:
-        dlogs = sum_decay_gradients(inputs, slot_states, gradients, scales, products)
+        dlogs = sum_decay_gradients(inputs, slot_states, gradients, scales, products, not dstate)
         state_gradients.append(reduce_decay(dlogs, operands.decay))
     return state_gradients
 
 
 def sum_decay_gradients(
-    inputs: LaunchInputs, slot_states: SlotStates, gradients: Tensor | None, scales: Tensor, products: Tensor
+    inputs: LaunchInputs, slot_states: SlotStates, gradients: Tensor | None, scales: Tensor, products: Tensor,
+    ends_in_zero: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`."""
+    """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`.
+
+    For each token, the running sum starts at the end of the piece with smaller terms on the way. Otherwise, the tokens
+    after the state has decayed would get the rounding errors of the large terms before.
+
+    ends_in_zero: no gradient reaches the state after the last piece.
+    """
     sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
     query_products, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
-    change = torch.nn.functional.pad((products.double() - query_products).cumsum(-1), (1, 0))[..., : sizes.num_keys]
-    piece = torch.arange(sizes.num_keys, device=inputs.device) // length
-    dlogs = crossing + change - change[..., piece * length]
+    num_pieces = -(-sizes.num_keys // length)
+    keys, queries = (
+        torch.nn.functional.pad(x, (0, num_pieces * length - sizes.num_keys)).unflatten(-1, (num_pieces, length))
+        for x in (products.double(), query_products)
+    )
+    changes = torch.stack((keys - queries, keys.abs() + queries.abs()))  # and the magnitude of their terms
+    before = changes.cumsum(-1) - changes
+    after = changes.flip(-1).cumsum(-1).flip(-1)
+    begin = before.new_zeros(before.shape[1:-1])
     if slot_states and gradients is not None:
         states = torch.cat([t.double() for t in slot_states], dim=-1)
-        start = (states * gradients[: len(states)]).sum(-1).view(-1, sizes.batch, sizes.groups)
-        dlogs = dlogs + start.permute(1, 2, 0)[..., piece]
-    return dlogs
+        begin = (states * gradients[: len(states)]).sum(-1).view(-1, sizes.batch, sizes.groups).permute(1, 2, 0)
+    end = begin + after[0, ..., 0]
+    end[..., :-1] = begin[..., 1:]
+    if ends_in_zero:
+        end[..., -1] = 0
+    begin, end = begin[..., None], end[..., None]
+    is_smaller_before = begin.abs() + before[1] <= end.abs() + after[1]
+    running = torch.where(is_smaller_before, begin + before[0], end - after[0])
+    return running.flatten(-2)[..., : sizes.num_keys] + crossing
 
 
 def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = Fal
 
     delta: a matrix (features, features) must also fit.
     """
-    return (sum(pad_width(v_dim)) + delta * num_features) * num_features <= LARGEST // itemsize
+    return (sum(pad_width(v_dim)) + (num_features if delta else 0)) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
