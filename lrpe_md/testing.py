@@ -414,7 +414,7 @@ def _check_case(draw_from: Callable[[int], Draw], case: Case | LinearCase, ulps:
 
 
 _FEW = 32
-_SUMS = ("domega", "dphase", "dweight0", "dweight1", "dbias0", "dbias1", "dsums")
+_SUMS = ("domega", "dphase", "ddecay", "dweight0", "dweight1", "dbias0", "dbias1", "dsums")
 Draw = dict[str, tuple[Tensor, ...]]
 
 

@@ -284,6 +284,9 @@ def sum_pairs(
     return rows, z, after_S, after_sums
 
 
+BLOCK = 64  # largest number of tokens in a block of the causal kernels
+
+
 class Fade(NamedTuple):
     """Products of decays over ranges of tokens."""
 
@@ -297,12 +300,15 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
     decay = t["decay"][None, :, None] if t["decay"].ndim == 1 else t["decay"]
     logs = decay.log().expand(-1, -1, len(sequence))
     upto = logs.cumsum(-1)
+    first = torch.arange(len(sequence), device=upto.device) // BLOCK * BLOCK
+    before = (upto - logs)[..., first]
+    upto = before + r.perturb(upto - before)  # the kernels sum the logarithms of a block
     total = torch.einsum("bhn,sn->sbh", logs, member)
     ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # up to the end of each token's sequence
     begins = ends - total.movedim(0, -1)[..., sequence]
-    between = torch.where(mask, upto[..., :, None] - upto[..., None, :], 0).exp()
-    exponents = (upto - begins)[..., None], (ends - upto)[..., None], total
-    return Fade(*(r.perturb(x) for x in (between, *(x.exp() for x in exponents))))
+    between = torch.where(mask, upto[..., :, None] - upto[..., None, :], 0)
+    sums = between, (upto - begins)[..., None], (ends - upto)[..., None], total
+    return Fade(*(r.perturb(x.exp()) for x in sums))
 
 
 class Keys(NamedTuple):

@@ -69,7 +69,7 @@ def clip(frames=4, size=(8, 12), batch=2):
 
 
 def diffuse(model, x):
-    return model(x, torch.linspace(0.2, 0.7, len(x), dtype=x.dtype))
+    return model(x, torch.linspace(0.2, 0.7, len(x), dtype=x.dtype, device=x.device))
 
 
 def call(model, x):
