@@ -43,6 +43,10 @@ WORKLOADS = {
     "one-head": LinearCase(shape=(256, 256), prefix=0, batch=1, heads=(1, 1), head_dim=64, dtype=BF16),
     "causal": CAUSAL,
     "causal-plain": replace(CAUSAL, act="none"),
+    # With a normaliser, at other widths and lengths.
+    "causal-relu": replace(CAUSAL, shape=(4096,), batch=4, act="relu", normalizer="unrotated"),
+    "causal128": replace(CAUSAL, batch=2, head_dim=128, act="relu", normalizer="unrotated"),
+    "causal128-long": replace(CAUSAL, shape=(32768,), batch=1, head_dim=128, act="relu", normalizer="unrotated"),
 }
 # Workloads of flash-bidirectional-linear-attention's README (B 8, H 16, D 64) and of its benchmark script (B 2).
 BIDIRECTIONAL = {

@@ -302,13 +302,13 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
     upto = logs.cumsum(-1)
     first = torch.arange(len(sequence), device=upto.device) // BLOCK * BLOCK
     before = (upto - logs)[..., first]
-    upto = before + r.perturb(upto - before)  # the kernels sum the logarithms of a block
+    upto = before + r.perturb(upto - before)  # kernels subtract sums of a block's logarithms
     total = torch.einsum("bhn,sn->sbh", logs, member)
     ends = total.cumsum(0).movedim(0, -1)[..., sequence]  # up to the end of each token's sequence
     begins = ends - total.movedim(0, -1)[..., sequence]
     between = torch.where(mask, upto[..., :, None] - upto[..., None, :], 0)
     sums = between, (upto - begins)[..., None], (ends - upto)[..., None], total
-    return Fade(*(r.perturb(x.exp()) for x in sums))
+    return Fade(*(r.perturb(r.perturb(x).exp()) for x in sums))
 
 
 class Keys(NamedTuple):

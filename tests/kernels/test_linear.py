@@ -181,6 +181,14 @@ def test_few_heads_are_cut_until_multiprocessors_have_work():
     assert linear_plan.cut_outputs(1024, 128, 512) == (2, 512), "two programs on each multiprocessor are enough"
 
 
+@pytest.mark.parametrize(
+    ("v_dim", "features", "longest"), [(32, 64, 384), (48, 96, 384), (64, 128, 384), (72, 72, 128), (128, 256, 128)]
+)
+def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
+    assert linear_plan.fits_one_pass(longest, v_dim, features)
+    assert not linear_plan.fits_one_pass(longest + 1, v_dim, features)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 35])
 def test_states_of_many_pieces(tokens, heads, monkeypatch):

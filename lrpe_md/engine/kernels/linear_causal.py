@@ -169,6 +169,19 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 
 @triton.jit
+def sum_pairs(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
+    """Return z of each query: its products with Z and with the keys of the block."""
+    if V.normalizer == "encoded" and V.operand != "same":  # features cancel
+        return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
+    else:
+        before = row_dot(q_counts, broadcast_sums(q_counts, Z, V=V))
+        if V.memory == "add":
+            L, _logs_to_end, _total = block_decay
+            before = before * fade(L, V=V)
+        return before + tl.sum(mask_pairs(multiply_tokens(q_counts, k_counts, V=V), block_decay, V=V), axis=1)
+
+
+@triton.jit
 def mix_exactly(pairs, counts, V: tl.constexpr):
     """Return pairs (tokens, tokens) times counts, and correct for the rounding of both to operands."""
     sums = ()
@@ -288,16 +301,15 @@ def linear_causal_forward_kernel(
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
         _x, q_bar, q_hat, _q_cos_sin = form_queries(q_head, q_side, k_cos_sin, n0, o_n, m_n, V=V)
+        if V.normalizer != "none":  # before the outputs occupy registers
+            k_counts = normalizer_features(k_bar, k_hat, V=V)
+            q_counts = normalizer_features(q_bar, q_hat, V=V)
+            scale, _is_free = invert_denominator(sum_pairs(q_counts, k_counts, Z, block_decay, V=V), eps, V=V)
+            Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         v_block = to_operands(v_block, V=V)
         out = attend_block(q_hat, k_hat, v_block, S, block_decay, V=V)
         if V.normalizer != "none":
-            k_counts = normalizer_features(k_bar, k_hat, V=V)
-            q_counts = normalizer_features(q_bar, q_hat, V=V)
-            scale, _is_free = invert_denominator(
-                row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V)), eps, V=V
-            )
             out = scale_row(out, scale[:, None])
-            Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         S = add_outer_products(fade_state(S, block_decay, V=V), v_block, fade_to_end(k_hat, block_decay, V=V), V=V)
         store_values(move_tokens(o_head, n0, V=V), out, o_n, m_n, V=V)
 

@@ -607,7 +607,8 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
     """Return whether one program computes both the state and the outputs of a key head."""
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
-    return plain and max(sizes.num_queries, sizes.num_keys) <= plans.ONE_PASS
+    num_tokens = max(sizes.num_queries, sizes.num_keys)
+    return plain and plans.fits_one_pass(num_tokens, sizes.v_dim, sizes.num_features)
 
 
 SlotStates = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none

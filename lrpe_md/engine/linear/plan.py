@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 __all__ = [
     "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths",
-    "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "pad_width", "shrink",
+    "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "fits_one_pass",
+    "pad_width", "shrink",
 ]  # fmt: skip
 
 
@@ -43,7 +44,7 @@ _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
 _32_WIDE, _64_WIDE, _64_TWO = LinearTile(32, 8, 3), LinearTile(64, 8, 3), LinearTile(64, 8, 2)
-_32_TWO, _16_TWO = LinearTile(32, 8, 2), LinearTile(16, 8, 2)
+_32_TWO, _16_TWO, _32_SHALLOW = LinearTile(32, 8, 2), LinearTile(16, 8, 2), LinearTile(32, 4, 2)
 TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.FORWARD: (_16_SMALL, LinearTile(16, 4, 4, 80), _16_DEEP, _32_TWO, _32_TWO, _32_TWO),
     LinearPass.BACKWARD: (_16_SMALL, _16_DEEP, LinearTile(16, 4, 4, 168), _32_TWO, _16_TWO, _16_TWO),
@@ -53,9 +54,9 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
+    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, LinearTile(64, 8, 1)),
     LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
-    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
+    LinearPass.CAUSAL_KEYS: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # fewest channels of a tile that matrix units accept
@@ -74,6 +75,8 @@ STATE_TO_PART = 4  # elements of a state per token of a part
 # Elements of a state that a program of a scan sums, and pieces that it loads ahead: for many programs, and for few.
 SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
 ONE_PASS = 384  # most tokens that one program processes in one pass
+# A larger state leaves too few registers for the rest, so fewer tokens are worth one pass.
+ONE_PASS_STATE, ONE_PASS_LARGE = 8192, 128
 MULTIPROCESSORS = 132  # on the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
 
@@ -111,6 +114,12 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
+
+
+def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
+    """Return whether one pass is faster than two."""
+    state = sum(choose_value_widths(v_dim)) * (-(-num_features // NARROWEST) * NARROWEST)
+    return num_tokens <= (ONE_PASS if state <= ONE_PASS_STATE else min(ONE_PASS, ONE_PASS_LARGE))
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
