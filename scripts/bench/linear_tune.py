@@ -15,10 +15,10 @@ import torch
 from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
-from lrpe_md.engine.linear.plan import TILES, LinearPass, LinearTile, fits_one_pass
+from lrpe_md.engine.linear.plan import NORMALIZED, TILES, LinearPass, LinearTile, fits_one_pass
 from lrpe_md.testing import LinearCase
 
-from .linear_measure import CAUSAL, WORKLOADS, Inputs, make_inputs, make_pass
+from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
 
 # Elements of the state; one tile in each row of TILES.
 STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24,576", "more")
@@ -26,7 +26,9 @@ STATES = ("up to 2,048", "up to 4,096", "up to 8,192", "up to 16,384", "up to 24
 MAPS: tuple[tuple[Any, int], ...] = (
     ("cosine", 32), ("rotate", 64), ("cosine", 64), ("rotate", 128), ("cosine", 96), ("cosine", 128)
 )  # fmt: skip
-FORWARDS = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
+FORWARDS = (
+    LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL, LinearPass.CAUSAL_NORMALIZED,
+)  # fmt: skip
 ONE_PASS = (LinearPass.FORWARD, LinearPass.BACKWARD)
 REGISTERS = (None, 128, 160, 168, 232)
 
@@ -65,12 +67,12 @@ class LinearPlace(NamedTuple):
             few = self.width == 0 or not fits_one_pass(197, head_dim, head_dim * (2 if chosen == "cosine" else 1))
             names = ("windows" if few else "vit224",)
         elif self.stage.value.startswith("causal"):
-            names = ("causal",)
+            names = ("causal-relu" if self.stage in NORMALIZED.values() else "causal",)
         else:
             names = ("img64", "video64")
         found = {}
         for name in names:
-            case = CAUSAL if name == "causal" else WORKLOADS[name]
+            case = WORKLOADS[name]
             heads = case.heads[0] * case.head_dim // head_dim
             case = replace(case, map=chosen, head_dim=head_dim, heads=(heads, heads))
             found[name] = self.shrink(case) if small else case

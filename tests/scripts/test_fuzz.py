@@ -91,6 +91,12 @@ def test_decays_after_the_state_has_decayed():
     assert_agrees(config, "triton")
 
 
+@interpreted
+def test_decays_of_no_tokens():
+    place = Place(kind="coordinates", shape=(0,), by_sample=True, masked=True)
+    assert_agrees(LinearConfig(batch=2, places=(place,), mask="causal", decay="shared"), "triton")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", FOUND_ON_GPUS.values(), ids=list(FOUND_ON_GPUS))
 def test_earlier_gpu_failures(config):

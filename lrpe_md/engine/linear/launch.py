@@ -37,6 +37,7 @@ from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
+    NORMALIZED,
     LinearPass,
     LinearTile,
     choose_scan_tile,
@@ -350,11 +351,13 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        tile = choose_tile(stage, state, self.dtype.itemsize, INTERPRETING, regular)
+        rows = {} if self.call.attention.normalizer == "none" else NORMALIZED
+        tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
-            keys = choose_tile(LinearPass.CAUSAL_KEYS, state, self.dtype.itemsize, INTERPRETING, regular)
-            tile = tile._replace(block_n=keys.block_n)
+            keys = rows.get(LinearPass.CAUSAL_KEYS, LinearPass.CAUSAL_KEYS)
+            block_n = choose_tile(keys, state, self.dtype.itemsize, INTERPRETING, regular).block_n
+            tile = tile._replace(block_n=block_n)
         single_layout = causal and self.dtype == torch.bfloat16 and len(tiles.feature_blocks) == len(v_blocks) == 1
         single_layout = single_layout and (INTERPRETING or (regular and tile.block_n >= WARPGROUP_ROWS))
         output_transposed = single_layout and not sizes.raw and sum(tiles.feature_blocks) >= COLUMNS

@@ -474,6 +474,8 @@ def sum_decay_gradients(
     ends_in_zero: no gradient reaches the state after the last piece.
     """
     sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
+    if not sizes.num_keys:
+        return products
     query_products, crossing = scales[2:].view(2, sizes.batch, sizes.groups, sizes.repeats, -1).double().sum(3)
     num_pieces = -(-sizes.num_keys // length)
     keys, queries = (

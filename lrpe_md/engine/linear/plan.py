@@ -6,9 +6,23 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile", "choose_value_widths",
-    "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels", "fits_one_pass",
-    "pad_width", "shrink",
+    "NORMALIZED",
+    "PIECE",
+    "LinearPass",
+    "LinearTile",
+    "Walk",
+    "choose_scan_tile",
+    "choose_tile",
+    "choose_value_widths",
+    "choose_walk",
+    "choose_widths",
+    "cut_outputs",
+    "cut_parts",
+    "cut_pieces",
+    "fits_kernels",
+    "fits_one_pass",
+    "pad_width",
+    "shrink",
 ]  # fmt: skip
 
 
@@ -24,9 +38,14 @@ class LinearPass(Enum):
     CAUSAL = "causal"  # two passes with a causal mask: → o
     CAUSAL_QUERIES = "causal_queries"  # → dq
     CAUSAL_KEYS = "causal_keys"  # → dk, dv
+    CAUSAL_NORMALIZED = "causal_normalized"  # tiles of CAUSAL with a normalizer
+    CAUSAL_KEYS_NORMALIZED = "causal_keys_normalized"  # tiles of CAUSAL_KEYS with a normalizer
 
 
-CAUSAL_PASSES = (LinearPass.CAUSAL, LinearPass.CAUSAL_QUERIES, LinearPass.CAUSAL_KEYS)
+NORMALIZED = {
+    LinearPass.CAUSAL: LinearPass.CAUSAL_NORMALIZED, LinearPass.CAUSAL_KEYS: LinearPass.CAUSAL_KEYS_NORMALIZED
+}  # fmt: skip
+CAUSAL_PASSES = (*NORMALIZED, *NORMALIZED.values(), LinearPass.CAUSAL_QUERIES)
 
 
 class LinearTile(NamedTuple):
@@ -54,9 +73,11 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
-    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
-    LinearPass.CAUSAL_KEYS: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
+    LinearPass.CAUSAL_NORMALIZED: (_64, _64, _64_SHALLOW, _64_TWO, LinearTile(64, 8, 1)),
+    LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
 NARROWEST = 16  # fewest channels of a tile that matrix units accept
