@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ LINEAR, SCALING, TRAINING = "benchmark-linear.csv", "linear-scaling.csv", "linea
 BARS, LINES = "performance-linear.png", "linear-scaling.png"
 OURS = "lrpe-md"
 PEERS = ("bidirectional", "sana")  # prefixes of the peers' workloads
+UNUSUAL = ("width", "windows", "one-head")
 PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backward with ω"}
 MAPS = ("cosine", "rotate", "none")
 PEER_COLORS = {
@@ -71,11 +73,11 @@ def linear_table(rows: Any) -> str:
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
     ]
-    for which, title in PASSES.items():
-        part = measured[measured["pass"] == which]
+    for group, (which, title) in itertools.product(group_works(works), PASSES.items()):
+        part = measured[(measured["pass"] == which) & measured.workload.isin(group)]
         if not len(part):
             continue
-        shown = [work for work in works if (part.workload == work).any()]
+        shown = [work for work in group if (part.workload == work).any()]
         found = []
         for impl, map in names(part):
             mine = part[(part.impl == impl) & (part["map"] == map)].set_index("workload")
@@ -131,11 +133,12 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads with common peers: full attention, causal attention, and each peer's own."""
-    causal = [work for work in works if work.startswith("causal")]
-    theirs = [work for work in works if work.startswith(PEERS)]
-    full = [work for work in works if work not in causal and work not in theirs]
-    return [group for group in (full, causal, theirs) if group]
+    """Group workloads: usual sizes, unusual widths and few tokens or heads, a causal mask, and those of peers."""
+    unusual, causal, theirs = (
+        [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", PEERS)
+    )
+    usual = [work for work in works if work not in (*unusual, *causal, *theirs)]
+    return [group for group in (usual, unusual, causal, theirs) if group]
 
 
 def name_work(work: str) -> str:
