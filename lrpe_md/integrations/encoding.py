@@ -17,6 +17,7 @@ from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
 from ..engine.linear.validate import check_normalizer
+from ..frequencies.axial import warn_of_idle_axes
 from ..modules.base import FrequencyModule
 from ..modules.encodings import CosineMd, PresetMd, RotateMd
 from ..modules.linear import HeadDecay
@@ -163,7 +164,7 @@ def _of_series(
     encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
 ) -> tuple[Maker, Sharing]:
     if encoding == "mixed":
-        kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, **kwargs}
+        kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
     heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
     if heads is not None and "num_heads" in kwargs:
         raise ValueError(f"heads: expected None with num_heads, because both set the same thing, got {heads!r}")
@@ -190,6 +191,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
 
 
 def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
+    warn_of_idle_axes(series.sections(channels), series.split)
     return series.build(channels, heads, seed)[0]
 
 

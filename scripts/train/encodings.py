@@ -284,7 +284,8 @@ class Backbone:
     def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
         """Return the model's arguments for an encoding, its attention and its memory."""
         chosen = self.find(encoding)
-        given = {"base": self.base} if chosen.encoding in ("rotate", "cosine") else {}
+        axial = chosen.encoding in ("rotate", "cosine") and chosen.arguments.get("frequencies") != "mixed"
+        given = {"base": self.base} if axial else {}
         return {
             "encoding": chosen.encoding, "encoding_kwargs": {**given, **chosen.arguments}, **chosen.model,
             **self.attention_arguments(attention, memory),

@@ -19,6 +19,7 @@ from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, vi
 from typer.testing import CliRunner
 
 from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
+from lrpe_md.integrations.encoding import EncodingStack, build_encoding
 from lrpe_md.presets import registry
 
 OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
@@ -47,6 +48,19 @@ def registered():
 def config(task: str, encoding: str, **more: Any) -> Any:
     cls, given = CONFIGS[task]
     return cls(out=Path("out"), encoding=encoding, **given, **more)
+
+
+def test_base_of_mixed_frequencies():
+    """The base of axial frequencies does not apply to them."""
+    bases = {name: IMAGES.arguments(name, "softmax")["encoding_kwargs"].get("base") for name in IMAGES.encodings}
+    mixed = {name: base for name, base in bases.items() if "mixed" in name}
+    assert set(mixed.values()) == {None, 10.0}
+    assert IMAGES.arguments("rotate", "softmax")["encoding_kwargs"] == {"base": 100.0}
+    for name in (*mixed, "rotate:frequencies=mixed", "cosine:frequencies=mixed"):
+        given = IMAGES.arguments(name, "softmax")
+        built: Any = build_encoding(given["encoding"], given["encoding_kwargs"], 8, 1, 1, 2)
+        assert EncodingStack(built).distinct[0].base == 10.0
+    assert IMAGES.arguments("rotate:frequencies=mixed,base=3", "softmax")["encoding_kwargs"]["base"] == 3
 
 
 def test_options_after_the_name():

@@ -199,7 +199,7 @@ def test_custom_frequencies_equal_the_modules(mapping: str, order: Any):
     from lrpe_md import CosineMd, RotateMd
 
     module = {"rotate": RotateMd, "cosine": CosineMd}[mapping]
-    for kind, base in (("axial", 100.0), ("mixed", 10.0)):
+    for kind, base in (("axial", 100.0), ("mixed", 7.0), ("axial", None), ("mixed", None)):
         subject = visualize.custom(kind, 3, map=mapping, head_dim=20, num_heads=2, base=base, axis_order=order, seed=4)
         own = module(
             20, 3, base=base, frequencies=kind, num_heads=2, axis_order=order, seed=4, dtype=torch.float64

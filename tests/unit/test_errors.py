@@ -259,7 +259,7 @@ BAD = {
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
     "base of a module": (ValueError, r"base: .*number, got '100'", lambda: RotateMd(32, 2, base="100")),
     "base of mixed frequencies": (
-        ValueError, r"base: .*number, got None", lambda: RotateMd(32, 2, base=None, frequencies="mixed"),
+        ValueError, r"base: .*number, got 'x'", lambda: RotateMd(32, 2, base="x", frequencies="mixed"),
     ),
     "reference grid": (
         TypeError, r"reference: expected a size, or one for each of 2 axes, got a Grid; pass its shape",
