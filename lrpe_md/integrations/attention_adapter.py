@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..checks import describe_positions
 from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -132,7 +133,7 @@ def _check_positions(positions: Any) -> Any:
         return positions
     raise TypeError(
         "positions: expected a Grid, Coordinates, a tensor (N, K) or (B, N, K), or a function that returns one, got "
-        f"{type(positions).__name__}"
+        f"{describe_positions(positions)}"
     )
 
 
