@@ -38,7 +38,7 @@ from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .copies import SDPA, ForwardCopy
-from .encoding import Encoding, EncodingStack, build_encoding
+from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -412,6 +412,7 @@ class _Encode(TorchFunctionMode):
 # --- public ----------------------------------------------------------------------------------------------------------
 
 
+@explain_misplaced_options
 def adapt_attention(
     model: Model,
     encoding: Encoding,

@@ -6,14 +6,13 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from inspect import signature
 from typing import Any
 
 import typer
 
-from lrpe_md import CosineMd, Grid, Memory, PresetMd, RotateMd, Scheme, list_presets
+from lrpe_md import Grid, Memory, Scheme, list_presets
 from lrpe_md.checks import is_finite_number, suggest
-from lrpe_md.integrations.encoding import CHANGES
+from lrpe_md.integrations.encoding import encoding_options
 from lrpe_md.presets.registry import REGISTERED
 from lrpe_md.presets.scheme import make_preset
 
@@ -94,15 +93,6 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 def split_list(text: str) -> list[str]:
     """Split a comma-separated list of encodings whose options may also contain commas."""
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
-
-
-def known_options(encoding: str | None) -> set[str]:
-    """Return the options that an encoding accepts after its name, which are the backbones' ``encoding_kwargs``."""
-    if encoding is None:
-        return {"act", "dim"}
-    module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
-    own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
-    return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
 
 
 def _is_integer(value: Any) -> bool:
@@ -260,7 +250,7 @@ class Backbone:
         name, options = split_options(text)
         choose(option, [name], self.names)
         chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
-        known = known_options(chosen.encoding)
+        known = encoding_options(chosen.encoding) - {"num_heads", "device", "dtype"}
         known = known if self.options is None else known & self.options
         for key in options.keys() - known:
             raise typer.BadParameter(
