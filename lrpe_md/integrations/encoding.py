@@ -174,6 +174,9 @@ def _of_series(
         raise ValueError(f"heads: expected None with num_heads, because both set the same thing, got {heads!r}")
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
+    split = own.get("split")
+    if split is not None and len(split) != num_axes:
+        raise ValueError(f"split: expected a share for each of {num_axes} axes, got {tuple(split)}")
     if encoding != "mixed":
         own = _shared_out(**own)
     seed = own.pop("seed", 0)

@@ -35,7 +35,7 @@ from lrpe_md.picture.data import NO_ORDER, Subject
 from lrpe_md.picture.figure import View, draw, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
-from ..common.options import SEEDS, choose, group_options
+from ..common.options import SEEDS, choose, group_options, in_shell_terms
 from ..common.plots import plt, save
 
 FORMATS = ("png", "pdf", "svg")
@@ -59,7 +59,8 @@ def _name_option(option: str) -> Iterator[None]:
         argument, colon, text = str(error).partition(": ")
         if not colon or argument not in (*OPTIONS, *IMPLIED):
             text = str(error)
-        raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {text}") from error
+        text = re.sub(r",? or None\b", ", or -" if "--reference" in option else "", text)
+        raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {in_shell_terms(text, 'x')}") from error
 
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
