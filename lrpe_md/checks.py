@@ -29,6 +29,14 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
     return value
 
 
+def describe_positions(value: Any) -> str:
+    """Describe invalid positions for an error, with advice if they look like the shape of a grid."""
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not sizes or any(type(size) is not int for size in sizes):
+        return type(value).__name__
+    return f"{value}; for a grid of this size, pass Grid({sizes}), or the result of positions({sizes}) of a preset"
+
+
 def as_integer(value: Any) -> Any:
     """Return an int for any integer-like value (such as a NumPy integer), a SymInt unchanged, or None."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard

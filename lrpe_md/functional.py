@@ -25,21 +25,21 @@ CosSinTables = Tensor | Sequence[Tensor] | None  # cos + i sin, or cos and sin
 @overload
 def cosine(
     x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
-    tables: CosSinTables = ..., prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
+    tables: CosSinTables = ..., prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | None = ..., amplitude: float | Tensor | None = ..., order: Order = ...,
     norm: Norm | None = ..., out: Tensor | None = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cosine(
     q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
-    prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
+    prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
     phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
     order: Order = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cosine(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
-    tables: CosSinTables = ..., prefix: int = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
+    tables: CosSinTables = ..., prefix: int | None = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
     dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
     amplitude: float | Tensor | None = ..., order: Order = ..., norm: Norm | None = ..., out: Outs = ...,
     out_start: Tensor | None = ..., impl: Impl = ...,
@@ -53,7 +53,7 @@ def cosine(
     omega: Tensor | None = None,
     positions: Places = None,
     tables: CosSinTables = None,
-    prefix: int = 0,
+    prefix: int | None = None,
     rotary_dim: int | slice | None = None,
     act: Act = "none",
     dim: int | None = None,
@@ -86,7 +86,7 @@ def cosine(
             cos + i sin. Each is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D), in any float dtype and with any
             strides, and is not copied. H is the number of key heads. Shared rows may be expanded (stride 0).
         prefix: with tables, the number of tokens before their first row. These tokens, and any after the last row,
-            become [x̄, 0]. Positions define their own prefix.
+            become [x̄, 0]. Default: none, with a row for every token. Positions define their own prefix.
         rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R, takes
             their place; the other channels become x̄. Default: all. Mapping a part copies the output, and softmax over
             the features also copies the input.
@@ -149,7 +149,7 @@ def cosine(
 @overload
 def rotate(
     x: Tensor, /, *, omega: Tensor | None = ..., positions: Positions | Packed | None = ...,
-    tables: CosSinTables = ..., prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
+    tables: CosSinTables = ..., prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
     act: Act = ..., dim: int | None = ..., phase: Tensor | None = ...,
     amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Tensor | None = ...,
     out_start: Tensor | None = ..., impl: Impl = ...,
@@ -157,17 +157,18 @@ def rotate(
 @overload
 def rotate(
     q: Tensor, k: Tensor, /, *, omega: Tensor | None = ..., positions: Places = ..., tables: CosSinTables = ...,
-    prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
+    prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ..., act: Act = ...,
+    dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Outs = ...,
+    out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rotate(
     *, qkv: Tensor, num_key_heads: int | None = ..., omega: Tensor | None = ..., positions: Places = ...,
-    tables: CosSinTables = ..., prefix: int = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
-    act: Act = ..., dim: int | None = ...,
-    phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ..., amplitude: float | Tensor | None = ...,
-    inverse: bool = ..., norm: Norm | None = ..., out: Outs = ..., out_start: Tensor | None = ..., impl: Impl = ...,
+    tables: CosSinTables = ..., prefix: int | None = ..., pairs: Pairs = ..., rotary_dim: int | slice | None = ...,
+    act: Act = ..., dim: int | None = ..., phase: Tensor | tuple[Tensor | None, Tensor | None] | None = ...,
+    amplitude: float | Tensor | None = ..., inverse: bool = ..., norm: Norm | None = ..., out: Outs = ...,
+    out_start: Tensor | None = ..., impl: Impl = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def rotate(
     omega: Tensor | None = None,
     positions: Places = None,
     tables: CosSinTables = None,
-    prefix: int = 0,
+    prefix: int | None = None,
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
     act: Act = "none",

@@ -32,7 +32,7 @@ from lrpe_md.checks import check_at_least, check_one_of, repeat_over_layers
 from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import ATTENTIONS, AttentionKind, Context, check_key_norm, check_memory
-from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers
+from lrpe_md.integrations.encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from lrpe_md.modules.linear import Memory
 
 from .blocks import (
@@ -142,6 +142,7 @@ class DiT(nn.Module):
         ValueError, TypeError: an invalid argument.
     """
 
+    @explain_misplaced_options
     def __init__(
         self,
         *,

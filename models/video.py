@@ -12,7 +12,7 @@ Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -493,8 +493,60 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
     time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the features of its image, except that prefix
     tokens have less weight among more tokens. A table that the model lacks is dropped. Frequencies that are missing
-    from the weights keep their values.
+    from the weights keep their values. The head is returned as it is, even if the classes differ.
+
+    Raises:
+        TypeError: not a state_dict, or a model that is not a :class:`LrpeVideoTransformer`.
+        ValueError: weights of a model of other sizes.
     """
+    if not isinstance(model, LrpeVideoTransformer):
+        raise TypeError(f"model: expected an LrpeVideoTransformer, got {type(model).__name__}")
+    if not isinstance(state_dict, Mapping):
+        kind = type(state_dict).__name__
+        advice = "; pass its state_dict()" if isinstance(state_dict, nn.Module) else ""
+        raise TypeError(f"state_dict: expected a dict of weights, got {kind}{advice}")
+    inflated = inflate_unchecked(state_dict, model)
+    _check_sizes(state_dict, inflated, model.state_dict())
+    return inflated
+
+
+def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Check that inflated weights, except the head, have the shapes of the model's own weights."""
+    if not given.keys() & own.keys():
+        raise ValueError(
+            f"state_dict: expected the weights of a ViT, such as patch_embed.proj.weight, got {list(given)[:3]}; if "
+            "one of these holds the weights, pass it"
+        )
+    expected, found = _read_sizes(own), _read_sizes(inflated)
+    wrong = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
+    if wrong:
+        wanted, got = (", ".join(f"{name}={sizes[name]}" for name in sorted(wrong)) for sizes in (expected, found))
+        raise ValueError(
+            f"state_dict: expected weights of a model with {wanted}, got {got}; create both models with the same sizes"
+        )
+    for name in own:
+        if name in inflated and not name.startswith("head.") and inflated[name].shape != own[name].shape:
+            advice = "; use the same img_size, number of frames and class_token" if name == "pos_embed" else ""
+            raise ValueError(
+                f"state_dict: expected {name} of shape {tuple(own[name].shape)}, got {tuple(inflated[name].shape)} "
+                f"after inflating {tuple(given[name].shape)}{advice}"
+            )
+
+
+def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model that the shapes of its weights reveal."""
+    kernel = weights.get("patch_embed.proj.weight")
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    sizes: dict[str, Any] = {"depth": len(blocks)} if blocks else {}
+    if kernel is not None and kernel.ndim == 5:
+        embed_dim, in_chans, tubelet_size, *patch_size = kernel.shape
+        sizes |= {"embed_dim": embed_dim, "in_chans": in_chans, "patch_size": tuple(patch_size)}
+        sizes |= {"tubelet_size": tubelet_size}
+    return sizes
+
+
+def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Run :func:`inflate` without checking sizes, for callers that load only the weights that fit."""
     video: Any = model
     state_dict = dict(state_dict)
     weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")
@@ -525,7 +577,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> LrpeVideoTransformer:
         LrpeVideoTransformer,
         f"lrpe_video_{size}_patch16_224",
         pretrained,
-        pretrained_filter_fn=inflate,
+        pretrained_filter_fn=inflate_unchecked,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **{"patch_size": 16, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, **with_positions(kwargs)},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from ..checks import check_at_least, check_dense
 
 __all__ = [
     "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "num_blocks", "one_series",
-    "sequence_omega", "split_channels",
+    "sequence_omega", "split_channels", "warn_of_idle_axes",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -110,6 +111,25 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if remainder is not None:
         parts[remainder] += left
     return tuple(parts)
+
+
+def warn_of_idle_axes(widths: Sequence[int], shares: Sequence[int] = (), stacklevel: int = 3) -> None:
+    """Warn if an axis has no channels.
+
+    Args:
+        widths: number of channels or pairs of each axis, slowest first.
+        shares: share of each axis; with a share of 0 it is meant to have no channels.
+        stacklevel: of the warning, counted from this function.
+    """
+    shares = shares or [1] * len(widths)
+    idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
+    if idle:
+        warnings.warn(
+            f"head_dim: expected channels for each of {len(widths)} axes, got {tuple(widths)}: positions on "
+            f"{'axis' if len(idle) == 1 else 'axes'} {' and '.join(idle)} have no effect. Use a larger head_dim, fewer "
+            "axes, or split=, in encoding_kwargs or lrpe_md.preset, to choose each axis's share",
+            stacklevel=stacklevel,
+        )
 
 
 def axial_omega(

@@ -32,12 +32,13 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..checks import describe_positions
 from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .copies import SDPA, ForwardCopy
-from .encoding import Encoding, EncodingStack, build_encoding
+from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -132,7 +133,7 @@ def _check_positions(positions: Any) -> Any:
         return positions
     raise TypeError(
         "positions: expected a Grid, Coordinates, a tensor (N, K) or (B, N, K), or a function that returns one, got "
-        f"{type(positions).__name__}"
+        f"{describe_positions(positions)}"
     )
 
 
@@ -411,6 +412,7 @@ class _Encode(TorchFunctionMode):
 # --- public ----------------------------------------------------------------------------------------------------------
 
 
+@explain_misplaced_options
 def adapt_attention(
     model: Model,
     encoding: Encoding,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
 from ..engine.linear.validate import check_normalizer
+from ..frequencies.axial import warn_of_idle_axes
 from ..modules.base import FrequencyModule
 from ..modules.encodings import CosineMd, PresetMd, RotateMd
 from ..modules.linear import HeadDecay
@@ -94,11 +96,13 @@ def build_encoding(
     """
     if encoding is None or encoding == "none":
         if kwargs.keys() - {"act", "dim"}:
-            raise ValueError(f"encoding_kwargs: expected only act and dim without an encoding, got {kwargs}")
+            raise ValueError(
+                f"encoding_kwargs: expected only act and dim without an encoding, got {kwargs}{_advise(kwargs)}"
+            )
         return Activation(**kwargs) if kwargs.get("act", "none") != "none" else None
     if isinstance(encoding, nn.Module):
         if kwargs:
-            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}")
+            raise ValueError(f"encoding_kwargs: expected none with a module as encoding, got {kwargs}{_advise(kwargs)}")
         return encoding
     kwargs = dict(kwargs)
     sharing: Sharing | None = _one_of("sharing", kwargs.pop("sharing", None), ("model", "layer"))
@@ -162,13 +166,17 @@ Maker: TypeAlias = Callable[[int], nn.Module]  # layer index → its module
 def _of_series(
     encoding: str, kwargs: dict[str, Any], head_dim: int, num_heads: int, num_axes: int
 ) -> tuple[Maker, Sharing]:
+    _check_options(kwargs, encoding_options(encoding), repr(encoding))
     if encoding == "mixed":
-        kwargs = {"frequencies": "mixed", "base": 10.0, "learnable": True, **kwargs}
+        kwargs = {"frequencies": "mixed", "learnable": True, **kwargs}
     heads = _one_of("heads", kwargs.pop("heads", None), ("shared", "own"))
     if heads is not None and "num_heads" in kwargs:
         raise ValueError(f"heads: expected None with num_heads, because both set the same thing, got {heads!r}")
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
+    split = own.get("split")
+    if split is not None and len(split) != num_axes:
+        raise ValueError(f"split: expected a share for each of {num_axes} axes, got {tuple(split)}")
     if encoding != "mixed":
         own = _shared_out(**own)
     seed = own.pop("seed", 0)
@@ -190,6 +198,7 @@ def _shared_out(*, split: Sequence[int] | None = None, remainder: int | None = N
 
 
 def _split_omega(series: Axial, channels: int, heads: int, seed: int) -> Tensor:
+    warn_of_idle_axes(series.sections(channels), series.split)
     return series.build(channels, heads, seed)[0]
 
 
@@ -202,6 +211,7 @@ def _of_preset(
     """Build a preset, shared by all layers if nothing is learned or the scheme shares it."""
     if "heads" in kwargs:
         raise ValueError(f"heads: expected None with a preset, which defines it, got {kwargs['heads']!r}")
+    _check_options(kwargs, encoding_options(encoding), "a preset")
     changes = {key: kwargs.pop(key) for key in CHANGES if key in kwargs}
     if isinstance(encoding, Preset):
         return _of_made(encoding, kwargs, changes, head_dim, num_heads)
@@ -250,8 +260,61 @@ def _of_factory(
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if not named & known.keys() or required - known.keys() - kwargs.keys():
         return lambda i: factory(head_dim, num_heads, **kwargs)
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        _check_options(kwargs, named, getattr(factory, "__name__", "the factory"))
     own = {**{name: known[name] for name in known.keys() & named - bound.keys()}, **kwargs}
     return lambda i: factory(**own)
+
+
+# --- names of options ------------------------------------------------------------------------------------------------
+
+MODEL_OPTIONS = ("absolute", "attention", "copy_v", "keep_encoded", "memory", "modules", "normalizer", "positions")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def encoding_options(encoding: Any) -> set[str]:
+    """Return the names in ``encoding_kwargs`` that :func:`build_encoding` accepts with a name, scheme or preset."""
+    if encoding is None or encoding == "none":
+        return {"act", "dim"}
+    by_name = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}
+    module = by_name.get(encoding, PresetMd) if isinstance(encoding, str) else PresetMd
+    own = inspect.signature(module).parameters.keys() - {"preset", "head_dim", "num_axes"}
+    if module is PresetMd:
+        return {*own, *CHANGES, "sharing"} - {"num_heads"}
+    return {*own, "heads", "sharing", *(() if encoding == "mixed" else ("split", "remainder"))}
+
+
+def _check_options(kwargs: dict[str, Any], known: set[str], name: str) -> None:
+    for key in sorted(kwargs.keys() - known):
+        raise TypeError(
+            f"encoding_kwargs: expected options of {name} ({', '.join(sorted(known))}), got {key!r}"
+            f"{_advise(kwargs) or suggest(key, known)}"
+        )
+
+
+def _advise(kwargs: dict[str, Any]) -> str:
+    """Return advice to append to an error if options of the model are among those of the encoding."""
+    names = [name for name in MODEL_OPTIONS if name in kwargs]
+    return f"; pass {names[0]}= to adapt() or the model itself, outside encoding_kwargs" if names else ""
+
+
+def explain_misplaced_options(function: F) -> F:
+    """Raise an error that names ``encoding_kwargs`` if the function receives an option of the encoding itself."""
+    own = inspect.signature(function).parameters.keys()
+    options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
+    options -= {*own, "device", "dtype", "num_heads"}
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for key in sorted(options & kwargs.keys()):
+            raise TypeError(
+                f"{key}: expected in encoding_kwargs, got an argument of {name}; pass "
+                f"encoding_kwargs={{{key!r}: {kwargs[key]!r}}}"
+            )
+        return function(*args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
@@ -340,7 +403,7 @@ class EncodingStack:
         if idle == 1:
             raise ValueError(message)
         if idle:
-            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=3)
+            warnings.warn(f"{message}, or reassign these channels with encoding_kwargs={{'split': ..}}", stacklevel=4)
 
     def check_linear(self, normalizer: NormalizerName) -> None:
         """Check that the activations suit linear attention with this normalizer."""

@@ -108,7 +108,7 @@ class _Rotating:
 def _norm_and_rotate(tables: Any, norm: Norm, heads: int, impl: Impl, x: Tensor) -> Tensor:
     """Normalise and rotate x (B, N, H, D), or (B, N, H D) with ``heads``."""
     y = x.unflatten(-1, (heads, -1)) if heads else x
-    y = rotate(y.transpose(1, 2), tables=tables, pairs="interleaved", norm=norm, impl=impl).transpose(1, 2)
+    y = rotate(y.transpose(1, 2), tables=tables, prefix=0, pairs="interleaved", norm=norm, impl=impl).transpose(1, 2)
     return y.flatten(2) if heads else y
 
 

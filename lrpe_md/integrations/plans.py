@@ -324,6 +324,6 @@ def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any
             for axis, (part, n) in enumerate(zip(parts, grid, strict=True))
         ]
         sample, tables = heads_first if same else heads_first[i : i + 1], torch.cat(rows, -1).flatten(0, 2)
-        outs.append(rotate(sample, tables=tables, pairs="interleaved", impl=impl))
+        outs.append(rotate(sample, tables=tables, prefix=0, pairs="interleaved", impl=impl))
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     return out.transpose(1, 2).to(plan.dtypes[0])

@@ -57,7 +57,7 @@ from .attention import (
     check_key_norm,
     check_memory,
 )
-from .encoding import Encoding, EncodingStack, build_for_layers
+from .encoding import Encoding, EncodingStack, build_for_layers, explain_misplaced_options
 from .norms import norm_of, takes_norm
 
 __all__ = [
@@ -256,6 +256,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
     blocks: Any
     patch_embed: Any
 
+    @explain_misplaced_options
     def __init__(
         self,
         *args: Any,
@@ -441,6 +442,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         return taken
 
 
+@explain_misplaced_options
 def adapt(
     model: nn.Module,
     encoding: Encoding,

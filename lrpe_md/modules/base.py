@@ -17,18 +17,22 @@ from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_a
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
-from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega
+from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega, warn_of_idle_axes
 from ..frequencies.dense import mixed_omega
 from ..frequencies.series import geometric_theta
 from ..functional import cosine, rotate
 from ..norm import Norm
 from ..positions.grid import Grid
 
-__all__ = ["Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten", "copy_together"]
+__all__ = [
+    "DEFAULT_BASES", "Frequencies", "FrequencyModule", "Learnable", "Phase", "SeriesModule", "check_unwritten",
+    "copy_together",
+]  # fmt: skip
 
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
+DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # of RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -547,7 +551,7 @@ class SeriesModule(FrequencyModule):
         num_heads: int,
         *,
         frequencies: Frequencies,
-        base: float,
+        base: float | None,
         axis_order: AxisOrder,
         seed: int,
         **kwargs: Any,
@@ -559,9 +563,14 @@ class SeriesModule(FrequencyModule):
             )
         if axis_order not in AXIS_ORDERS:
             raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
-        self.frequencies, self.base, self.seed = frequencies, base, seed
+        default = DEFAULT_BASES["mixed" if frequencies == "mixed" else "axial"]
+        self.frequencies, self.base, self.seed = frequencies, default if base is None else base, seed
         self.axis_order: AxisOrder = axis_order
         super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
+        if frequencies == "axial":
+            per_axis = math.ceil(num_channels / num_axes)
+            widths = [min(per_axis, max(num_channels - block * per_axis, 0)) for block in range(num_axes)]
+            warn_of_idle_axes(widths if axis_order == "major_first" else widths[::-1], stacklevel=4)
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):

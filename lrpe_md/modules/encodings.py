@@ -41,7 +41,7 @@ class CosineMd(SeriesModule):
     Args:
         head_dim: D.
         num_axes: K, the length of the grid's shape.
-        base: base of the geometric series; 10000, or about 10 for "mixed" as in RoPE-ViT.
+        base: base of the geometric series; default: 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
         frequencies: "axial" (a block of channels per axis), "mixed" (dense, random directions per head), or a function
             (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), which ignores base and axis_order.
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
@@ -66,7 +66,7 @@ class CosineMd(SeriesModule):
         head_dim: int,
         num_axes: int = 2,
         *,
-        base: float = 10000.0,
+        base: float | None = None,
         frequencies: Frequencies = "axial",
         num_heads: int = 1,
         learnable: Learnable = False,
@@ -112,7 +112,8 @@ class RotateMd(SeriesModule):
     | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
 
     "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
-    its first axis. :class:`PresetMd` sets both, and the base, to match a named model.
+    its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your
+    own has the opposite defaults, "interleaved" and "major_first".
 
     The arguments are those of :class:`CosineMd`, except for these:
 
@@ -129,7 +130,7 @@ class RotateMd(SeriesModule):
         head_dim: int,
         num_axes: int = 2,
         *,
-        base: float = 10000.0,
+        base: float | None = None,
         frequencies: Frequencies = "axial",
         num_heads: int = 1,
         learnable: Learnable = False,
@@ -183,7 +184,7 @@ class Rotate1d(RotateMd):
         self,
         head_dim: int,
         *,
-        base: float = 10000.0,
+        base: float | None = None,
         theta: Tensor | None = None,
         rotary_dim: int | slice | None = None,
         num_heads: int = 1,
@@ -355,6 +356,9 @@ class PresetMd(FrequencyModule):
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.
 
+    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``,
+    :class:`RotateMd` has "half" and "minor_first".
+
     Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.
     """
 
@@ -422,5 +426,10 @@ class PresetMd(FrequencyModule):
         return self.preset.positions(*segments, **options)
 
     def extra_repr(self) -> str:
-        text = f"{self.preset.name!r}, head_dim={self.head_dim}, num_axes={self.num_axes}{super().extra_repr()}"
+        text, frequencies = f"{self.preset.name!r}, head_dim={self.head_dim}", self.preset.scheme.frequencies
+        text += f", num_axes={self.num_axes}"
+        if isinstance(frequencies, Axial) and frequencies.has_axis_order:
+            text += f", axis_order={frequencies.axis_order!r}"
+        text += super().extra_repr() + (f", pairs={self.pairs!r}" if self.map == "rotate" else "")
+        text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
         return text + (f", act={self.act!r}" if self.act != "none" else "")

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import as_integer, check_at_least, check_offsets
+from ..checks import as_integer, check_at_least, check_offsets, describe_positions
 from .coordinates import check_reach, larger
 from .grid import Coordinates, Grid, offset_positions
 
@@ -81,7 +81,7 @@ class After:
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, (Grid, Coordinates)):
-            raise TypeError(f"grid: expected a Grid or Coordinates, got {type(self.grid).__name__}")
+            raise TypeError(f"grid: expected a Grid or Coordinates, got {describe_positions(self.grid)}")
         if self.advance is not None and not self.advance:
             raise ValueError("advance: expected at least one axis, or None, got ()")
 
@@ -102,7 +102,7 @@ class Before:
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, (Grid, Coordinates)):
-            raise TypeError(f"grid: expected a Grid or Coordinates, got {type(self.grid).__name__}")
+            raise TypeError(f"grid: expected a Grid or Coordinates, got {describe_positions(self.grid)}")
 
 
 Segment = Tokens | Grid | After | Before | Coordinates
@@ -303,7 +303,7 @@ def zigzag(
         TypeError: positions that are neither a grid nor coordinates.
     """
     if not isinstance(positions, (Grid, Coordinates)):
-        raise TypeError(f"positions: expected a Grid or Coordinates, got {type(positions).__name__}")
+        raise TypeError(f"positions: expected a Grid or Coordinates, got {describe_positions(positions)}")
     check_at_least(1, num_ranks=num_ranks)
     if isinstance(rank, bool) or not 0 <= rank < num_ranks:
         raise ValueError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
@@ -430,7 +430,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
         raise ValueError("samples: expected at least one layout, got none")
     for i, sample in enumerate(samples):
         if not isinstance(sample, (Grid, Coordinates)):
-            raise TypeError(f"samples: expected a Grid or Coordinates, got {type(sample).__name__} at index {i}")
+            raise TypeError(f"samples: expected a Grid or Coordinates at index {i}, got {describe_positions(sample)}")
         _check_known("samples", sample, i)
         if isinstance(sample, Coordinates) and sample.coords.ndim != 2:
             raise ValueError(f"samples: expected coords (N, K), got {tuple(sample.coords.shape)} at index {i}")

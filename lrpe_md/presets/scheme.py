@@ -11,7 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..frequencies.axial import AxisMap, AxisOrder, axial_omega, check_map, num_blocks, one_series, split_channels
+from ..frequencies.axial import (
+    AxisMap,
+    AxisOrder,
+    axial_omega,
+    check_map,
+    num_blocks,
+    one_series,
+    split_channels,
+    warn_of_idle_axes,
+)
 from ..frequencies.series import apply_scaling
 from ..positions.augment import AugmentPositions
 from ..positions.coordinates import Coordinates
@@ -76,6 +85,11 @@ class Axial:
     @property
     def by_head(self) -> bool:
         return self.axis_map == "head"
+
+    @property
+    def has_axis_order(self) -> bool:
+        """Whether ``axis_order`` has an effect."""
+        return self.num_axes > 1 and isinstance(self.axis_map, str) and not self.by_head
 
     @property
     def takes(self) -> set[str]:
@@ -500,7 +514,8 @@ def make_preset(
         if isinstance(frequencies, Axial):
             laid = channels * num_heads if frequencies.across_heads else channels
             if not frequencies.by_head:
-                _fitting(name, head_dim, partial(frequencies.sections, laid))
+                sections = _fitting(name, head_dim, partial(frequencies.sections, laid))
+                warn_of_idle_axes(sections, frequencies.split, stacklevel=4)
             if scheme.pairs == "blocks":
                 blocks = frequencies.blocks(channels)
         build = partial(frequencies.build, channels, num_heads, seed)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pandas as pd
 import torch
@@ -244,11 +245,12 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
             raise typer.BadParameter(
                 f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
             )
+        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of bool | None
         try:
-            found[name] = {"true": True, "false": False}[text.lower()] if hints[name] is bool else hints[name](text)
+            found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
-            kind = "true or false" if hints[name] is bool else f"a value of type {hints[name].__name__}"
-            raise typer.BadParameter(f"--set {name}: expected {kind}, got {text!r}") from error
+            expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "another value")
+            raise typer.BadParameter(f"--set {name}: expected {expected}, got {text!r}") from error
     return found
 
 

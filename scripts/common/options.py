@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -11,7 +12,7 @@ import typer
 
 from lrpe_md.checks import suggest
 
-__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "positive"]
+__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "in_shell_terms", "positive"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
@@ -43,6 +44,38 @@ def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str
                 f"{option}: unknown {name!r}{suggest(name, known)}; choose from: {'; '.join(known)}"
             )
     return names
+
+
+# Patterns of the library's errors, and what to show on a command line instead; applied in order.
+_SHELL_TERMS = {
+    r"pass Memory\((\w+)='(\w+)'\)": r"pass --memory \1=\2",
+    r", got Memory\([^)]*\)": "",
+    r", ('\w+') or a function \([^)]*\) -> \w+": r" or \1",
+    r"qk_norm: expected True with (.*), got False; build the model with qk_norm=True": r"--qk-norm: required with \1",
+    r"^causal: 'frames' needs": "--causal: needs",
+    r"with causal=None": "without --causal",
+    r"change causal\b|\bcausal='frames'": lambda found: found[0].split("=")[0].replace("causal", "--causal"),
+    r"space_time='(\w+)'": r"--space-time \1",
+    r"attention='(\w+)'": r"--attention \1",
+    r"use num_axes=3": "train on videos",
+    r"\bexpected None\b": "expected no value",
+    r"(number),? or None\b": r"\1",
+    r"\(('[^']*'(?:, '[^']*')*),?\)": r"\1",
+    r"(?<!got )'([^'\s]+)'": r"\1",
+    r"\b(None|True|False)\b": lambda found: found[0].lower(),
+}
+
+
+def in_shell_terms(text: Any, separator: str = ",") -> str:
+    """Reword an error of the library for a command line: options instead of arguments, values as the user types them.
+
+    separator: between numbers that belong together.
+    """
+    text = str(text)
+    for pattern, replacement in _SHELL_TERMS.items():
+        text = re.sub(pattern, replacement, text)
+    numbers = r"\((-?[\d.]+(?:,|(?:, -?[\d.]+)+))\)"  # a tuple
+    return re.sub(numbers, lambda found: found[1].rstrip(",").replace(", ", separator), text)
 
 
 def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:

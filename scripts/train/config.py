@@ -20,7 +20,7 @@ from lrpe_md import Memory
 
 from ..common.devices import choose_device
 from ..common.folder import SaveError
-from ..common.options import SEEDS, choose
+from ..common.options import SEEDS, choose, in_shell_terms
 from .encodings import Backbone, fingerprint_scheme
 from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
@@ -206,7 +206,7 @@ class Training:
                 build(**{**arguments, **depth})
         except (TypeError, ValueError) as error:
             given = " ".join(f"--{name} {getattr(self, name)}" for name in named)
-            raise typer.BadParameter(f"{given}: {error}") from error
+            raise typer.BadParameter(f"{given}: {in_shell_terms(error)}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate, betas and decay."""

@@ -6,18 +6,17 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from inspect import signature
 from typing import Any
 
 import typer
 
-from lrpe_md import CosineMd, Grid, Memory, PresetMd, RotateMd, Scheme, list_presets
+from lrpe_md import Grid, Memory, Scheme, list_presets
 from lrpe_md.checks import is_finite_number, suggest
-from lrpe_md.integrations.encoding import CHANGES
+from lrpe_md.integrations.encoding import encoding_options
 from lrpe_md.presets.registry import REGISTERED
 from lrpe_md.presets.scheme import make_preset
 
-from ..common.options import choose
+from ..common.options import choose, in_shell_terms
 from .checkpoint import digest_of
 
 
@@ -96,15 +95,6 @@ def split_list(text: str) -> list[str]:
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
 
 
-def known_options(encoding: str | None) -> set[str]:
-    """Return the options that an encoding accepts after its name, which are the backbones' ``encoding_kwargs``."""
-    if encoding is None:
-        return {"act", "dim"}
-    module = {"cosine": CosineMd, "rotate": RotateMd, "mixed": RotateMd}.get(encoding, PresetMd)
-    own = signature(module).parameters.keys() - {"preset", "head_dim", "num_axes", "num_heads", "device", "dtype"}
-    return own | {"sharing"} | (set(CHANGES) if module is PresetMd else {"split", "remainder", "heads"})
-
-
 def _is_integer(value: Any) -> bool:
     return type(value) is int
 
@@ -181,13 +171,14 @@ def parse_memory(text: str) -> Memory | None:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
             raise typer.BadParameter(
-                f"--memory: expected KEY=VALUE,KEY=VALUE with {', '.join(known)}, got {text!r}{suggest(key, known)}"
+                f"--memory: expected KEY=VALUE,KEY=VALUE with {', '.join(known)}, got {text!r}"
+                f"{'' if key in known else suggest(key, known)}"
             )
-        options[key] = {"true": True, "false": False}.get(value.lower(), value)
+        options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     try:
         return Memory(**options)
     except ValueError as error:
-        raise typer.BadParameter(f"--memory {text}: {error}") from error
+        raise typer.BadParameter(f"--memory {text}: {in_shell_terms(error)}") from error
 
 
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -260,17 +251,19 @@ class Backbone:
         name, options = split_options(text)
         choose(option, [name], self.names)
         chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
-        known = known_options(chosen.encoding)
+        known = encoding_options(chosen.encoding) - {"num_heads", "device", "dtype", "scaling"}
         known = known if self.options is None else known & self.options
         for key in options.keys() - known:
             raise typer.BadParameter(
                 f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it takes "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+        if options.get("act", "none") is None:
+            options["act"] = "none"  # the name of an activation
         for key, value in options.items():
             expected, accepts = _TYPES.get(key, ("", None))
             if accepts is not None and value is not None and not accepts(value):
-                raise typer.BadParameter(f"{option} {text}: {key}: expected {expected}, got {value!r}")
+                raise typer.BadParameter(in_shell_terms(f"{option} {text}: {key}: expected {expected}, got {value!r}"))
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:
@@ -284,7 +277,8 @@ class Backbone:
     def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
         """Return the model's arguments for an encoding, its attention and its memory."""
         chosen = self.find(encoding)
-        given = {"base": self.base} if chosen.encoding in ("rotate", "cosine") else {}
+        axial = chosen.encoding in ("rotate", "cosine") and chosen.arguments.get("frequencies") != "mixed"
+        given = {"base": self.base} if axial else {}
         return {
             "encoding": chosen.encoding, "encoding_kwargs": {**given, **chosen.arguments}, **chosen.model,
             **self.attention_arguments(attention, memory),

@@ -21,7 +21,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, checkpoint_filter_f
 from lrpe_md.modules.base import FrequencyModule
 
 from ...models.lm import CausalLm
-from ...models.video import LrpeVideoTransformer, inflate
+from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint
 from .loop import WHOLE, Trainer
@@ -170,7 +170,8 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
     for name in ("weight", "bias"):  # with a mean over tokens, the norm comes after it
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
-    filtered = inflate(found, model) if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn(found, model)
+    fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn
+    filtered = fit(found, model)
     # Remove entries that the filter added from the model.
     added = {name for name in own - found.keys() if name.startswith("encoding.") or name.endswith(".decay.logit")}
     return {name: value for name, value in filtered.items() if name not in added}

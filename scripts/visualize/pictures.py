@@ -29,16 +29,17 @@ from torch import Tensor
 from lrpe_md import Scheme, Tokens, axial_omega, geometric_theta, list_presets
 from lrpe_md.frequencies import mixed_omega
 from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
+from lrpe_md.modules.base import DEFAULT_BASES
 from lrpe_md.picture import data
 from lrpe_md.picture.data import NO_ORDER, Subject
 from lrpe_md.picture.figure import View, draw, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
-from ..common.options import SEEDS, choose, group_options
+from ..common.options import SEEDS, choose, group_options, in_shell_terms
 from ..common.plots import plt, save
 
 FORMATS = ("png", "pdf", "svg")
-FREQUENCIES = ("axial", "mixed")
+FREQUENCIES = tuple(DEFAULT_BASES)
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
     "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
@@ -58,7 +59,8 @@ def _name_option(option: str) -> Iterator[None]:
         argument, colon, text = str(error).partition(": ")
         if not colon or argument not in (*OPTIONS, *IMPLIED):
             text = str(error)
-        raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {text}") from error
+        text = re.sub(r",? or None\b", ", or -" if "--reference" in option else "", text)
+        raise typer.BadParameter(f"{OPTIONS.get(argument, option)}: {in_shell_terms(text, 'x')}") from error
 
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
@@ -134,7 +136,7 @@ def custom(
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
     if head_dim < 1 or head_dim % 2:
         raise ValueError(f"head_dim: expected an even number, got {head_dim}")
-    base = {"axial": 1e4, "mixed": 10.0}[frequencies] if base is None else base
+    base = DEFAULT_BASES[frequencies] if base is None else base
     made: dict[str, Axial | Dense] = {NO_ORDER: Dense(num_axes, partial(_mixed, num_axes), base)}
     if frequencies == "axial":
         orders = sorted(AXIS_ORDERS, key=lambda order: order != axis_order) if num_axes > 1 else [NO_ORDER]

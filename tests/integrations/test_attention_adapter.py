@@ -535,7 +535,7 @@ def invalid(change=None, encoding="rotate", positions=plain.dit_positions, **opt
 INVALID = {
     "modules": ({"modules": "block*.attention"}, "modules: expected patterns of names such as blocks.0.attn"),
     "name": ({"name": "blocks"}, "name: expected an attribute that the model does not have, got 'blocks'"),
-    "positions": ({"positions": (4, 6)}, "positions: expected a Grid, Coordinates, a tensor"),
+    "positions": ({"positions": (4, 6)}, r"positions: .*tensor.* got \(4, 6\); .* Grid\(\(4, 6\)\)"),
     "encoding": ({"encoding": "rotary"}, "encoding: expected 'cosine', 'rotate'"),
     "layers": ({"encoding": torch.nn.ModuleList([RotateMd(16, 2)])}, "encoding: expected one module for each of 2 att"),
     "none": ({"encoding": None}, "encoding: expected an encoding, got None"),

@@ -17,8 +17,8 @@ from lrpe_md.models.lm import CausalLm, LmConfig
 from lrpe_md.models.text import TextEncoder
 from lrpe_md.models.video import LrpeVideoTransformer
 
-from lrpe_md import CosineMd, PresetMd, Rotate1d, RotateMd, preset
-from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding
+from lrpe_md import CosineMd, Grid, PresetMd, Rotate1d, RotateMd, adapt, adapt_attention, preset
+from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding, encoding_options
 from lrpe_md.integrations.timm import LrpeVisionTransformer
 
 SIZES: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 2}
@@ -157,6 +157,59 @@ WRONG = [
 def test_errors(encoding, kwargs, message):
     with pytest.raises(ValueError, match=message):
         built(encoding, **kwargs)
+
+
+def factory(head_dim: int, num_heads: int, width: int = 3) -> nn.Module:
+    return CosineMd(head_dim, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed", "eva02", preset("eva02", 24), factory, CosineMd])
+def test_unknown_options(encoding):
+    pattern = r"encoding_kwargs: expected options of .*\(.*\), got "
+    with pytest.raises(
+        TypeError, match=rf"{pattern}'keep_encoded'; pass keep_encoded= to adapt\(\) or the model itself"
+    ):
+        built(encoding, keep_encoded=False)
+    near, option = ("widt", "width") if encoding is factory else ("leanable", "learnable")
+    with pytest.raises(TypeError, match=rf"{pattern}{near!r} \(did you mean {option!r}\?\)$"):
+        built(encoding, **{near: 1})
+
+
+@pytest.mark.parametrize("encoding", [None, CosineMd(24)])
+def test_options_of_the_model_without_options_of_the_encoding(encoding):
+    with pytest.raises(ValueError, match=r"encoding_kwargs: .*; pass attention= to adapt\(\) or the model itself"):
+        built(encoding, attention="linear")
+
+
+@pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed", "eva02", preset("eva02", 24), None, "none"])
+def test_listed_options_are_accepted(encoding):
+    """No option that is listed for an encoding is refused as unknown, whatever its value."""
+    errors = []
+    for name in encoding_options(encoding):
+        try:
+            built(encoding, **{name: None})
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    assert not [error for error in errors if "expected options" in error or "unexpected keyword" in error]
+
+
+def test_option_of_the_encoding_outside_encoding_kwargs():
+    import timm
+
+    message = r"base: expected in encoding_kwargs, got an argument of {}; pass encoding_kwargs={{'base': 100}}$"
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=1)
+    calls: dict[str, Any] = {
+        "adapt": lambda **own: adapt(model, "rotate", **own),
+        "adapt_attention": lambda **own: adapt_attention(model, "rotate", Grid((4, 4), prefix=1), **own),
+        "LrpeVisionTransformer": lambda **own: vit(encoding="rotate", **own),
+        "DiT": lambda **own: dit(encoding="rotate", **own),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=message.format(name)):
+            call(base=100)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bass'"):
+        calls["adapt"](bass=100)
+    assert type(model) is timm.models.VisionTransformer
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

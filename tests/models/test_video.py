@@ -19,13 +19,14 @@ from lrpe_md import Coordinates, preset  # noqa: E402
 from lrpe_md.integrations import set_places  # noqa: E402
 from lrpe_md.integrations.attention import Context  # noqa: E402
 from lrpe_md.integrations.encoding import EncodingStack  # noqa: E402
-from lrpe_md.integrations.timm import LrpeAttention, adapt  # noqa: E402
+from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt  # noqa: E402
 from lrpe_md.positions import relative_times  # noqa: E402
 
 TINY = {
     "img_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 1, "embed_dim": 96, "depth": 2, "num_heads": 2,
     "mlp_ratio": 1.0, "num_classes": 5,
 }  # fmt: skip
+IMAGE = {"absolute": "learned", **{key: TINY[key] for key in TINY.keys() - {"num_frames", "tubelet_size"}}}
 ENCODINGS = {
     "none": {},
     "cosine": {"encoding": "cosine", "encoding_kwargs": {"act": "silu"}},
@@ -345,6 +346,43 @@ def test_image_weights_on_a_still_video():
     model.load_state_dict(inflate(image.state_dict(), model))
     x = torch.randn(2, 3, 8, 8)
     close(model(x[:, :, None].repeat(1, 1, 4, 1, 1)), image(x))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected", "got"),
+    [
+        ({"embed_dim": 48, "depth": 3}, "a model with depth=2, embed_dim=96", "depth=3, embed_dim=48; create both"),
+        ({"patch_size": 2}, r"a model with patch_size=\(4, 4\)", r"patch_size=\(2, 2\)"),
+        ({"in_chans": 1}, "a model with in_chans=3", "in_chans=1"),
+        ({"mlp_ratio": 2.0}, r"blocks\.0\.mlp\.fc1\.weight of shape \(96, 96\)", r"\(192, 96\) after inflating"),
+        (
+            {"img_size": 16},
+            r"pos_embed of shape \(1, 9, 96\)",
+            r"\(1, 33, 96\) .* \(1, 17, 96\); use the same img_size",
+        ),
+    ],
+)
+def test_image_weights_of_other_sizes(kwargs, expected, got):
+    image = LrpeVisionTransformer(**{**IMAGE, **kwargs})
+    with pytest.raises(ValueError, match=rf"^state_dict: expected (weights of )?{expected}, got {got}"):
+        inflate(image.state_dict(), build(absolute="learned", tubelet_size=2))
+
+
+def test_invalid_weights():
+    image, model = LrpeVisionTransformer(**IMAGE), build()
+    with pytest.raises(
+        TypeError, match=r"state_dict: expected a dict of weights, got LrpeVision.*; pass its state_dict"
+    ):
+        inflate(image, model)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="model: expected an LrpeVideoTransformer, got LrpeVisionTransformer"):
+        inflate(image.state_dict(), image)
+    with pytest.raises(ValueError, match=r"state_dict: expected the weights of a ViT, .* got \['model'\]; if one of"):
+        inflate({"model": image.state_dict()}, model)
+
+
+def test_head_of_other_classes_is_inflated():
+    image = LrpeVisionTransformer(**{**IMAGE, "num_classes": 7})
+    assert inflate(image.state_dict(), build(absolute="learned"))["head.weight"].shape[0] == 7
 
 
 @torch.no_grad()

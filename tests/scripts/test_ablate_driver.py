@@ -259,7 +259,7 @@ def test_invalid_options(images, tmp_path):
     assert "NAME one of" in output_of(*run, "--set", "colour=red")
     assert "NAME one of" in output_of(*run, "--set", "seed=3")
     assert "--set: expected NAME=VALUE, got 'steps'" in output_of(*run, "--set", "steps")
-    assert "expected a value of type int" in output_of(*run, "--set", "steps=many")
+    assert "--set steps: expected an integer, got 'many'" in output_of(*run, "--set", "steps=many")
     assert "expected true or false" in output_of(*run, "--set", "flip=2")
     assert "expected a multiple of 4" in output_of(*run, "--set", "size=10")
     assert not (tmp_path / "out").exists()  # nothing was written
@@ -275,6 +275,9 @@ def test_options_of_a_training():
     given = ["steps=7", "flip=false", "test-sizes=4x8", "lr=1e-4"]
     found = overrides(TASKS["image"].config, given)
     assert found == {"steps": 7, "flip": False, "test_sizes": "4x8", "lr": 1e-4}
+    assert overrides(TASKS["video"].config, ["motion=true", "flip=false"]) == {"motion": True, "flip": False}
+    with pytest.raises(typer.BadParameter, match="--set motion: expected true or false, got 'maybe'"):
+        overrides(TASKS["video"].config, ["motion=maybe"])
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from lrpe_md.scripts.train.tasks import diffusion, digits, image, lm, recall, vi
 from typer.testing import CliRunner
 
 from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, list_presets, register_scheme
+from lrpe_md.integrations.encoding import EncodingStack, build_encoding
 from lrpe_md.presets import registry
 
 OWN = Scheme("A scheme of one's own.", 16, Axial((1, 1), 30.0))
@@ -47,6 +49,51 @@ def registered():
 def config(task: str, encoding: str, **more: Any) -> Any:
     cls, given = CONFIGS[task]
     return cls(out=Path("out"), encoding=encoding, **given, **more)
+
+
+def test_base_of_mixed_frequencies():
+    """The base of axial frequencies does not apply to them."""
+    bases = {name: IMAGES.arguments(name, "softmax")["encoding_kwargs"].get("base") for name in IMAGES.encodings}
+    mixed = {name: base for name, base in bases.items() if "mixed" in name}
+    assert set(mixed.values()) == {None, 10.0}
+    assert IMAGES.arguments("rotate", "softmax")["encoding_kwargs"] == {"base": 100.0}
+    for name in (*mixed, "rotate:frequencies=mixed", "cosine:frequencies=mixed"):
+        given = IMAGES.arguments(name, "softmax")
+        built: Any = build_encoding(given["encoding"], given["encoding_kwargs"], 8, 1, 1, 2)
+        assert EncodingStack(built).distinct[0].base == 10.0
+    assert IMAGES.arguments("rotate:frequencies=mixed,base=3", "softmax")["encoding_kwargs"]["base"] == 3
+
+
+PYTHON = re.compile(r"\b(None|True|False|tuple|dict|NoneType)\b|\(['\d]+,|->|Memory\(|=['\"]|function")
+WRONG_OPTIONS = {
+    "rotate:act=x": "act: expected one of none, relu, sigmoid, silu, softplus, softmax, got 'x'",
+    "rotate:act=softmax": "dim: softmax needs -1 (features) or -2 (sequence), got none",
+    "rotate:dim=3": "dim: expected no value for act=none (only softmax has a dim), got 3",
+    "rotate:learnable=maybe": "learnable: expected true, false or raw (learn theta, not its logarithm), got 'maybe'",
+    "rotate:phase=yes": "phase: expected true, false or k (only on the keys), got 'yes'",
+    "rotate:pairs=x": "pairs: expected one of half, interleaved or the number of pairs of each block, got 'x'",
+    "rotate:frequencies=x": "frequencies: expected axial or mixed, got 'x'",
+    "rotate:heads=all": "heads: expected one of shared, own, got 'all'",
+    "rotate:split=1,2": "split: expected a share for each of 3 axes, got 1,2",
+    "rotate:amplitude=1,2": "amplitude: expected a number, got 1,2",
+    "rotate:remainder=1": "remainder: expected no value without split, because",
+    "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2",
+    "wan:seed=3": "seed: expected no value, because wan doesn't use it",
+    "wan:scaling=x": "wan has no option 'scaling'",
+}
+
+
+@pytest.mark.parametrize("encoding", WRONG_OPTIONS)
+def test_errors_use_the_words_of_a_command_line(encoding):
+    with pytest.raises(typer.BadParameter) as found:
+        config("video", encoding)
+    assert WRONG_OPTIONS[encoding] in found.value.message
+    assert not PYTHON.search(found.value.message)
+
+
+def test_activation_none():
+    assert IMAGES.arguments("cosine-relu:act=none", "softmax")["encoding_kwargs"]["act"] == "none"
+    config("image", "cosine:act=none")
 
 
 def test_options_after_the_name():

@@ -51,15 +51,18 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def test_memories_by_text():
     assert parse_memory("") is None
-    assert parse_memory("rule=delta") == Memory("delta")
+    assert parse_memory("rule=delta,decay=none") == Memory("delta")
     everything = "rule=delta,decay=lightning,learnable=True,directions=both"
     assert parse_memory(everything) == Memory("delta", "lightning", True, "both")
     for wrong, message in {
         "delta": r"--memory: expected KEY=VALUE,KEY=VALUE with rule, decay, learnable, directions, got 'delta'",
         "dekay=retnet": r"got 'dekay=retnet' \(did you mean 'decay'\?\)",
         "rule=sub": r"--memory rule=sub: rule: expected one of",
-        "learnable=true": r"--memory learnable=true: learnable: expected False without a decay",
-        "decay=retnet,learnable=1": r"learnable: expected False or True, got '1'",
+        "learnable=true": r"--memory learnable=true: learnable: expected false without a decay, got true; choose",
+        "decay=retnet,learnable=1": r"learnable: expected false or true, got '1'$",
+        "rule=delta=1": r"rule: expected one of add, delta, got 'delta=1'$",
+        "decay=slow": r"decay: expected retnet, lightning or none, got 'slow'$",
+        "rule": r"got 'rule'$",
     }.items():
         with pytest.raises(typer.BadParameter, match=message):
             parse_memory(wrong)
@@ -162,14 +165,21 @@ def test_images_and_digits_by_layer(tmp_path):
     ("image", {"attention": "linear,flash"}, "--attention: unknown 'flash'"),
     ("image", {"attention": "linear,linear,softmax"}, "--attention linear,linear,softmax --dim 192 --heads 3: "
      "attention: expected one value, or a sequence that can be repeated over the 8 layers, got 3 values"),
-    ("lm", {"attention": "linear", "memory": "rule=delta"}, "--memory rule=delta: memory: expected rule='add'"),
-    ("lm", {"memory": "decay=retnet"}, "memory: expected None without linear attention"),
-    ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected 'both' with causal=None"),
-    ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "qk_norm: expected True"),
-    ("video", {"window": 2}, "window: expected None unless causal='frames' and attention='softmax' in a layer"),
+    ("lm", {"attention": "linear", "memory": "rule=delta"}, "--memory rule=delta: memory: expected rule=add and "
+     "directions=forward in a causal model of single tokens; for a token-by-token delta rule, use"),
+    ("lm", {"memory": "decay=retnet"}, "memory: expected no value without linear attention; use --attention linear"),
+    ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected both without --causal, got "
+     "'forward'; pass --memory directions=both, or change --causal"),
+    ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "--qk-norm: required with rule=delta"),
+    ("video", {"window": 2}, "--window 2: only works with --causal and softmax attention in some layers"),
+    ("video", {"window": 2, "causal": True, "attention": "linear"}, "--window 2: only works with --causal and softmax"),
+    ("video", {"causal": True, "space-time": "factorised"}, "--causal: needs --space-time joint, got 'factorised'"),
+    ("video", {"attention": "linear", "memory": "directions=both", "space-time": "factorised"}, "memory: expected no "
+     "value with --space-time factorised, whose blocks attend within one frame or along time; use --space-time joint"),
     ("video", {"window": 2, "causal": True, "drop": 0.5}, "--window 2: only works without --drop, got --drop 0.5"),
     ("video", {"causal": True, "motion": True}, "--motion: expected --no-motion with --causal, got --motion"),
-    ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected None for images"),
+    ("diffusion", {"attention": "linear", "memory": "directions=both"}, "memory: expected no value for images, whose "
+     "tokens have no order; train on videos"),
 ])  # fmt: skip
 def test_wrong_layers_and_memories(tmp_path, task, given, message):
     (tmp_path / "data").mkdir()

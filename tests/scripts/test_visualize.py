@@ -199,7 +199,7 @@ def test_custom_frequencies_equal_the_modules(mapping: str, order: Any):
     from lrpe_md import CosineMd, RotateMd
 
     module = {"rotate": RotateMd, "cosine": CosineMd}[mapping]
-    for kind, base in (("axial", 100.0), ("mixed", 10.0)):
+    for kind, base in (("axial", 100.0), ("mixed", 7.0), ("axial", None), ("mixed", None)):
         subject = visualize.custom(kind, 3, map=mapping, head_dim=20, num_heads=2, base=base, axis_order=order, seed=4)
         own = module(
             20, 3, base=base, frequencies=kind, num_heads=2, axis_order=order, seed=4, dtype=torch.float64
@@ -461,14 +461,16 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
-    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes"),
+    (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes, got 2x4x6"),
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
-    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: expected None"),
-    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a size"),
+    (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: expected no value"),
+    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a size of at least 1, or -, for each"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4"),
-    (["-p", "eva02", "--token", "18x0"], r"--token: expected coordinates on the grid (18, 28), starting at 0"),
-    (["-p", "eva02", "--token", "1x1x1"], r"--token: expected coordinates on the grid (18, 28), starting at 0"),
+    (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
+    (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),
+    (["-p", "wan", "--base", "0"], "--base: expected a positive number, got 0.0"),
+    (["-p", "cosformer", "--base", "3"], "--base: expected no value, because cosformer doesn't use it"),
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),

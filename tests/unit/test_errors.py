@@ -13,6 +13,7 @@ omega = torch.rand(1, 8, 2)
 pairs = torch.rand(1, 4, 2)
 grid = Grid((3, 4))
 theta = torch.rand(4)
+GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size, pass Grid\(\(3, 4\)\), or "
 ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
 
 BAD = {
@@ -114,6 +115,25 @@ BAD = {
         TypeError, r"positions: .*got None; .*pass positions=Grid\(\(H, W\)\)", lambda: RotateMd(8)(x, x),
     ),
     "positions of a preset forgotten": (TypeError, r"positions: .*got None", lambda: PresetMd("eva02", head_dim=8)(x)),
+    "shape of a grid": (TypeError, GRID_HINT, lambda: rotate(x, x, omega=pairs, positions=(3, 4))),
+    "shape of a grid, for one tensor": (TypeError, GRID_HINT, lambda: cosine(x, omega=omega, positions=[3, 4])),
+    "shape of a grid in a module": (TypeError, GRID_HINT, lambda: RotateMd(8)(x, x, positions=(3, 4))),
+    "shape of a grid in a preset's module": (
+        TypeError, GRID_HINT, lambda: PresetMd("eva02", head_dim=8)(x, x, positions=(3, 4)),
+    ),
+    "shape of a grid in linear attention": (
+        TypeError, GRID_HINT,
+        lambda: lrpe_md.linear_attention(
+            x, x, x, map="rotate", omega=pairs, positions=(3, 4), act="relu", normalizer="unrotated"
+        ),
+    ),
+    "shape of a grid in xPos": (
+        TypeError, r"pass Grid\(\(12,\)\)", lambda: Rotate1d(8, scale_base=512.0)(x, x, positions=(12,)),
+    ),
+    "shape of a grid in a pack": (
+        TypeError, r"samples: .* at index 0, got \(3, 4\); .*pass Grid\(\(3, 4\)\)", lambda: lrpe_md.pack([(3, 4)]),
+    ),
+    "length as positions": (TypeError, r"got 12; .*Grid\(\(12,\)\)", lambda: Rotate1d(8)(x, positions=12)),
     "positions of nothing": (TypeError, r"positions: .*tuple", lambda: cosine(x, omega=omega, positions=())),
     "heads of k in a pair": (
         ValueError, r"omega: .*2 heads", lambda: rotate(x, x[:, :2], omega=torch.rand(4, 4, 2), positions=(grid, grid)),
@@ -259,7 +279,7 @@ BAD = {
     "rotary width beyond a module's head_dim": (ValueError, r"rotary_dim", lambda: RotateMd(8, 2, rotary_dim=100)),
     "base of a module": (ValueError, r"base: .*number, got '100'", lambda: RotateMd(32, 2, base="100")),
     "base of mixed frequencies": (
-        ValueError, r"base: .*number, got None", lambda: RotateMd(32, 2, base=None, frequencies="mixed"),
+        ValueError, r"base: .*number, got 'x'", lambda: RotateMd(32, 2, base="x", frequencies="mixed"),
     ),
     "reference grid": (
         TypeError, r"reference: expected a size, or one for each of 2 axes, got a Grid; pass its shape",

@@ -187,10 +187,26 @@ BAD = {
         r"tables: expected at most 12 tokens \(x's N\), got prefix 1 \+ 12 rows",
         {"tables": TABLES, "prefix": 1},
     ),
+    "too few rows": (
+        ValueError,
+        r"tables: expected a row for each of 12 tokens \(x's N\), got 11 rows .*11, 8.* longer tables, or prefix=",
+        {"tables": (COS[:11], COS[:11])},
+    ),
+    "too few rows of a complex table": (ValueError, r"each of 12 tokens .* 1 row", {"tables": torch.ones(1, 4) * 1j}),
+    "too few rows for packed tokens": (
+        ValueError,
+        r"each of 12 tokens .* 5 rows",
+        {"x": torch.randn(12, 4, 8), "tables": (COS[:5], COS[:5])},
+    ),
+    "heads and tokens exchanged": (
+        ValueError,
+        r"each of 12 tokens .* 4 rows .*x looks like \(B, N, H, D\), pass x.transpose\(1, 2\)",
+        {"tables": (COS[:4], COS[:4])},
+    ),
     "three groups of a norm for a suffix": (
         ValueError,
         r"norm.weight: expected 3 groups of tokens",
-        {"tables": (COS[:6], COS[:6]), "norm": Norm("rms", torch.ones(2, 1, 8))},
+        {"tables": (COS[:6], COS[:6]), "prefix": 0, "norm": Norm("rms", torch.ones(2, 1, 8))},
     ),
     "softmax over packed tokens": (
         ValueError,
@@ -198,6 +214,15 @@ BAD = {
         {"x": torch.randn(12, 4, 8), "tables": TABLES, "act": "softmax", "dim": -2},
     ),
 }
+
+
+def test_fewer_rows_than_tokens_need_a_prefix():
+    """With prefix=0, tokens after the last row have no position; the call without it is another cache entry."""
+    for _ in range(2):
+        y = rotate(X, tables=(COS[:6], COS[:6]), prefix=0)
+        assert torch.equal(y[:, :, 6:], X[:, :, 6:])
+        with pytest.raises(ValueError, match=r"each of 12 tokens .* 6 rows"):
+            rotate(X, tables=(COS[:6], COS[:6]))
 
 
 @pytest.mark.parametrize("name", BAD)

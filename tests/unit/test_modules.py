@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, parameter_groups, rotate
+from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, parameter_groups, preset, rotate
+from lrpe_md.integrations.encoding import build_encoding
 
 
 def own_omega(channels, heads, seed):
@@ -273,6 +276,48 @@ def test_extra_repr(cls):
     text = repr(cls(8, 3, frequencies="mixed", num_heads=2, learnable=True, phase=True, act="silu"))
     for part in ("head_dim=8", "num_axes=3", "'mixed'", "num_heads=2", "learnable=True", "phase=True", "'silu'"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("axis_order", "head_dim", "idle"),
+    [
+        ("minor_first", 8, "(0, 2, 2): positions on axis 0 have"),
+        ("major_first", 8, "(2, 2, 0): positions on axis 2 have"),
+        ("minor_first", 2, "(0, 0, 1): positions on axes 0 and 1 have"),
+    ],
+)
+def test_axis_without_channels_warns(axis_order, head_dim, idle):
+    expected = re.escape(f"head_dim: expected channels for each of 3 axes, got {idle} no effect. Use a larger head_dim")
+    for make in (partial(RotateMd, head_dim), partial(CosineMd, head_dim // 2)):
+        with pytest.warns(UserWarning, match=expected) as found:
+            make(3, axis_order=axis_order, learnable=True)
+        assert [warning.filename for warning in found] == [__file__]
+    with pytest.warns(UserWarning, match=expected):
+        build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
+
+
+def test_axis_without_a_share_of_a_tiny_preset_warns():
+    with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")) as found:
+        preset("cosmos", 4)
+    assert [warning.filename for warning in found] == [__file__]
+    with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")):
+        build_encoding("rotate", {"split": (1, 1, 1), "remainder": 0}, 4, 1, 1, 3)
+
+
+@pytest.mark.parametrize("head_dim", [6, 10, 64])
+def test_axes_with_channels_do_not_warn(head_dim, recwarn):
+    RotateMd(head_dim, 3)
+    RotateMd(8, 3, frequencies="mixed")
+    preset("wan", 16, split=(0, 1, 1))  # meant to have no time
+    assert not recwarn.list
+
+
+def test_default_base(cls):
+    """Mixed frequencies have RoPE-ViT's base, 10, wherever they are built."""
+    assert (cls(8, 2).base, cls(8, 2, frequencies="mixed").base, cls(8, 2, base=7.0).base) == (1e4, 10.0, 7.0)
+    explicit = cls(8, 2, frequencies="mixed", base=10.0, num_heads=2)
+    assert torch.equal(cls(8, 2, frequencies="mixed", num_heads=2).omega, explicit.omega)
+    assert torch.equal(cls(8, 2).omega, cls(8, 2, base=1e4).omega)
 
 
 def test_custom_frequencies(cls):

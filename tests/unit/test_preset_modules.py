@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Grid, PresetMd, cosine, list_presets, preset, rotate
+from lrpe_md import Axial, Grid, PresetMd, RotateMd, Scheme, cosine, list_presets, preset, rotate
 from lrpe_md.frequencies import yarn_scaling
 
 YARN = (None, partial(yarn_scaling, factor=4.0, original_length=64), None)
@@ -240,7 +240,27 @@ def test_repr():
     text = repr(PresetMd(preset("pope", 8, num_heads=2), learnable=True))
     for part in ("'pope'", "head_dim=8", "num_heads=2", "learnable=True", "phase='k'", "act='softplus'"):
         assert part in text
-    assert "'wan'" in repr(PresetMd(preset("wan")))
+    assert "pairs" not in text
+    expected = "PresetMd('wan', head_dim=128, num_axes=3, axis_order='major_first', pairs='interleaved')"
+    assert repr(PresetMd("wan")) == expected
+    assert "axis_order='minor_first'" in repr(PresetMd("rope_vit_axial"))
+    assert "rotary_dim=slice(0, 16" in repr(PresetMd(preset("eva02", 32, rotary_dim=16)))
+
+
+@pytest.mark.parametrize("name", ["rope_vit_mixed", "rope_1d", "ernie4_5_vl"])
+def test_repr_without_an_axis_order(name):
+    """Dense frequencies, one axis and axes in groups have no order of blocks."""
+    assert "axis_order" not in repr(PresetMd(name, num_heads=2))
+
+
+def test_defaults_of_a_scheme_differ_from_those_of_a_module():
+    """The docstrings of both modules state these defaults."""
+    scheme = Scheme("", 8, Axial((1, 1)))
+    module = RotateMd(8, 2, pairs="interleaved", axis_order="major_first", dtype=torch.float64)
+    assert torch.equal(PresetMd(scheme).omega, module.omega)
+    assert (PresetMd(scheme).pairs, RotateMd(8).pairs) == ("interleaved", "half")
+    for text in (PresetMd.__doc__, RotateMd.__doc__):
+        assert all(value in text for value in ('"interleaved"', '"half"', '"major_first"', '"minor_first"'))
 
 
 def test_custom_preset():

@@ -212,11 +212,11 @@ class CallerTables(NamedTuple):
     """Tables of cos and sin from the caller, in place of positions."""
 
     cos_sin: CosSin
-    prefix: int
+    prefix: int | None  # None: 0, and every token needs a row
 
     def lay_out(self, num_tokens: int) -> Layout:
         """Return the layout of the tables' rows among ``num_tokens`` tokens."""
-        return Layout(num_tokens, self.prefix, self.cos_sin.shape[-2], 0, ())
+        return Layout(num_tokens, self.prefix or 0, self.cos_sin.shape[-2], 0, ())
 
 
 class Needs(NamedTuple):

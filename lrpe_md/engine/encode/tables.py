@@ -59,8 +59,8 @@ def take_tables(
         raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)
-    num_prefix = as_integer(prefix)
-    if num_prefix is None or isinstance(prefix, bool) or num_prefix < 0:
+    num_prefix = None if prefix is None else as_integer(prefix)
+    if prefix is not None and (num_prefix is None or isinstance(prefix, bool) or num_prefix < 0):
         raise ValueError(f"prefix: expected the number of tokens before the tables' first row, got {prefix!r}")
     if isinstance(tables, Tensor):
         if tables.is_nested or not tables.is_complex():
@@ -91,6 +91,7 @@ def _refuse_beside_tables(**others: Any) -> None:
 def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
     """Check tables against validated inputs; return their layout among the tokens."""
     (cos, sin, _), prefix = tables
+    num_prefix = prefix or 0
     if sin is None:
         _check_table("tables (complex)", cos[..., 0], spec, xs)  # pyright: ignore[reportOptionalSubscript]
     else:
@@ -101,10 +102,17 @@ def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> La
                 f"tables: expected cos and sin of the same shape, got {tables.cos_sin.shape} and {sin.shape}"
             )
     num_rows, num_tokens = tables.cos_sin.shape[-2], xs[0].shape[2]
-    if prefix + num_rows > num_tokens:
+    looks_transposed = xs[0].shape[1] == num_prefix + num_rows
+    if num_prefix + num_rows > num_tokens:
         raise ValueError(
-            f"tables: expected at most {num_tokens} tokens (x's N), got prefix {prefix} + {num_rows} rows "
-            f"({tuple(tables.cos_sin.shape)})" + TRANSPOSE * (xs[0].shape[1] == prefix + num_rows)
+            f"tables: expected at most {num_tokens} tokens (x's N), got prefix {num_prefix} + {num_rows} rows "
+            f"({tuple(tables.cos_sin.shape)})" + TRANSPOSE * looks_transposed
+        )
+    if prefix is None and num_rows < num_tokens:
+        raise ValueError(
+            f"tables: expected a row for each of {num_tokens} tokens (x's N), got {num_rows} rows "
+            f"({tuple(tables.cos_sin.shape)}). Pass longer tables, or prefix=, the number of tokens before the first "
+            "row, if the other tokens have no position" + TRANSPOSE * looks_transposed
         )
     return tables.lay_out(num_tokens)
 

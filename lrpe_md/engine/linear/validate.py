@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import can_read, check_dense, check_offsets, split_pair
+from ...checks import can_read, check_dense, check_offsets, describe_positions, split_pair
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
@@ -317,6 +317,10 @@ def _place_sides(
         spec, layout, tables, *_ = validate(plain_options, (q, k), omega, positions, phase, amplitude)
         side = _SidePositions(layout, tables)
         return _with_norm(options, spec), side, side
+    if type(positions) is tuple and positions and isinstance(positions[0], int):
+        raise TypeError(
+            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {describe_positions(positions)}"
+        )
     position_and_phase_pairs = split_pair("positions", positions), split_pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
         validate(plain_options, (x,), omega, side_positions, phi, amplitude)

@@ -25,7 +25,7 @@ from ....models.dit import SIZES, DiT
 from ....models.flow import Prediction, Times, draw_times, flow_matching_loss
 from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
-from ...common.options import choose
+from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
 from ..config import MODEL, OPTIMISER, RUN, check_width, describe, option
 from ..data.buckets import Sizes, parse_mixed
@@ -219,7 +219,7 @@ def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
     try:
         model = DiT(text_encoder=encoder, **model_arguments(config))
     except ValueError as error:
-        raise typer.BadParameter(f"--text-attention {config.text_attention}: {error}") from error
+        raise typer.BadParameter(f"--text-attention {config.text_attention}: {in_shell_terms(error)}") from error
     model.set_grad_checkpointing(config.checkpointing)
     return model
 

@@ -142,6 +142,11 @@ class VideoTraining(Training):
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
         if self.window and self.drop:
             raise typer.BadParameter(f"--window {self.window}: only works without --drop, got --drop {self.drop}")
+        if self.window and not (self.causal and "softmax" in VIDEOS.split_attention(self.attention)):
+            raise typer.BadParameter(
+                f"--window {self.window}: only works with --causal and softmax attention in some layers; pass both, or "
+                "leave it out"
+            )
         check_width("--dim", self.dim, self.heads)
         self.check_encoding(lrpe_video_tiny_patch16_224, model_arguments(self))
 
