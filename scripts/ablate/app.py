@@ -83,7 +83,9 @@ def run(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Train tiny models for a few steps, in runs/ablate-TASK-smoke.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     out: Annotated[
         Path | None,
@@ -99,12 +101,14 @@ def run(
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
     where = choose_device(device).type
+    encodings = select_encodings(chosen, encoding, attention, full)
+    layers = max(len(kind.split(",")) for kind in encodings)
     comparison = Comparison(
-        task=task, encodings=select_encodings(chosen, encoding, attention, full),
-        seeds=seeds or (chosen.full.seeds if full and chosen.full else 3), data=check_data(task, chosen, data),
-        training=training_fields(chosen, assignments, where, full, smoke), device=where,
+        task=task, encodings=encodings, seeds=seeds or (chosen.full.seeds if full and chosen.full else 3),
+        data=check_data(task, chosen, data),
+        training=training_fields(chosen, assignments, where, full, smoke, layers), device=where,
     )  # fmt: skip
-    out = out or Path("runs") / f"ablate-{task}"
+    out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
     for job in todo.values():  # check all encodings with the model before training the first
         comparison.config(out, *job)
@@ -119,7 +123,7 @@ def run(
         for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
             value = next(iter(next(iter(result["values"].values())).values()))
             console.print(
-                f"{i}/{len(mine)} {result['encoding']:<24}{result['attention']:<10}seed {result['seed']}   "
+                f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
                 f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
             )
     except KeyboardInterrupt:
@@ -164,10 +168,16 @@ def select_encodings(
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
-def training_fields(task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
-    """Return the fields of the training's configuration."""
+def training_fields(
+    task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, layers: int = 1
+) -> dict[str, Any]:
+    """Return the fields of the training's configuration.
+
+    layers: number of layers that the compared attentions need; with ``smoke``, the models have as many.
+    """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
+    tiny = {**tiny, "depth": layers} if "depth" in tiny else tiny
     return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, assignments or [])}
 
 
