@@ -619,6 +619,17 @@ def test_class_from_a_table_field(table):
         load_classes(table, 8, label="colour")
 
 
+def test_limit_of_a_table_takes_images_of_all_classes(tmp_path):
+    rows = []
+    for i in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i:02}.png")
+        rows.append(json.dumps({"file_name": f"{i:02}.png", "kind": "dark" if i < 20 else "red"}))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
+    data = load_classes(tmp_path, 8, label="kind", limit=20)
+    counts = torch.cat([data.train.labels, data.test.labels]).bincount(minlength=2)
+    assert (counts.sum(), (counts > 5).all()) == (20, True)
+
+
 def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):
     with zipfile.ZipFile(tmp_path / "table.zip", "w") as archive:
         for file in table.iterdir():

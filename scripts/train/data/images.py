@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from .records import choose_subset
 from .streams import FileSource, LabelledStream, hold_out, is_stream, number_classes, open_source, split_source
 
 IDX = {"train": "train", "test": "t10k"}
@@ -119,13 +120,6 @@ def is_idx(path: Path) -> bool:
     return bool(_idx_file(path, "train-images-idx3-ubyte", False))
 
 
-def _some(num: int, limit: int | None) -> np.ndarray:
-    """Return the numbers of the chosen images, in order."""
-    if limit is None or limit >= num:
-        return np.arange(num)
-    return np.sort(np.random.default_rng(0).permutation(num)[:limit])
-
-
 # --- idx files -------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +159,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
         raise ImageError(
             f"--data {folder}: expected {prefix} images (N, H, W) and labels (N,), got {images.shape}, {labels.shape}"
         )
-    chosen = _some(len(images), limit)
+    chosen = choose_subset(len(images), limit)
     return Images(torch.from_numpy(images[chosen][:, None]), torch.from_numpy(labels[chosen].astype(np.int64)))
 
 
@@ -202,7 +196,7 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
 def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
     sources, parts = list_folder(path), []
     for part in sources:
-        chosen = _some(len(part), limit)
+        chosen = choose_subset(len(part), limit)
         parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
                               len(chosen), size))  # fmt: skip
     return parts[0], parts[1], sources[0].classes
@@ -221,7 +215,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    chosen, tested = (_some(len(part), limit) for part in (train, test))
+    chosen, tested = (choose_subset(len(part), limit) for part in (train, test))
     train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
     return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes, classes)
 
@@ -229,7 +223,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
 def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        chosen = _some(len(found), limit)
+        chosen = choose_subset(len(found), limit)
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise anything
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"

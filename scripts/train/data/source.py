@@ -18,7 +18,7 @@ from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split
+from .records import CONDITIONS, Records, Split, choose_subset
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
@@ -178,7 +178,7 @@ def load_source(
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
             return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
-        chosen = split.some(len(records.names))
+        chosen = choose_subset(len(records.names), split.limit)
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
         return Source(
