@@ -266,6 +266,21 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
         )
 
 
+def check_model_options(config: Any, own: dict[str, int | None]) -> None:
+    """Reject options that --model would ignore, unless they have their default or the model's value.
+
+    own: the model's value of each option, None if it is unknown.
+    """
+    defaults = {f.name: f.default for f in fields(config)}
+    ignored = [name for name, value in own.items() if getattr(config, name) not in (defaults[name], value)]
+    if ignored:
+        given = " ".join(f"--{name} {getattr(config, name)}" for name in ignored)
+        raise typer.BadParameter(
+            f"{given}: --model {config.model} defines --dim, --depth, --heads and --patch ({own['patch']}); leave them "
+            "out, or leave out --model"
+        )
+
+
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
     """Register run(config) as a command, with an option for each field of the configuration."""
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,12 @@ def test_wrong_latents_are_refused(data, tmp_path):
     with pytest.raises(typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"):
         config(options, tmp_path / "out", test_size=12)
     config(options, tmp_path / "out", test_size=48)  # the default
+    with pytest.raises(typer.BadParameter, match=r"--size 16: the latents have a fixed size of 8 pixels; leave it out"):
+        config(options, tmp_path / "out", size=16)
+    config(options, tmp_path / "out", size=8)
+    for name in ("without", "label"):
+        with pytest.raises(typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass it"):
+            config(options, tmp_path / "out", **{name: "odd"})
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
     other = str(write_vae(tmp_path / "wider", channels=4))
@@ -377,8 +384,12 @@ def test_blocks_of_published_models(data, tmp_path, text_attention):
     assert done.exit_code == 0, done.output
 
 
+def published(data: dict[str, Any], out: Path, model: str, **changes: Any) -> DiffusionTraining:
+    return DiffusionTraining(out=out, data=data["labels"]["data"], size=16, test_size=0, model=model, **changes)
+
+
 def test_published_sizes(data, tmp_path):
-    found = config({**data["labels"], "model": "S/4"}, tmp_path)
+    found = published(data, tmp_path, "S/4")
     assert (found.patch, found.dim, found.depth, found.heads) == (4, 384, 12, 6)
     for wrong, message in {
         "M/2": "--model: unknown 'M'",
@@ -386,7 +397,17 @@ def test_published_sizes(data, tmp_path):
         "B/0": "got B/0",
     }.items():
         with pytest.raises(typer.BadParameter, match=message):
-            config({**data["labels"], "model": wrong}, tmp_path)
+            published(data, tmp_path, wrong)
+
+
+@pytest.mark.parametrize("options", [{"patch": 4}, {"dim": 64}, {"depth": 2, "heads": 2}])
+def test_model_refuses_the_options_that_it_defines(data, tmp_path, options):
+    named = " ".join(f"--{name} {value}" for name, value in options.items())
+    message = rf"^{named}: --model S/8 defines --dim, --depth, --heads and --patch \(8\); leave them out, or leave out"
+    with pytest.raises(typer.BadParameter, match=message):
+        published(data, tmp_path, "S/8", **options)
+    chosen = published(data, tmp_path, "S/8", dim=384)
+    assert replace(chosen, steps=2).patch == 8
 
 
 def test_labels_have_no_text_to_read(data, tmp_path):

@@ -27,7 +27,7 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_width, describe, option
+from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
 from ..data.buckets import Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -126,8 +126,11 @@ class DiffusionTraining(GenerativeTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in size_of(self.model).items() if self.model else ():
-            object.__setattr__(self, name, value)  # the fields of a configuration are frozen
+        if self.model:
+            sizes = size_of(self.model)
+            check_model_options(self, {**sizes})
+            for name, value in sizes.items():
+                object.__setattr__(self, name, value)  # the fields of a configuration are frozen
         choose("--mlp", [self.mlp], ("gelu", "gelu_tanh", "swiglu"))
         choose("--modulation", [self.modulation], ("block", "shared"))
         choose("--text-attention", [self.text_attention], ("joint", "single", "cross"))
@@ -152,11 +155,18 @@ class DiffusionTraining(GenerativeTraining):
                     f"--patch {self.patch}: expected a divisor of {', '.join(map(str, wrong))}, the sides of the "
                     "latents; compute them again with `train latents --patch`"
                 )
-            for name, value, default in (("--mix-sizes", self.mix_sizes, ""), ("--max-ratio", self.max_ratio, 1)):
-                if value != default:
+            sizes = sorted(map(int, self.latents["shapes"]))
+            if self.size not in (DiffusionTraining.size, *sizes):
+                raise typer.BadParameter(
+                    f"--size {self.size}: the latents have a fixed size of {', '.join(map(str, sizes))} pixels; leave "
+                    "it out, or compute them again with `train latents --size`"
+                )
+            for name, default in (("mix_sizes", ""), ("max_ratio", 1), ("without", ""), ("label", "")):
+                if getattr(self, name) != default:
                     raise typer.BadParameter(
-                        f"{name} {value}: latents have fixed sizes; pass it to `train latents` instead"
-                    )  # fmt: skip
+                        f"--{name.replace('_', '-')} {getattr(self, name)}: latents have fixed sizes and conditions; "
+                        "pass it to `train latents` instead"
+                    )
             if self.test_size not in (0, DiffusionTraining.test_size):
                 raise typer.BadParameter(
                     f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
