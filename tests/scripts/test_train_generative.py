@@ -243,7 +243,9 @@ def test_wrong_latents_are_refused(data, tmp_path):
         config(options, tmp_path / "out", size=16)
     config(options, tmp_path / "out", size=8)
     for name in ("without", "label"):
-        with pytest.raises(typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass it"):
+        with pytest.raises(
+            typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass it"
+        ):
             config(options, tmp_path / "out", **{name: "odd"})
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))

@@ -28,7 +28,7 @@ from ...common.folder import read_json, save_whole, write
 from ...common.options import choose
 from ..conditions import Captions, EncoderSize, build_encoder
 from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
-from ..data.buckets import Sizes, parse_mixed
+from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -57,7 +57,17 @@ class DiffusionTraining(GenerativeTraining):
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
+    data: Path = field(
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
+            "`train latents`.",
+            free=True,
+        )
+    )
     steps: int = option(2500, "Optimiser steps.", least=1)
+    size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
+    mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
+    max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
     test_size: int = option(
         48, "Larger size to test and sample at, in pixels; 0 tests only at --size. Not for latents.", least=0, off=True
     )
