@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
@@ -281,6 +281,17 @@ def check_model_options(config: Any, own: dict[str, int | None]) -> None:
         )
 
 
+def find_panel(option: Field[Any]) -> str:
+    """Return the group of an option in --help."""
+    shared = {f.name: f.metadata["panel"] for f in fields(Training)}
+    return option.metadata["panel"] or shared.get(option.name) or (MODEL if option.name in MODEL_OPTIONS else DATA)
+
+
+def list_model_options(config: Training) -> list[str]:
+    """Return the names of the options that describe the model."""
+    return [f.name for f in fields(config) if find_panel(f) == MODEL and not f.metadata["free"]]
+
+
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
     """Register run(config) as a command, with an option for each field of the configuration."""
 
@@ -305,9 +316,8 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
             PartialState().destroy_process_group()
 
         hints, parameters = get_type_hints(config), []
-        shared = {f.name: f.metadata["panel"] for f in fields(Training)}
         for f in fields(config):
-            panel = f.metadata["panel"] or shared.get(f.name) or (MODEL if f.name in MODEL_OPTIONS else DATA)
+            panel = find_panel(f)
             hint = Annotated[hints[f.name], typer.Option(help=f.metadata["help"], rich_help_panel=panel)]
             default = inspect.Parameter.empty if f.default is MISSING else f.default
             kind = inspect.Parameter.KEYWORD_ONLY

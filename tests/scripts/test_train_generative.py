@@ -386,6 +386,41 @@ def test_blocks_of_published_models(data, tmp_path, text_attention):
     assert done.exit_code == 0, done.output
 
 
+@pytest.fixture(scope="module")
+def by_class(data, tmp_path_factory) -> Path:
+    """Return the folder of a run on class labels."""
+    out = tmp_path_factory.mktemp("runs") / "labels"
+    diffusion.run(config(data["labels"], out, steps=1))
+    return out
+
+
+OTHERS = {
+    "condition": ({"condition": "none"}, "class labels, and this training has no condition: pass --condition labels"),
+    "patch": ({"patch": 4}, r"\(32, 12\) in the file and \(32, 48\) in the model\); pass --patch 2$"),
+    "several": ({"dim": 64, "depth": 2, "heads": 4}, "pass --dim 32 --depth 1 --heads 2$"),
+    "mlp": ({"mlp": "swiglu", "encoding": "none"}, "pass --mlp gelu$"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=list(OTHERS))
+def test_weights_of_another_model_name_the_options(data, by_class, tmp_path, changes, message):
+    with pytest.raises(
+        typer.BadParameter, match=f"--weights .*: the weights are for a different architecture.*{message}"
+    ):
+        diffusion.run(config(data["labels"], tmp_path / "out", **{"patch": 2, "weights": str(by_class), **changes}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_condition(data, by_class, tmp_path):
+    message = "was trained with class labels, and this training has captions: pass --condition labels, and data with cl"
+    with pytest.raises(typer.BadParameter, match=message):
+        diffusion.run(config({"data": data["features"]["data"], **PIXELS}, tmp_path / "out", weights=str(by_class)))
+    fewer = write_classes(tmp_path / "fewer")
+    shutil.rmtree(fewer / "red")
+    with pytest.raises(typer.BadParameter, match="; pass data with its 3 classes, or leave out --weights"):
+        diffusion.run(config({"data": fewer, **PIXELS}, tmp_path / "out", weights=str(by_class)))
+
+
 def published(data: dict[str, Any], out: Path, model: str, **changes: Any) -> DiffusionTraining:
     return DiffusionTraining(out=out, data=data["labels"]["data"], size=16, test_size=0, model=model, **changes)
 
