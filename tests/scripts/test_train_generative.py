@@ -295,6 +295,28 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
         folder.find(["a red tile", "a dog"])
 
 
+def test_captions_that_are_cut_are_counted(tmp_path, capsys):
+    captions, model = write_captions(tmp_path / "captions"), write_text_model(tmp_path / "model")
+    lengths = [len(caption) for caption in open_pictures(captions, Split(1)).records.captions or ()]
+    longest, cut = max(lengths), sum(length > 12 for length in lengths)
+    message = f"{cut} of {len(lengths)} captions are cut after 12 bytes; --text-length {longest + 1} would keep all of"
+    for length in (13, longest + 1):
+        diffusion.run(config({"data": captions, **PIXELS}, tmp_path / f"{length}", text_length=length, steps=1))
+        assert capsys.readouterr().err.count(message) == (length == 13)
+    given = ["--encoder", model, "--device", "cpu"]
+    for tokens in (3, 16):
+        made = invoke("features", *given, "--data", captions, "--out", tmp_path / f"f{tokens}", "--max-length", tokens)
+        assert made.exit_code == 0, made.output
+        assert ("captions are cut after 3 tokens; pass a larger --max-length" in made.output) == (tokens == 3)
+    features = {"data": captions, "text_features": tmp_path / "f3", **PIXELS}
+    diffusion.run(config(features, tmp_path / "run", steps=1))
+    draw = ["sample", tmp_path / "run", *given, "--steps", 1, "--images", 1, "--prompt", "a tile"]
+    for prompt in ("a tile", "a red tile"):
+        drawn = invoke(*draw, "--prompt", prompt)
+        assert drawn.exit_code == 0, drawn.output
+        assert ("1 of 2 prompts are cut after 3 tokens" in drawn.output) == (prompt == "a red tile")
+
+
 def test_dropped_captions_have_the_features_of_the_empty_one(data, tmp_path):
     chosen = config(data["features"], tmp_path)
     source = diffusion.open_source(chosen, CPU)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from ....models.dit import SIZES, DiT
@@ -283,6 +284,9 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
+    cuts = source.condition.describe_cuts() if isinstance(source.condition, Captions) else ""
+    if cuts and PartialState().is_main_process:
+        typer.echo(cuts, err=True)
     model = build(config, source)
     evaluation = make_evaluation(config, source, device, decoder)
 
