@@ -16,7 +16,15 @@ import torch
 import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.data import images as image_data
-from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.data.images import (
+    ImageError,
+    Images,
+    load_images,
+    load_stream,
+    read_idx,
+    resized,
+    shifted,
+)
 from lrpe_md.scripts.train.data.pictures import load_classes
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.runs import load_run
@@ -125,9 +133,17 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
 
 
 def test_unsuitable_folders(tmp_path, monkeypatch):
-    with pytest.raises(ImageError, match="no such folder"):
-        load_images(tmp_path / "nothing", 8)
-    with pytest.raises(ImageError, match="dataset-fashion-mnist"):
+    for read in (load_images, load_stream):
+        with pytest.raises(ImageError, match=r"no such folder; expected CLASS/\*\.png with at least two classes, or"):
+            read(tmp_path / "nothing", 8)
+        with pytest.raises(ImageError, match=r"found no images; expected CLASS/\*\.png .* or idx files as in MNIST"):
+            read(tmp_path, 8)
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    with pytest.raises(ImageError, match=r"found 1 images outside any class folder; expected CLASS/\*\.png"):
+        load_images(tmp_path, 8)
+    (tmp_path / "cats").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")
+    with pytest.raises(ImageError, match=r"found one class, cats; expected CLASS/\*\.png"):
         load_images(tmp_path, 8)
     with pytest.raises(ImageError, match="its train split is not in"):
         load_images(tmp_path, 8, dataset="torch/cifar10")

@@ -27,10 +27,9 @@ IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
-    "expected a folder with CLASS/*.png, with train/CLASS/*.png and one of "
-    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, with webdataset shards (.tar), or with "
-    "train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same files for t10k (as in Debian's "
-    "dataset-fashion-mnist); or a Hugging Face data set; or --dataset and the root of a timm data set"
+    "expected CLASS/*.png with at least two classes, or train/CLASS/*.png and val/CLASS/*.png, or idx files as in "
+    "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face data set, or a table of "
+    "classes with --label, or the root of a timm data set with --dataset"
 )
 PARTS = 5  # one image in PARTS is held out if a folder has no test set
 STREAM_PARTS = 20  # the same for streams
@@ -97,8 +96,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
     Raises:
         ImageError: no such images, an image that can't be read, or images that don't fit into memory.
     """
-    if not path.is_dir():
-        raise ImageError(f"--data {path}: no such folder; {REMEDY}")
+    check_folder(path)
     classes = ()
     if dataset:
         train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
@@ -113,6 +111,12 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
         shapes = " and ".join(str(tuple(part.images.shape[1:])) for part in (train, test))
         raise ImageError(f"--data {path}: expected training and test images of the same shape, got {shapes}")
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
+
+
+def check_folder(path: Path) -> None:
+    """Raise an error with the supported layouts if a folder is missing."""
+    if not path.is_dir():
+        raise ImageError(f"--data {path}: no such folder; {REMEDY}")
 
 
 def is_idx(path: Path) -> bool:
@@ -168,6 +172,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     """Return the training and test files: from train/CLASS and val/CLASS, or from CLASS, which is split."""
+    check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
     found = [sorted(p for p in root.glob("*/**/*") if p.suffix.lower() in SUFFIXES) for root in roots]
@@ -175,7 +180,9 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     if len(roots) == 1:
         names = [sorted({p.relative_to(path).parts[0] for p in found[0]})]
         if len(names[0]) < 2:
-            raise ImageError(f"--data {path}: {REMEDY}")
+            outside = sum(p.suffix.lower() in SUFFIXES for p in path.iterdir())
+            got = f"{outside} images outside any class folder" if outside else "no images"
+            raise ImageError(f"--data {path}: found {f'one class, {names[0][0]}' if names[0] else got}; {REMEDY}")
         files = found[0]
         held_out = hold_out([p.relative_to(path).as_posix() for p in files], PARTS)
         found = [[p for p, out in zip(files, held_out, strict=True) if out == part] for part in (False, True)]
