@@ -22,7 +22,7 @@ baseline, parameters, time and memory. With --smoke everything is tiny and runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,13 +83,11 @@ def run(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
     ] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Train tiny models for a few steps, in runs/ablate-TASK-smoke.")
-    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Output folder; interrupted runs found there are resumed. (default: runs/ablate-TASK)"),
+        typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
     shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
@@ -102,11 +100,10 @@ def run(
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
     where = choose_device(device).type
     encodings = select_encodings(chosen, encoding, attention, full)
-    layers = max(len(kind.split(",")) for kind in encodings)
     comparison = Comparison(
         task=task, encodings=encodings, seeds=seeds or (chosen.full.seeds if full and chosen.full else 3),
-        data=check_data(task, chosen, data),
-        training=training_fields(chosen, assignments, where, full, smoke, layers), device=where,
+        data=check_data(task, chosen, data), device=where,
+        training=training_fields(chosen, assignments, where, full, smoke, encodings),
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
@@ -169,14 +166,15 @@ def select_encodings(
 
 
 def training_fields(
-    task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, layers: int = 1
+    task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, attentions: Iterable[str] = ("",)
 ) -> dict[str, Any]:
     """Return the fields of the training's configuration.
 
-    layers: number of layers that the compared attentions need; with ``smoke``, the models have as many.
+    attentions: the compared attentions; with ``smoke``, the models have as many layers as they need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
+    layers = max(len(kinds.split(",")) for kinds in attentions)
     tiny = {**tiny, "depth": layers} if "depth" in tiny else tiny
     return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, assignments or [])}
 
