@@ -92,8 +92,7 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
     """Run a program with these arguments, by default those of the command line."""
-    arguments = import_modules(sys.argv[1:] if arguments is None else arguments)
-    load_program(name)(args=arguments, prog_name=f"lrpe-md {name}")
+    main([name, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def describe_usage() -> str:
@@ -119,13 +118,13 @@ def run_info(arguments: Sequence[str]) -> None:
     print(describe())
 
 
-def main() -> None:
-    """Run ``lrpe-md PROGRAM ..``."""
-    name, *arguments = import_modules(sys.argv[1:]) or ["--help"]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``lrpe-md PROGRAM ..`` with these arguments, by default those of the command line."""
+    name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
-        run_program(name, arguments)
+        load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
     elif name == "info":
-        run_info(arguments)
+        run_info(rest)
     elif name == "--version":
         print(f"lrpe-md {__version__}")
     elif name in ("-h", "--help"):

@@ -3,7 +3,7 @@
     python docs/examples/load_trained.py runs/digits
     python docs/examples/load_trained.py runs/mine --picture cat.png
 
-`load_run` returns the model of any run of `lrpe-md train`, also a video, diffusion or language model.
+`load_run` returns the model of any run of `lrpe-md train`, including video, diffusion and language models.
 """
 
 import argparse

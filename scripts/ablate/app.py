@@ -22,7 +22,7 @@ baseline, parameters, time and memory. With --smoke everything is tiny and runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,7 +87,7 @@ def run(
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Output folder; interrupted runs found there are resumed. (default: runs/ablate-TASK)"),
+        typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
     shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
@@ -99,12 +99,13 @@ def run(
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
     where = choose_device(device).type
+    encodings = select_encodings(chosen, encoding, attention, full)
     comparison = Comparison(
-        task=task, encodings=select_encodings(chosen, encoding, attention, full),
-        seeds=seeds or (chosen.full.seeds if full and chosen.full else 3), data=check_data(task, chosen, data),
-        training=training_fields(chosen, assignments, where, full, smoke), device=where,
+        task=task, encodings=encodings, seeds=seeds or (chosen.full.seeds if full and chosen.full else 3),
+        data=check_data(task, chosen, data), device=where,
+        training=training_fields(chosen, assignments, where, full, smoke, encodings),
     )  # fmt: skip
-    out = out or Path("runs") / f"ablate-{task}"
+    out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
     for job in todo.values():  # check all encodings with the model before training the first
         comparison.config(out, *job)
@@ -119,7 +120,7 @@ def run(
         for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
             value = next(iter(next(iter(result["values"].values())).values()))
             console.print(
-                f"{i}/{len(mine)} {result['encoding']:<24}{result['attention']:<10}seed {result['seed']}   "
+                f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
                 f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
             )
     except KeyboardInterrupt:
@@ -164,10 +165,17 @@ def select_encodings(
     return {kind: list(dict.fromkeys(names)) for kind, names in named.items() if names}
 
 
-def training_fields(task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool) -> dict[str, Any]:
-    """Return the fields of the training's configuration."""
+def training_fields(
+    task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, attentions: Iterable[str] = ("",)
+) -> dict[str, Any]:
+    """Return the fields of the training's configuration.
+
+    attentions: the compared attentions; with ``smoke``, the models have as many layers as they need.
+    """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
+    layers = max(len(kinds.split(",")) for kinds in attentions)
+    tiny = {**tiny, "depth": layers} if "depth" in tiny else tiny
     return {**task.defaults, **fast, **longer, **tiny, **overrides(task.config, assignments or [])}
 
 

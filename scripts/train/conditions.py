@@ -114,6 +114,17 @@ class Captions:
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
         return sent(self.tokens.numpy()[indices], device)
 
+    def describe_cuts(self) -> str:
+        """Return how many captions :attr:`tokens` cuts, and how to keep them whole; "" if it cuts none."""
+        lengths = [1 + len(caption.encode()) for caption in self.names]  # a token marks the start
+        cut = sum(length > self.size.length for length in lengths)
+        if not cut:
+            return ""
+        return (
+            f"{cut} of {len(lengths)} captions are cut after {self.size.length - 1} bytes; --text-length "
+            f"{max(lengths)} would keep all of them whole"
+        )
+
 
 @dataclass(frozen=True)
 class Labels:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
@@ -26,6 +27,7 @@ from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
 
 C = TypeVar("C", bound="Training")
+WIDTHS = ("head_dim:", "num_channels:", "rotary_dim:", "num_heads:", "dim:")  # beginnings of errors about widths
 DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
 # Options of several tasks that describe the model; other options of a task describe its data.
 MODEL_OPTIONS = {
@@ -196,7 +198,7 @@ class Training:
                 of attention differ.
 
         Raises:
-            typer.BadParameter: with the model's error message.
+            typer.BadParameter: with the model's error message, and the nearest --dim and --heads that it supports.
         """
         names = ("encoding", "attention", "memory", "dim", "heads")
         named = [name for name in names if getattr(self, name, "") not in ("", 0)]
@@ -206,7 +208,16 @@ class Training:
                 build(**{**arguments, **depth})
         except (TypeError, ValueError) as error:
             given = " ".join(f"--{name} {getattr(self, name)}" for name in named)
-            raise typer.BadParameter(f"{given}: {in_shell_terms(error)}") from error
+            options = {each.name for each in fields(self)}
+            blames_widths = str(error).startswith(WIDTHS) and {"dim", "heads"} <= options
+            found = find_widths(build, {**arguments, **depth}) if blames_widths else {}
+            near = [f"--{name} {text}" for name, text in found.items()]
+            if not near:
+                raise typer.BadParameter(f"{given}: {in_shell_terms(error)}") from error
+            remedy = f"pass {', or '.join(near)}"
+            if "model" in options and vars(self)["model"]:
+                remedy = f"leave out --model, and pass --heads {vars(self)['heads']} {near[0]}"
+            raise typer.BadParameter(f"{given}: {in_shell_terms(error).partition('; ')[0]}; {remedy}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate, betas and decay."""
@@ -266,6 +277,65 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
         )
 
 
+def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
+    """Return the values of --dim and --heads, nearest to these arguments, with which a model can be built.
+
+    Returns:
+        option → its values, such as {"dim": "64 or 128", "heads": "3"}; without an option that has no such value.
+    """
+    width = next((name for name in ("embed_dim", "dim") if name in arguments), None)
+    if width is None:
+        return {}
+    dim, heads = arguments[width], arguments["num_heads"]
+    choices = {
+        "dim": (width, dim, range(heads, dim + 128 * heads, heads)),
+        "heads": ("num_heads", heads, [number for number in range(1, dim + 1) if dim % number == 0]),
+    }
+
+    def fits(name: str, value: int) -> bool:
+        try:
+            with warnings.catch_warnings(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                build(**{**arguments, name: value})
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    found = {}
+    for option, (name, value, numbers) in choices.items():
+        below = next((each for each in reversed(numbers) if each < value and fits(name, each)), None)
+        above = next((each for each in numbers if each > value and fits(name, each)), None)
+        near = [str(each) for each in (below, above) if each]
+        found |= {option: " or ".join(near)} if near else {}
+    return found
+
+
+def check_model_options(config: Any, own: dict[str, int | None]) -> None:
+    """Reject options that --model would ignore, unless they have their default or the model's value.
+
+    own: the model's value of each option, None if it is unknown.
+    """
+    defaults = {f.name: f.default for f in fields(config)}
+    ignored = [name for name, value in own.items() if getattr(config, name) not in (defaults[name], value)]
+    if ignored:
+        given = " ".join(f"--{name} {getattr(config, name)}" for name in ignored)
+        raise typer.BadParameter(
+            f"{given}: --model {config.model} defines --dim, --depth, --heads and --patch ({own['patch']}); leave them "
+            "out, or leave out --model"
+        )
+
+
+def find_panel(option: Field[Any]) -> str:
+    """Return the group of an option in --help."""
+    shared = {f.name: f.metadata["panel"] for f in fields(Training)}
+    return option.metadata["panel"] or shared.get(option.name) or (MODEL if option.name in MODEL_OPTIONS else DATA)
+
+
+def list_model_options(config: Training) -> list[str]:
+    """Return the names of the options that describe the model."""
+    return [f.name for f in fields(config) if find_panel(f) == MODEL and not f.metadata["free"]]
+
+
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
     """Register run(config) as a command, with an option for each field of the configuration."""
 
@@ -290,9 +360,8 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
             PartialState().destroy_process_group()
 
         hints, parameters = get_type_hints(config), []
-        shared = {f.name: f.metadata["panel"] for f in fields(Training)}
         for f in fields(config):
-            panel = f.metadata["panel"] or shared.get(f.name) or (MODEL if f.name in MODEL_OPTIONS else DATA)
+            panel = find_panel(f)
             hint = Annotated[hints[f.name], typer.Option(help=f.metadata["help"], rich_help_panel=panel)]
             default = inspect.Parameter.empty if f.default is MISSING else f.default
             kind = inspect.Parameter.KEYWORD_ONLY

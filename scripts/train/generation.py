@@ -12,6 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from ...models.flow import Prediction, flow_matching_loss
+from .data.records import choose_subset
 from .data.source import Source
 from .distance import frechet_distance
 from .samplers import Sampling, draw_samples
@@ -139,8 +140,8 @@ class Evaluation:
 
         Generated samples have the same conditions."""
         size = self.source.values.sizes[0]
-        order = np.random.default_rng(0).permutation(len(self.source.train))[:num]
-        parts = split_by_bucket(self.source, self.source.train[np.sort(order)], BATCH)
+        chosen = self.source.train[choose_subset(len(self.source.train), num)]
+        parts = split_by_bucket(self.source, chosen, BATCH)
 
         def generated() -> Iterator[Tensor]:
             for i, part in enumerate(parts):

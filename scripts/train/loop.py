@@ -405,12 +405,11 @@ class Trainer:
         here = flat(self.settings)
         # Options that are newer than the checkpoint had their default value.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
-        keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        if keys == ["steps"] and here["steps"] > there["steps"] and not self.config.seconds:
-            return state
+        may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
         differ = [
             "the data has changed" if key == "digest" else f"{key}: was {there.get(key)}, is now {here.get(key)}"
-            for key in keys
+            for key in {**there, **here}
+            if there.get(key) != here.get(key) and key not in may_differ
         ]
         if differ:
             raise typer.BadParameter(

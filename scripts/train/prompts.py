@@ -27,7 +27,7 @@ from .encodings import restore_arguments
 from .generation import as_images
 from .samplers import SAMPLERS, Sampling, draw_samples
 from .samples import pixels, write_sheet
-from .text_features import load_encoder
+from .text_features import count_tokens, load_encoder
 from .vae import open_decoder
 
 BATCH = 16  # images that are drawn together
@@ -264,9 +264,16 @@ def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sh
 
 
 def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, console: Console) -> None:
+    given = [*prompts, *([sheet.negative] if sheet.negative else [])]
     if painter.condition["kind"] == "captions":
-        given = [*prompts, *([sheet.negative] if sheet.negative else [])]
         check_prompts(given, painter.condition["length"], run, console)
+    elif painter.encoder is not None:
+        cut = sum(each > painter.encoder.max_length for each in count_tokens(painter.encoder, given))
+        if cut:
+            console.print(
+                f"{cut} of {len(given)} prompts are cut after {painter.encoder.max_length} tokens, the length of the "
+                "longest training caption; shorten them"
+            )
 
 
 class Count(NamedTuple):

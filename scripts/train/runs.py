@@ -52,11 +52,11 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
 
 
 def load_run(folder: str | Path, *, average: bool = True, device: torch.device | str = "cpu") -> Any:
-    """Build the model that `lrpe-md train` has trained, and load its weights.
+    """Return the trained model of a run of `lrpe-md train`.
 
     Args:
-        folder: output folder of the training. One that was interrupted has the weights of its last checkpoint.
-        average: load the averaged weights (EMA) if the training kept them; False loads those of the last step.
+        folder: output folder of the run. For an interrupted run, the weights are those of its last checkpoint.
+        average: load the averaged weights (EMA) if there are any; False loads those of the last step.
         device: where to put the model.
 
     Returns:
@@ -65,7 +65,7 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: it is the run of another training, whose model this function can't build.
+        ValueError: the run is not one of `lrpe-md train`.
     """
     state = _read(Path(folder), average)
     task = task_of(state["settings"])
@@ -89,7 +89,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: it is the run of another training than `lrpe-md train video`.
+        ValueError: the run is not one of `lrpe-md train video`.
         VideoError: the video can't be read.
     """
     settings = _read(Path(folder), average=True)["settings"]

@@ -59,6 +59,12 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     return PretrainedEncoder(model.to(device), tokenizer, length)
 
 
+def count_tokens(model: PretrainedEncoder, captions: list[str]) -> list[int]:
+    """Return the number of tokens of each caption. One more than the maximum means that the model cuts the caption."""
+    tokens = model.tokenizer(captions, truncation=True, max_length=model.max_length + 1)["input_ids"]
+    return [len(ids) for ids in tokens]
+
+
 def records_of(path: Path, split: Split, without: str = "") -> Records:
     """Return the records of images, videos or latents, without decoding them."""
     if (path / LATENTS).is_file():
@@ -108,8 +114,15 @@ def write_features(
     L is the length of the longest caption; features of padding are 0. The first caption is the empty one.
     """
     parts = [captions[i : i + batch] for i in range(0, len(captions), batch)]
-    tokens = (model.tokenizer(part, truncation=True, max_length=model.max_length)["input_ids"] for part in parts)
-    length, arrays = max(len(ids) for part in tokens for ids in part), {}
+    lengths, arrays = [length for part in parts for length in count_tokens(model, part)], {}
+    length = min(max(lengths), model.max_length)
+    cut = sum(each > model.max_length for each in lengths)
+    if cut:
+        typer.echo(
+            f"{cut} of {len(captions)} captions are cut after {model.max_length} tokens; pass a larger --max-length to "
+            "keep them whole, if the text model supports it",
+            err=True,
+        )
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "features": ((len(captions), length, model.width), dtype), "mask": ((len(captions), length), np.bool_),
     }  # fmt: skip

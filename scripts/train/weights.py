@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import shlex
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,24 @@ NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
 # Norms after attention, which the trainings add to models with linear layers.
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
+SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
+FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the names of weights
+# Kind of condition → its name, and how to train with it.
+KINDS = {
+    "captions": ("captions", "--condition captions, and data with captions"),
+    "labels": ("class labels", "--condition labels, and data with classes"),
+    "features": ("text features", "--text-features, and data with captions"),
+    "none": ("no condition", "--condition none"),
+}
 
 
-def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str:
+def start_from(
+    model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = ()
+) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
-    encoding: option of this training; if the run that made the weights had a different one, that is printed, too.
+    settings: settings of this training; if the run that made the weights had another encoding, that is printed, too.
+    options: names of the settings that describe the model.
 
     The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
     be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
@@ -50,8 +63,7 @@ def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str
         typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
             left unchanged.
     """
-    found, settings = _read(path)
-    _check_heads(path, settings, _count_heads(model))
+    found, before = _read(path)
     digest = digest_of(found)
     own = model.state_dict()
     found = _fit(found, model) if isinstance(model, LrpeVisionTransformer) else dict(found)
@@ -70,19 +82,23 @@ def start_from(model: nn.Module, path: Path, encoding: str | None = None) -> str
     fresh = (".decay.logit", *_list_norms(model))
     missing = [name for name in own.keys() - found.keys() if not name.startswith(NEW)]
     wrong += [f"{name} is only in the model" for name in missing if not name.endswith(fresh)]
-    if wrong:
+    heads = _find_other_heads(before, _count_heads(model))
+    if isinstance(model, LrpeVisionTransformer):  # its patches are resampled
+        options = [name for name in options if name != "patch"]
+    if wrong or heads:
+        details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
         raise typer.BadParameter(
-            f"--weights {path}: the weights are for a different architecture ({'; '.join(sorted(wrong)[:3])}); pass "
-            "the --dim, --depth and --qk-norm of that model"
+            f"--weights {path}: the weights are for a different architecture{details}; "
+            f"{_advise(before, settings or {}, options, heads)}"
         )
     model.load_state_dict(fits, strict=False)
     if PartialState().is_main_process:
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
-        before = settings.get("encoding")
-        if encoding is not None and before not in (None, encoding):
-            typer.echo(f"{path} was trained with encoding {before}; this training uses {encoding}", err=True)
+        encoding, trained = ((each or {}).get("encoding") for each in (settings, before))
+        if None not in (encoding, trained) and encoding != trained:
+            typer.echo(f"{path} was trained with encoding {trained}; this training uses {encoding}", err=True)
     return digest
 
 
@@ -140,14 +156,50 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return found, settings
 
 
-def _check_heads(path: Path, settings: dict[str, Any], num_heads: int | None) -> None:
-    """Reject weights of a run with a different number of heads, because the weights' shapes do not reveal it."""
-    arguments = settings.get("model")
-    heads = arguments.get("num_heads", num_heads) if isinstance(arguments, dict) else settings.get("heads", num_heads)
-    if num_heads is not None and heads != num_heads:
-        raise typer.BadParameter(
-            f"--weights {path}: the weights are for a different architecture; pass --heads {heads}"
-        )
+def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:
+    """Return a run's number of heads if it differs from the model's, because the weights' shapes do not reveal it."""
+    arguments = _part_of(before, "model")
+    heads = arguments.get("num_heads", num_heads) if arguments else before.get("heads", num_heads)
+    return None if num_heads in (None, heads) else heads
+
+
+def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an entry of a run's settings if it has entries of its own, as "model" and "condition" may."""
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collection[str], heads: int | None) -> str:
+    """Return which options of a training build the model of the run with the settings ``before``.
+
+    heads: the run's number of heads if it differs.
+    """
+    trained, now = (_part_of(each, "condition") for each in (before, settings))
+    if trained and now and trained["kind"] != now["kind"]:
+        (given, remedy), (ours, _) = KINDS[trained["kind"]], KINDS[now["kind"]]
+        return f"it was trained with {given}, and this training has {ours}: pass {remedy}, or leave out --weights"
+    if trained and now and len(trained.get("classes", ())) != len(now.get("classes", ())):
+        return f"pass data with its {len(trained['classes'])} classes, or leave out --weights"
+    differ = {name: before[name] for name in options if name in before and before[name] != settings.get(name)}
+    models = [_part_of(each, "model").get("model", "") for each in (before, settings)]  # names of timm models
+    if models[0] == models[1]:
+        differ.pop("model", None)
+    else:
+        sizes = ("patch", "dim", "depth", "heads") if models[0] else ()  # a timm model defines them
+        differ = {name: value for name, value in differ.items() if name not in sizes} | {"model": models[0]}
+    named = {name: value for name, value in differ.items() if name not in FREE}
+    named = named or ({"heads": heads} if heads else differ)
+    if not named:
+        known = [_as_option(name) for name in SIZES if name in options or not options]
+        return f"pass the {', '.join(known[:-1])} and {known[-1]} of that model"
+    return f"pass {' '.join(_as_option(name, value) for name, value in named.items())}"
+
+
+def _as_option(name: str, value: Any = True) -> str:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{'' if value else 'no-'}{option}"
+    return f"--{option} {shlex.quote(str(value))}"
 
 
 def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, Any]:

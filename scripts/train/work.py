@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..common.folder import claim
-from .config import Training, settings_of
+from .config import Training, list_model_options, settings_of
 from .loop import Trainer, begin
 from .order import Steps
 from .outcome import timed, write_result
@@ -61,7 +61,8 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     work = prepare(config, accelerator.device)
     settings = settings_of(config, **work.settings)
     if config.weights:
-        settings["weights"] = start_from(work.model, Path(config.weights), getattr(config, "encoding", None))
+        options = list_model_options(config)
+        settings["weights"] = start_from(work.model, Path(config.weights), settings, options)
     with ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(claim(config.out))

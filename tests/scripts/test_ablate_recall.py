@@ -48,6 +48,18 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert "![Accuracy of questions by key and by place, by frames](../../scripts/results/out/frames.png)" in page
 
 
+def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hybrids need four layers, and it leaves the folder of a real run alone."""
+    monkeypatch.chdir(tmp_path)
+    alone = ["-e", "decay,decay,decay,softmax/rotate-numerator", "-e", "softmax/rotate:base=100,learnable=true"]
+    few = ["--device", "cpu", "--workers", "1", "--seeds", "1", "--set", "sizes=16x4x4"]
+    done = invoke("run", "recall", "--full", "--smoke", *alone, *few)
+    assert done.exit_code == 0, done.output
+    assert [file.name for file in Path("runs").iterdir()] == ["ablate-recall-smoke"]
+    assert "rotate-numerator        decay,decay,decay,softmax seed 0" in done.output
+    assert "rotate:base=100,learnable=true softmax   seed 0" in done.output
+
+
 def test_a_killed_comparison_resumes_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ["--set", "steps=5", "--set", "save_every=2"]
     assert invoke(*command(tmp_path / "whole", *few)).exit_code == 0

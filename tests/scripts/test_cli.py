@@ -117,6 +117,16 @@ def test_usage_and_an_unknown_program(monkeypatch, capsys):
         cli.main()
 
 
+@pytest.mark.parametrize("start", [cli.main, lambda: cli.run_program("train")], ids=["lrpe-md", "python -m"])
+def test_the_command_line_is_read_once(monkeypatch, start):
+    reads, read = [], cli.import_modules
+    monkeypatch.setattr(cli, "import_modules", lambda arguments: reads.append(arguments) or read(arguments))
+    monkeypatch.setattr(sys, "argv", ["lrpe-md", *(["train"] if start is cli.main else []), "digits", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert (ended.value.code, reads) == (0, [["train", "digits", "--help"]])
+
+
 def walk(command, name):
     """Yield each command of a program with its full name."""
     yield name, command

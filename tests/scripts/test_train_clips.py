@@ -75,9 +75,13 @@ def test_folders_for_training_and_tests(tmp_path):
 
 def test_unsuitable_folders(folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "nothing", tmp_path / "empty", folder / "dark"):
-        with pytest.raises(VideoError, match=r"expected .*CLASS/\*\.mp4"):
-            load_labelled([path], 8, parts=4)
+    videos = len(list((folder / "dark").iterdir()))
+    for paths, got in (
+        ([tmp_path / "nothing"], "a missing folder"), ([tmp_path / "empty"], "no videos"),
+        ([folder, folder], "2 paths"), ([folder / "dark"], f"{videos} videos outside any class folder"),
+    ):  # fmt: skip
+        with pytest.raises(VideoError, match=rf"expected a folder with CLASS/\*\.mp4 and at least two .*, got {got}$"):
+            load_labelled(paths, 8, parts=4)
     with pytest.raises(VideoError, match="videos are held out; add videos, choose another --parts"):
         load_labelled([folder], 8, parts=1)
     run = ["video", "--data", folder, "--out", tmp_path / "run", "--task", "labels", "--cache", "none"]

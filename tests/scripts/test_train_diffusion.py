@@ -118,7 +118,9 @@ def _break(folder, **files):
 
 
 BAD = {
-    "nothing there": (r"no such file or folder; expected a folder", lambda f: load(f / "absent")),
+    "nothing there": (
+        r"no such file or folder; expected a folder .*NAME.txt.*CLASS/NAME.png", lambda f: load(f / "absent"),
+    ),
     "no zip": (r"can't be read as a zip", lambda f: load(f / "metadata.jsonl")),
     "no images": (r"no images among its 0 files", lambda f: [(f / "new").mkdir(), load(f / "new")]),
     "row without image": (

@@ -163,6 +163,38 @@ def test_what_is_wrong_is_said(task, encoding, message):
         config(task, encoding)
 
 
+@pytest.mark.parametrize(
+    ("task", "encoding", "sizes", "message"),
+    [
+        ("diffusion", "flux1", {"dim": 96, "heads": 4}, "flux1 doesn't support 24: .*; pass --dim 128, or --heads 3$"),
+        ("diffusion", "flux1", {"dim": 192, "heads": 4}, "support 48: .*; pass --dim 128 or 256, or --heads 3 or 6$"),
+        ("diffusion", "flux1", {"model": "XL/2"}, "; leave out --model, and pass --heads 16 --dim 1024 or 1536$"),
+        ("video", "cogvideox", {"dim": 72, "heads": 3}, "cogvideox doesn't support 24: .*; pass --dim 48 or 96$"),
+        (
+            "image",
+            "rotate",
+            {"dim": 9, "heads": 3},
+            "head_dim: expected an even number, got 3, .*; pass --dim 6 or 12$",
+        ),
+        ("image", "rotate:rotary_dim=32", {"dim": 48, "heads": 2}, "; pass --dim 64, or --heads 1$"),
+        (
+            "lm",
+            "rotate",
+            {"dim": 18, "heads": 6},
+            "even head_dim for a rotation, got 18 / 6 heads; pass --dim 12 or 24$",
+        ),
+    ],
+)
+def test_width_that_an_encoding_does_not_support(task, encoding, sizes, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        config(task, encoding, **sizes)
+
+
+def test_suggested_widths_can_be_trained():
+    for sizes in ({"dim": 128, "heads": 4}, {"dim": 96, "heads": 3}, {"dim": 1024, "heads": 16, "depth": 28}):
+        config("diffusion", "flux1", **sizes)
+
+
 def test_registered_schemes(registered):
     for task in ("digits", "image", "diffusion"):
         config(task, f"{registered}:base=5")

@@ -6,6 +6,7 @@ import json
 import shutil
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,14 @@ def test_wrong_latents_are_refused(data, tmp_path):
     with pytest.raises(typer.BadParameter, match="--test-size 12: latents can only be tested at their own sizes"):
         config(options, tmp_path / "out", test_size=12)
     config(options, tmp_path / "out", test_size=48)  # the default
+    with pytest.raises(typer.BadParameter, match=r"--size 16: the latents have a fixed size of 8 pixels; leave it out"):
+        config(options, tmp_path / "out", size=16)
+    config(options, tmp_path / "out", size=8)
+    for name in ("without", "label"):
+        with pytest.raises(
+            typer.BadParameter, match=rf"--{name} odd: latents have fixed sizes and conditions; pass it"
+        ):
+            config(options, tmp_path / "out", **{name: "odd"})
     with pytest.raises(typer.BadParameter, match=r"--vae .*absent: expected an AutoencoderKL from diffusers"):
         diffusion.run(config(options, tmp_path / "out", vae=str(tmp_path / "absent")))
     other = str(write_vae(tmp_path / "wider", channels=4))
@@ -284,6 +293,28 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
     with pytest.raises(typer.BadParameter, match="1 captions of --data are missing, such as 'a dog'"):
         folder.find(["a red tile", "a dog"])
+
+
+def test_captions_that_are_cut_are_counted(tmp_path, capsys):
+    captions, model = write_captions(tmp_path / "captions"), write_text_model(tmp_path / "model")
+    lengths = [len(caption) for caption in open_pictures(captions, Split(1)).records.captions or ()]
+    longest, cut = max(lengths), sum(length > 12 for length in lengths)
+    message = f"{cut} of {len(lengths)} captions are cut after 12 bytes; --text-length {longest + 1} would keep all of"
+    for length in (13, longest + 1):
+        diffusion.run(config({"data": captions, **PIXELS}, tmp_path / f"{length}", text_length=length, steps=1))
+        assert capsys.readouterr().err.count(message) == (length == 13)
+    given = ["--encoder", model, "--device", "cpu"]
+    for tokens in (3, 16):
+        made = invoke("features", *given, "--data", captions, "--out", tmp_path / f"f{tokens}", "--max-length", tokens)
+        assert made.exit_code == 0, made.output
+        assert ("captions are cut after 3 tokens; pass a larger --max-length" in made.output) == (tokens == 3)
+    features = {"data": captions, "text_features": tmp_path / "f3", **PIXELS}
+    diffusion.run(config(features, tmp_path / "run", steps=1))
+    draw = ["sample", tmp_path / "run", *given, "--steps", 1, "--images", 1, "--prompt", "a tile"]
+    for prompt in ("a tile", "a red tile"):
+        drawn = invoke(*draw, "--prompt", prompt)
+        assert drawn.exit_code == 0, drawn.output
+        assert ("1 of 2 prompts are cut after 3 tokens" in drawn.output) == (prompt == "a red tile")
 
 
 def test_dropped_captions_have_the_features_of_the_empty_one(data, tmp_path):
@@ -377,8 +408,47 @@ def test_blocks_of_published_models(data, tmp_path, text_attention):
     assert done.exit_code == 0, done.output
 
 
+@pytest.fixture(scope="module")
+def by_class(data, tmp_path_factory) -> Path:
+    """Return the folder of a run on class labels."""
+    out = tmp_path_factory.mktemp("runs") / "labels"
+    diffusion.run(config(data["labels"], out, steps=1))
+    return out
+
+
+OTHERS = {
+    "condition": ({"condition": "none"}, "class labels, and this training has no condition: pass --condition labels"),
+    "patch": ({"patch": 4}, r"\(32, 12\) in the file and \(32, 48\) in the model\); pass --patch 2$"),
+    "several": ({"dim": 64, "depth": 2, "heads": 4}, "pass --dim 32 --depth 1 --heads 2$"),
+    "mlp": ({"mlp": "swiglu", "encoding": "none"}, "pass --mlp gelu$"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=list(OTHERS))
+def test_weights_of_another_model_name_the_options(data, by_class, tmp_path, changes, message):
+    with pytest.raises(
+        typer.BadParameter, match=f"--weights .*: the weights are for a different architecture.*{message}"
+    ):
+        diffusion.run(config(data["labels"], tmp_path / "out", **{"patch": 2, "weights": str(by_class), **changes}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_condition(data, by_class, tmp_path):
+    message = "was trained with class labels, and this training has captions: pass --condition labels, and data with cl"
+    with pytest.raises(typer.BadParameter, match=message):
+        diffusion.run(config({"data": data["features"]["data"], **PIXELS}, tmp_path / "out", weights=str(by_class)))
+    fewer = write_classes(tmp_path / "fewer")
+    shutil.rmtree(fewer / "red")
+    with pytest.raises(typer.BadParameter, match="; pass data with its 3 classes, or leave out --weights"):
+        diffusion.run(config({"data": fewer, **PIXELS}, tmp_path / "out", weights=str(by_class)))
+
+
+def published(data: dict[str, Any], out: Path, model: str, **changes: Any) -> DiffusionTraining:
+    return DiffusionTraining(out=out, data=data["labels"]["data"], size=16, test_size=0, model=model, **changes)
+
+
 def test_published_sizes(data, tmp_path):
-    found = config({**data["labels"], "model": "S/4"}, tmp_path)
+    found = published(data, tmp_path, "S/4")
     assert (found.patch, found.dim, found.depth, found.heads) == (4, 384, 12, 6)
     for wrong, message in {
         "M/2": "--model: unknown 'M'",
@@ -386,7 +456,17 @@ def test_published_sizes(data, tmp_path):
         "B/0": "got B/0",
     }.items():
         with pytest.raises(typer.BadParameter, match=message):
-            config({**data["labels"], "model": wrong}, tmp_path)
+            published(data, tmp_path, wrong)
+
+
+@pytest.mark.parametrize("options", [{"patch": 4}, {"dim": 64}, {"depth": 2, "heads": 2}])
+def test_model_refuses_the_options_that_it_defines(data, tmp_path, options):
+    named = " ".join(f"--{name} {value}" for name, value in options.items())
+    message = rf"^{named}: --model S/8 defines --dim, --depth, --heads and --patch \(8\); leave them out, or leave out"
+    with pytest.raises(typer.BadParameter, match=message):
+        published(data, tmp_path, "S/8", **options)
+    chosen = published(data, tmp_path, "S/8", dim=384)
+    assert replace(chosen, steps=2).patch == 8
 
 
 def test_labels_have_no_text_to_read(data, tmp_path):

@@ -16,7 +16,15 @@ import torch
 import typer
 from lrpe_md.models.vit import lrpe_vit_tiny_patch16_224
 from lrpe_md.scripts.train.data import images as image_data
-from lrpe_md.scripts.train.data.images import ImageError, Images, load_images, read_idx, resized, shifted
+from lrpe_md.scripts.train.data.images import (
+    ImageError,
+    Images,
+    load_images,
+    load_stream,
+    read_idx,
+    resized,
+    shifted,
+)
 from lrpe_md.scripts.train.data.pictures import load_classes
 from lrpe_md.scripts.train.encodings import IMAGES
 from lrpe_md.scripts.train.runs import load_run
@@ -125,9 +133,17 @@ def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
 
 
 def test_unsuitable_folders(tmp_path, monkeypatch):
-    with pytest.raises(ImageError, match="no such folder"):
-        load_images(tmp_path / "nothing", 8)
-    with pytest.raises(ImageError, match="dataset-fashion-mnist"):
+    for read in (load_images, load_stream):
+        with pytest.raises(ImageError, match=r"no such folder; expected CLASS/\*\.png with at least two classes, or"):
+            read(tmp_path / "nothing", 8)
+        with pytest.raises(ImageError, match=r"found no images; expected CLASS/\*\.png .* or idx files as in MNIST"):
+            read(tmp_path, 8)
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    with pytest.raises(ImageError, match=r"found 1 images outside any class folder; expected CLASS/\*\.png"):
+        load_images(tmp_path, 8)
+    (tmp_path / "cats").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")
+    with pytest.raises(ImageError, match=r"found one class, cats; expected CLASS/\*\.png"):
         load_images(tmp_path, 8)
     with pytest.raises(ImageError, match="its train split is not in"):
         load_images(tmp_path, 8, dataset="torch/cifar10")
@@ -586,6 +602,9 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     timm = {**TIMM, "steps": 1}
     train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, while --heads is 3
     start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
+    for weights, other, advice in (("timm", SMALL, f"--model {TIMM['model']}"), ("run", timm, "--model '' --dim 48")):
+        with pytest.raises(typer.BadParameter, match=rf"; pass (?!.*--patch).*{advice}"):
+            train_image.run(ImageTraining(data=data, out=tmp_path / "x", **other, weights=str(tmp_path / weights)))
     state = torch.load(tmp_path / "run" / "checkpoint.pt")
     state["average"]["head.bias"] += 1
     torch.save(state, tmp_path / "run" / "checkpoint.pt")
@@ -617,6 +636,17 @@ def test_class_from_a_table_field(table):
     assert load_classes(table, 8, label="kind", without="odd").digest == data.digest
     with pytest.raises(typer.BadParameter, match="expected file_name and colour"):
         load_classes(table, 8, label="colour")
+
+
+def test_limit_of_a_table_takes_images_of_all_classes(tmp_path):
+    rows = []
+    for i in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i:02}.png")
+        rows.append(json.dumps({"file_name": f"{i:02}.png", "kind": "dark" if i < 20 else "red"}))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
+    data = load_classes(tmp_path, 8, label="kind", limit=20)
+    counts = torch.cat([data.train.labels, data.test.labels]).bincount(minlength=2)
+    assert (counts.sum(), (counts > 5).all()) == (20, True)
 
 
 def test_a_table_or_a_zip_needs_the_field_of_the_class(table, tmp_path):

@@ -251,7 +251,10 @@ def test_windows_do_not_depend_on_processes_or_resuming(file: Path, tmp_path: Pa
 def test_text_errors(file: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    for path, message in {tmp_path / "none": "does not exist", empty: "found none"}.items():
+    for path, message in {
+        tmp_path / "none": "--data .*: no such file or folder; expected a text file",
+        empty: "found none",
+    }.items():
         with pytest.raises(typer.BadParameter, match=message):
             load_text(path)
     (empty / "a.txt").touch()
@@ -293,7 +296,8 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert args[0] in refused.output
         assert message in refused.output
-    assert "does not exist" in invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
+    missing = invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
+    assert "none: no such file or folder; expected a text file or a folder of .txt" in missing
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
     other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of another task

@@ -1,6 +1,7 @@
 """Training a VAE, and the latents and the diffusion model that follow from it."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def test_from_a_vae_to_samples(tmp_path):
     )  # fmt: skip
     assert made.exit_code == 0, made.output
     latents = Latents(tmp_path / "latents", False, torch.device("cpu"))
+    with pytest.raises(typer.BadParameter, match="expected images or videos, got latents; pass their images"):
+        vae.run(config(tmp_path / "latents", tmp_path / "again"))
     values = latents.batch(np.arange(24), 8, np.arange(24))
     assert values.mean().item() == pytest.approx(0, abs=0.25)
     assert values.std().item() == pytest.approx(1, abs=0.25)
@@ -46,6 +49,13 @@ def test_from_a_vae_to_samples(tmp_path):
         diffusion.DiffusionTraining(data=tmp_path / "latents", out=tmp_path / "run", **{**SMALL, "patch": 1})
     )
     assert set(result["held_out"]) == {"test_pairs", "8x8"}
+
+
+def test_help_of_the_data_leaves_out_latents():
+    about = {each.name: each.metadata["help"] for each in fields(vae.VaeTraining)}
+    assert not [name for name in ("data", "size", "mix_sizes", "max_ratio") if "atents" in about[name]]
+    others = {each.name: each.metadata["help"] for each in fields(diffusion.DiffusionTraining)}
+    assert "the output folder of `train latents`" in others["data"]
 
 
 def test_a_saved_vae_has_the_averaged_weights(tmp_path):

@@ -84,7 +84,9 @@ def test_decoded_frames_are_the_ones_written(tmp_path, name):
 
 
 def test_missing_and_unreadable_videos(tmp_path):
-    with pytest.raises(VideoError, match="no such file or folder"):
+    with pytest.raises(
+        VideoError, match=r"no such file or folder; expected a video \(.*\.mp4.*\) or a folder of videos"
+    ):
         find_videos([tmp_path / "nothing"])
     with pytest.raises(VideoError, match="found none"):
         find_videos([tmp_path])

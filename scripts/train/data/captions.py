@@ -22,8 +22,9 @@ from .streams import measure_image
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
 REMEDY = (
-    f"expected a folder or a .zip with images ({', '.join(SUFFIXES)}) and either a NAME.txt next to each NAME.png, or "
-    f"one of {', '.join(TABLES)} with file_name and text"
+    f"expected a folder or a .zip of images ({', '.join(SUFFIXES)}) with captions (NAME.txt next to NAME.png, or one "
+    f"of {', '.join(TABLES)} with file_name and text), with classes (CLASS/NAME.png, or train/CLASS/NAME.png and "
+    "val/CLASS/NAME.png), or without either"
 )
 
 Read = Callable[[], bytes]

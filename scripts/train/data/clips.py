@@ -19,7 +19,7 @@ from .videos import SUFFIXES, VideoError, decode_all, describe_files
 
 SAMPLINGS = ("dense", "uniform")
 RESOLUTION = 2**20  # number of different places of a clip in its video
-REMEDY = "expected CLASS/*.mp4, or train/CLASS/*.mp4 and val/CLASS/*.mp4, with at least two classes"
+REMEDY = "expected a folder with CLASS/*.mp4 and at least two classes, or with train/CLASS/*.mp4 and val/CLASS/*.mp4"
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,17 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
             held-out videos.
     """
     if len(paths) != 1 or not paths[0].is_dir():
-        raise VideoError(f"--data {' '.join(map(str, paths))}: expected one folder; {REMEDY}")
+        got = f"{len(paths)} paths" if len(paths) != 1 else "a file" if paths[0].exists() else "a missing folder"
+        raise VideoError(f"--data {' '.join(map(str, paths))}: {REMEDY}, got {got}")
     root, test = paths[0], next((paths[0] / name for name in TEST_FOLDERS if (paths[0] / name).is_dir()), None)
     roots = [root / "train", test] if test is not None and (root / "train").is_dir() else [root]
     found = [(p, part) for part in roots for p in sorted(part.glob("*/**/*")) if p.suffix.lower() in SUFFIXES]
     classes = [p.relative_to(part).parts[0] for p, part in found]
     names = sorted(set(classes))
     if len(names) < 2:
-        raise VideoError(f"--data {root}: {REMEDY}; got {', '.join(names) or 'no videos'}")
+        outside = sum(p.suffix.lower() in SUFFIXES for p in root.iterdir())
+        got = f"{outside} videos outside any class folder" if outside else "no videos"
+        raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")
     if len(roots) == 2:
         held_out = np.array([part == test for _, part in found])
     else:

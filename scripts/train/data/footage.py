@@ -13,7 +13,7 @@ from torch import Tensor
 from .buckets import Buckets, Sizes
 from .captions import SUFFIXES as IMAGES
 from .captions import read_text
-from .records import Records, Split
+from .records import Records, Split, choose_subset
 from .videos import SUFFIXES, Footage, check_segments, decode, find_videos, measure, segments
 
 
@@ -61,7 +61,7 @@ def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Re
     Captions are in NAME.txt next to NAME.mp4. Otherwise, if there are several folders, each folder is a class.
     """
     found = find_videos([path])
-    files = [found[i] for i in split.some(len(found))]
+    files = [found[i] for i in choose_subset(len(found), split.limit)]
     return files, _records(path, files).with_condition(condition, path)
 
 

@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from .records import choose_subset
 from .streams import FileSource, LabelledStream, hold_out, is_stream, number_classes, open_source, split_source
 
 IDX = {"train": "train", "test": "t10k"}
 TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
-    "expected a folder with CLASS/*.png, with train/CLASS/*.png and one of "
-    f"{', '.join(f'{name}/CLASS/*.png' for name in TEST_FOLDERS)}, with webdataset shards (.tar), or with "
-    "train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz) and the same files for t10k (as in Debian's "
-    "dataset-fashion-mnist); or a Hugging Face data set; or --dataset and the root of a timm data set"
+    "expected CLASS/*.png with at least two classes, or train/CLASS/*.png and val/CLASS/*.png, or idx files as in "
+    "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face data set, or a table of "
+    "classes with --label, or the root of a timm data set with --dataset"
 )
 PARTS = 5  # one image in PARTS is held out if a folder has no test set
 STREAM_PARTS = 20  # the same for streams
@@ -96,8 +96,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
     Raises:
         ImageError: no such images, an image that can't be read, or images that don't fit into memory.
     """
-    if not path.is_dir():
-        raise ImageError(f"--data {path}: no such folder; {REMEDY}")
+    check_folder(path)
     classes = ()
     if dataset:
         train, test = (_timm(dataset, path, split, size, limit) for split in ("train", "validation"))
@@ -114,16 +113,15 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
     return Labelled(train, test, int(max(train.labels.max(), test.labels.max())) + 1, classes)
 
 
+def check_folder(path: Path) -> None:
+    """Raise an error with the supported layouts if a folder is missing."""
+    if not path.is_dir():
+        raise ImageError(f"--data {path}: no such folder; {REMEDY}")
+
+
 def is_idx(path: Path) -> bool:
     """Return whether a folder holds idx files."""
     return bool(_idx_file(path, "train-images-idx3-ubyte", False))
-
-
-def _some(num: int, limit: int | None) -> np.ndarray:
-    """Return the numbers of the chosen images, in order."""
-    if limit is None or limit >= num:
-        return np.arange(num)
-    return np.sort(np.random.default_rng(0).permutation(num)[:limit])
 
 
 # --- idx files -------------------------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
         raise ImageError(
             f"--data {folder}: expected {prefix} images (N, H, W) and labels (N,), got {images.shape}, {labels.shape}"
         )
-    chosen = _some(len(images), limit)
+    chosen = choose_subset(len(images), limit)
     return Images(torch.from_numpy(images[chosen][:, None]), torch.from_numpy(labels[chosen].astype(np.int64)))
 
 
@@ -174,6 +172,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     """Return the training and test files: from train/CLASS and val/CLASS, or from CLASS, which is split."""
+    check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
     found = [sorted(p for p in root.glob("*/**/*") if p.suffix.lower() in SUFFIXES) for root in roots]
@@ -181,7 +180,9 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
     if len(roots) == 1:
         names = [sorted({p.relative_to(path).parts[0] for p in found[0]})]
         if len(names[0]) < 2:
-            raise ImageError(f"--data {path}: {REMEDY}")
+            outside = sum(p.suffix.lower() in SUFFIXES for p in path.iterdir())
+            got = f"{outside} images outside any class folder" if outside else "no images"
+            raise ImageError(f"--data {path}: found {f'one class, {names[0][0]}' if names[0] else got}; {REMEDY}")
         files = found[0]
         held_out = hold_out([p.relative_to(path).as_posix() for p in files], PARTS)
         found = [[p for p, out in zip(files, held_out, strict=True) if out == part] for part in (False, True)]
@@ -202,7 +203,7 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
 def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, tuple[str, ...]]:
     sources, parts = list_folder(path), []
     for part in sources:
-        chosen = _some(len(part), limit)
+        chosen = choose_subset(len(part), limit)
         parts.append(_decoded(lambda i, part=part, chosen=chosen: (part.files[chosen[i]], part.labels[chosen[i]]),
                               len(chosen), size))  # fmt: skip
     return parts[0], parts[1], sources[0].classes
@@ -221,7 +222,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     for name, part in (("training", train), ("test", test)):
         if not len(part):
             raise ImageError(f"--data {path}: no {name} images; {REMEDY}")
-    chosen, tested = (_some(len(part), limit) for part in (train, test))
+    chosen, tested = (choose_subset(len(part), limit) for part in (train, test))
     train = LabelledStream(replace(train.stream, indices=train.stream.indices[chosen]), train.classes[chosen])
     return Labelled(train, _decoded(lambda i: test[int(tested[i])], len(tested), size), num_classes, classes)
 
@@ -229,7 +230,7 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
 def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Images:
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
-        chosen = _some(len(found), limit)
+        chosen = choose_subset(len(found), limit)
     except Exception as error:  # the readers of torchvision, hfds and tfds can raise anything
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"

@@ -20,7 +20,7 @@ from torch import Tensor
 from .buckets import Buckets, Shape, Sizes
 from .captions import SUFFIXES, TABLES, Read, crop, decode, list_files, measure, pair_up
 from .images import IDX, MEMORY, TEST_FOLDERS, Images, Labelled, read_idx
-from .records import Records, Split
+from .records import Records, Split, choose_subset
 from .streamed import open_streamed
 from .streams import hold_out, is_stream
 
@@ -114,7 +114,7 @@ def open_pictures(
     else:
         found = _from_files(path, condition, without, label)
     found = replace(found, records=found.records.with_condition(condition, path))
-    return found.take(split.some(len(found)))
+    return found.take(choose_subset(len(found), split.limit))
 
 
 def load_classes(
@@ -125,7 +125,7 @@ def load_classes(
     An image is for tests if the hash of its file name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
-    found = found.take(np.arange(len(found))[:limit])
+    found = found.take(choose_subset(len(found), limit))
     records, pixels = found.records, found.read(size)
     held_out = hold_out([PurePosixPath(name).name for name in records.names], parts)
     if held_out.all() or not held_out.any():

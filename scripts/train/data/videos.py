@@ -45,7 +45,9 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise VideoError(f"--data {path}: no such file or folder")
+            raise VideoError(
+                f"--data {path}: no such file or folder; expected a video ({', '.join(SUFFIXES)}) or a folder of videos"
+            )
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not inside:
             raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from ....models.dit import SIZES, DiT
@@ -27,8 +28,8 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_width, describe, option
-from ..data.buckets import Sizes, parse_mixed
+from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
+from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
@@ -57,7 +58,17 @@ class DiffusionTraining(GenerativeTraining):
     """
 
     backbone: ClassVar[Backbone] = CAPTIONED
+    data: Path = field(
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
+            "`train latents`.",
+            free=True,
+        )
+    )
     steps: int = option(2500, "Optimiser steps.", least=1)
+    size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
+    mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
+    max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
     test_size: int = option(
         48, "Larger size to test and sample at, in pixels; 0 tests only at --size. Not for latents.", least=0, off=True
     )
@@ -126,8 +137,11 @@ class DiffusionTraining(GenerativeTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in size_of(self.model).items() if self.model else ():
-            object.__setattr__(self, name, value)  # the fields of a configuration are frozen
+        if self.model:
+            sizes = size_of(self.model)
+            check_model_options(self, {**sizes})
+            for name, value in sizes.items():
+                object.__setattr__(self, name, value)  # the fields of a configuration are frozen
         choose("--mlp", [self.mlp], ("gelu", "gelu_tanh", "swiglu"))
         choose("--modulation", [self.modulation], ("block", "shared"))
         choose("--text-attention", [self.text_attention], ("joint", "single", "cross"))
@@ -152,11 +166,18 @@ class DiffusionTraining(GenerativeTraining):
                     f"--patch {self.patch}: expected a divisor of {', '.join(map(str, wrong))}, the sides of the "
                     "latents; compute them again with `train latents --patch`"
                 )
-            for name, value, default in (("--mix-sizes", self.mix_sizes, ""), ("--max-ratio", self.max_ratio, 1)):
-                if value != default:
+            sizes = sorted(map(int, self.latents["shapes"]))
+            if self.size not in (DiffusionTraining.size, *sizes):
+                raise typer.BadParameter(
+                    f"--size {self.size}: the latents have a fixed size of {', '.join(map(str, sizes))} pixels; leave "
+                    "it out, or compute them again with `train latents --size`"
+                )
+            for name, default in (("mix_sizes", ""), ("max_ratio", 1), ("without", ""), ("label", "")):
+                if getattr(self, name) != default:
                     raise typer.BadParameter(
-                        f"{name} {value}: latents have fixed sizes; pass it to `train latents` instead"
-                    )  # fmt: skip
+                        f"--{name.replace('_', '-')} {getattr(self, name)}: latents have fixed sizes and conditions; "
+                        "pass it to `train latents` instead"
+                    )
             if self.test_size not in (0, DiffusionTraining.test_size):
                 raise typer.BadParameter(
                     f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
@@ -263,6 +284,9 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
+    cuts = source.condition.describe_cuts() if isinstance(source.condition, Captions) else ""
+    if cuts and PartialState().is_main_process:
+        typer.echo(cuts, err=True)
     model = build(config, source)
     evaluation = make_evaluation(config, source, device, decoder)
 

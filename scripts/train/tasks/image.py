@@ -23,7 +23,7 @@ an interrupted run.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,7 +44,7 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ..config import MODEL, OPTIMISER, Training, changed, check_width, describe, option
+from ..config import MODEL, OPTIMISER, Training, changed, check_model_options, check_width, describe, option
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
@@ -152,7 +152,7 @@ class ImageTraining(Training):
         is_small = not self.model and not self.dataset and is_idx(self.data)
         own = find_patch(self.model) if self.model else 0
         if own:
-            self._check_model_options(own)
+            check_model_options(self, {"dim": None, "depth": None, "heads": None, "patch": own})
         patch = self.patch or own or (2 if is_small else 16)
         size = self.size or (28 if is_small else 224)
         tests = self.test_sizes
@@ -161,18 +161,6 @@ class ImageTraining(Training):
             tests = tests if is_small or size > 4 * patch else ""
         for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
             object.__setattr__(self, name, value)  # the dataclass is frozen
-
-    def _check_model_options(self, patch: int) -> None:
-        """Reject options that --model would ignore. patch: patch size of the model."""
-        defaults = {f.name: f.default for f in fields(self)}
-        fixed = [name for name in ("dim", "depth", "heads") if getattr(self, name) != defaults[name]]
-        fixed += ["patch"] if self.patch not in (0, patch) else []
-        if fixed:
-            given = " ".join(f"--{name} {getattr(self, name)}" for name in fixed)
-            raise typer.BadParameter(
-                f"{given}: --model {self.model} defines --dim, --depth, --heads and --patch ({patch}); leave them out, "
-                "or leave out --model"
-            )
 
     @property
     def train_sizes(self) -> Sizes:

@@ -172,7 +172,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
     sizes = Sizes(parse_mixed(config.mix_sizes, config.size, config.factor), (), config.factor, config.max_ratio)
     source = load_source(config, sizes, device, Encoding(EncoderSize(1, 1, 1, 1)))
     if source.latents is not None:
-        raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents")
+        raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
     source.check_batch(config.batch)
 
     def batch(indices: np.ndarray, draws: np.ndarray) -> Tensor:
