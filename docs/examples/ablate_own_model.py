@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lrpe_md.integrations.encoding import EncodingStack, build_encoding
 
-OPTIONS = {"rotate": {"base": 100.0}, "cosine": {"base": 100.0, "act": "softplus"}}
+OPTIONS = {"rotate": {}, "cosine": {"act": "softplus"}}
 
 
 class Net(nn.Module):

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     images, tokens = images.to(device), tokenize(captions, device=device)
     # Rotate on (height, width). The bytes of the caption lie on the diagonal before the image.
     model = DiT(
-        encoding="rotate", encoding_kwargs={"base": 100.0}, text_positions="diagonal", text_encoder=TextEncoder(96),
+        encoding="rotate", text_positions="diagonal", text_encoder=TextEncoder(96),
         patch_size=2, embed_dim=args.dim, depth=args.depth, num_heads=args.dim // 32,
     ).to(device)  # fmt: skip
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)

@@ -110,7 +110,9 @@ def render(folder: Path) -> str:
     pictures = [("Samples of held-out captions", "samples.png")] * (folder / "samples.png").exists()
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
-    return page(f"Comparison: {name}", COMMAND, shown, (folder / "table.md").read_text(encoding="utf-8"))
+    text = (folder / "table.md").read_text(encoding="utf-8")
+    note = read_json(folder / "config.json").get("note", "")  # on results of an earlier version
+    return page(f"Comparison: {name}", COMMAND, shown, f"{text}\n{note}\n" if note else text)
 
 
 def write_pages(to: Path) -> None:

@@ -132,7 +132,7 @@ FAST: dict[str, Any] = {"precision": "bf16", "compile": True}
 TINY: dict[str, Any] = {"steps": 2, "batch": 4, "warmup": 1, "dim": 48, "depth": 1, "log_every": 1}
 DIGITS = ("none", "learned", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-silu", "cosine-softplus")
 MORE_DIGITS = (
-    *DIGITS, "rotate-base-10000", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
+    *DIGITS, "rotate:base=100", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
 MEMORIES = ("add", "decay", "delta")

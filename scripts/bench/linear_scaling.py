@@ -70,7 +70,7 @@ class Scaled:
         """Build the model; ``encoding`` is one of ATTENTIONS."""
         attention, chosen = ATTENTIONS[encoding]
         sizes: dict[str, Any] = vars(self.sizes)
-        model: Any = self.make(encoding=chosen, attention=attention, encoding_kwargs={"base": 100.0}, **sizes)
+        model: Any = self.make(encoding=chosen, attention=attention, **sizes)
         if self.recomputed:
             if isinstance(model, DiT):
                 model.grad_checkpointing = True

@@ -65,8 +65,7 @@ class ViT:
             return adapt(model, "mixed", keep_encoded=keep_encoded)
         attention = "linear" if name.startswith("linear-") else "softmax"
         kind = "cosine" if name.endswith("cosine") else "rotate"
-        options = {"encoding_kwargs": {"base": 100.0}, "attention": attention, "keep_encoded": keep_encoded}
-        return adapt(model, kind, **options)
+        return adapt(model, kind, attention=attention, keep_encoded=keep_encoded)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         generator = torch.Generator(device).manual_seed(0)

@@ -61,7 +61,7 @@ def option(default: Any, text: str, **about: Any) -> Any:
 class Training:
     """Options of every training."""
 
-    backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
+    backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
         1000, "Number of optimiser steps. A finished run continues if you raise it.", least=1, panel=OPTIMISER

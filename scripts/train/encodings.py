@@ -48,7 +48,6 @@ ENCODINGS: dict[str, Encoding] = {
     "sincos": _entry(None, "sincos", model={"absolute": "sincos"}),
     "space-only": _entry("rotate", "time", model={"temporal": False}),
     "rotate": _entry("rotate"),
-    "rotate-base-10000": _entry("rotate", "axes", base=10000.0),
     "rotate-learnable": _entry("rotate", learnable=True),
     "rotate-numerator": _entry("rotate", "memory", model={"normalizer": "unrotated"}),
     "rotate-both": _entry("rotate", "memory", model={"normalizer": "encoded"}),
@@ -195,13 +194,11 @@ class Backbone:
         can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text next to the
             image), "table" (a learned absolute table), "sincos" (a computed absolute one), "memory" (linear
             attention whose denominator depends on the encoding).
-        base: default base of the frequencies.
         attentions: arguments of the model for each attention.
         options: options of encodings that the model supports; None: all.
     """
 
     can: frozenset[str]
-    base: float
     attentions: dict[str, dict[str, Any]]
     options: frozenset[str] | None = None
 
@@ -277,36 +274,32 @@ class Backbone:
     def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
         """Return the model's arguments for an encoding, its attention and its memory."""
         chosen = self.find(encoding)
-        axial = chosen.encoding in ("rotate", "cosine") and chosen.arguments.get("frequencies") != "mixed"
-        given = {"base": self.base} if axial else {}
         return {
-            "encoding": chosen.encoding, "encoding_kwargs": {**given, **chosen.arguments}, **chosen.model,
+            "encoding": chosen.encoding, "encoding_kwargs": {**chosen.arguments}, **chosen.model,
             **self.attention_arguments(attention, memory),
         }  # fmt: skip
 
 
 # Linear attention uses relu features unless the encoding sets an activation. A norm replaces the denominator, so that
-# activations with negative values can be compared too. The axial base is RoPE-ViT's (arXiv 2403.13298).
+# activations with negative values can be compared too.
 _WITHOUT_DENOMINATOR = {"attention": "linear", "normalizer": "none"}
 _VIT = {
     "softmax": {"attention": "softmax"},
     "linear": {**_WITHOUT_DENOMINATOR, "scale_attn_norm": True},
 }
-IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), 100.0, _VIT)
-VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), 100.0, _VIT)
+IMAGES = Backbone(frozenset({"axes", "table", "sincos"}), _VIT)
+VIDEOS = Backbone(frozenset({"axes", "time", "table", "sincos"}), _VIT)
 # Softmax attention, or linear attention with a memory from :mod:`.memory`.
 RECALL = Backbone(
-    frozenset({"axes", "time", "table", "sincos", "memory"}), 100.0,
+    frozenset({"axes", "time", "table", "sincos", "memory"}),
     {name: {} for name in ("softmax", "add", "decay", "delta")},
 )  # fmt: skip
 CAPTIONED = Backbone(
     frozenset({"axes", "caption", "sincos"}),
-    100.0,
     {"softmax": {"attention": "softmax"}, "linear": _WITHOUT_DENOMINATOR},
 )
 TEXT = Backbone(
     frozenset(),
-    10000.0,
     {name: {"attention": name} for name in ("softmax", "linear")},
     frozenset({"base", "act", "learnable", "phase"}),
 )

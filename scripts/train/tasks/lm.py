@@ -138,7 +138,7 @@ class LmTraining(Training):
     @property
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
-        given: dict[str, Any] = {"encoding": chosen.encoding or "none", "base": TEXT.base, **chosen.arguments}
+        given: dict[str, Any] = {"encoding": chosen.encoding or "none", **chosen.arguments}
         given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
         return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 

@@ -46,7 +46,7 @@ class VaeTraining(GenerativeTraining):
     and a discriminator, which this program lacks.
     """
 
-    backbone: ClassVar[Backbone] = Backbone(frozenset(), 1.0, {})
+    backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     steps: int = option(2500, "Optimiser steps.", least=1)
     widths: str = option(
         "32,64,96", "Channels at each scale, separated by commas; each scale after the first halves the size."
