@@ -215,7 +215,7 @@ class Training:
             if not near:
                 raise typer.BadParameter(f"{given}: {error}") from error
             remedy = f"pass {', or '.join(near)}"
-            if "model" in options and vars(self)["model"]:
+            if vars(self).get("model") and "dim" in found:
                 remedy = f"leave out --model, and pass --heads {vars(self)['heads']} {near[0]}"
             raise typer.BadParameter(f"{given}: {str(error).partition('; ')[0]}; {remedy}") from error
 
