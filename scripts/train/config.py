@@ -215,7 +215,7 @@ class Training:
             if not near:
                 raise typer.BadParameter(f"{given}: {in_shell_terms(error)}") from error
             remedy = f"pass {', or '.join(near)}"
-            if "model" in options and vars(self)["model"]:
+            if vars(self).get("model") and "dim" in found:
                 remedy = f"leave out --model, and pass --heads {vars(self)['heads']} {near[0]}"
             raise typer.BadParameter(f"{given}: {in_shell_terms(error).partition('; ')[0]}; {remedy}") from error
 

@@ -45,7 +45,7 @@ KINDS = {
 
 
 def start_from(
-    model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = ()
+    model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = SIZES
 ) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
@@ -180,7 +180,8 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
         return f"it was trained with {given}, and this training has {ours}: pass {remedy}, or leave out --weights"
     if trained and now and len(trained.get("classes", ())) != len(now.get("classes", ())):
         return f"pass data with its {len(trained['classes'])} classes, or leave out --weights"
-    differ = {name: before[name] for name in options if name in before and before[name] != settings.get(name)}
+    shared = [name for name in options if name in before and name in settings]
+    differ = {name: before[name] for name in shared if before[name] != settings[name]}
     models = [_part_of(each, "model").get("model", "") for each in (before, settings)]  # names of timm models
     if models[0] == models[1]:
         differ.pop("model", None)
@@ -190,8 +191,8 @@ def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collectio
     named = {name: value for name, value in differ.items() if name not in FREE}
     named = named or ({"heads": heads} if heads else differ)
     if not named:
-        known = [_as_option(name) for name in SIZES if name in options or not options]
-        return f"pass the {', '.join(known[:-1])} and {known[-1]} of that model"
+        known = [_as_option(name) for name in SIZES if name in options]
+        return f"pass that model's {', '.join(known) or 'options'}, or leave out --weights"
     return f"pass {' '.join(_as_option(name, value) for name, value in named.items())}"
 
 

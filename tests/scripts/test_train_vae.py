@@ -58,6 +58,13 @@ def test_help_of_the_data_leaves_out_latents():
     assert "the output folder of `train latents`" in others["data"]
 
 
+def test_weights_of_another_architecture(tmp_path):
+    data = write_classes(tmp_path / "classes")
+    vae.run(config(data, tmp_path / "run", steps=1))
+    with pytest.raises(typer.BadParameter, match=r"in the model\); pass that model's options, or leave out --weights$"):
+        vae.run(config(data, tmp_path / "wider", widths="16,16", weights=str(tmp_path / "run")))
+
+
 def test_a_saved_vae_has_the_averaged_weights(tmp_path):
     vae.run(config(write_classes(tmp_path / "classes"), tmp_path / "run"))
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
