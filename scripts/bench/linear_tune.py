@@ -15,7 +15,7 @@ import torch
 from lrpe_md import linear_attention
 from lrpe_md.engine.core.operator import call_cache
 from lrpe_md.engine.linear import launch as linear_launch
-from lrpe_md.engine.linear.plan import NORMALIZED, TILES, LinearPass, LinearTile, fits_one_pass
+from lrpe_md.engine.linear.plan import NORMALIZED, TILES, LinearPass, LinearTile
 from lrpe_md.testing import LinearCase
 
 from .linear_measure import WORKLOADS, Inputs, make_inputs, make_pass
@@ -64,7 +64,8 @@ class LinearPlace(NamedTuple):
         """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
         chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
-            few = self.width == 0 or not fits_one_pass(197, head_dim, head_dim * (2 if chosen == "cosine" else 1))
+            num_features = head_dim * (2 if chosen == "cosine" else 1)
+            few = self.width == 0 or not linear_launch.fits_one_pass(197, head_dim, num_features)
             names = ("windows" if few else "vit224",)
         elif self.stage.value.startswith("causal"):
             names = ("causal-relu" if self.stage in NORMALIZED.values() else "causal",)

@@ -47,6 +47,7 @@ LIBRARIES = {
     "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
     "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
 }  # fmt: skip
+LEGEND_WIDTH, HANDLE_WIDTH = 84, 7  # in characters
 SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
@@ -70,7 +71,8 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a colour, marker and line style for each encoding, the same in every plot.
 
-    Encodings that are not variants of a known one get the colours of known encodings that are absent.
+    Encodings that are not variants of a known one get the colours of known encodings that are absent. Encodings that
+    differ in their options get shades of one colour.
     """
     bases = {name: _base(name) for name in names}
     unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)
@@ -80,8 +82,14 @@ def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
         color = unused[others.index(name) % len(unused)] if base is None else ENCODINGS[base]
         rest = name.removeprefix(base or "").strip(" +-:")
         line, marker = ("-", MARKERS[color]) if base == name else VARIANTS.get(rest) or next(unknown)
-        looks[name] = {"color": OKABE_ITO[color], "marker": marker, "linestyle": line}
+        alike = [each for each in names if ":" in each and bases[each] == base]
+        share = alike.index(name) / len(alike) if name in alike else 0.0
+        looks[name] = {"color": _mix_with_white(OKABE_ITO[color], 0.8 * share), "marker": marker, "linestyle": line}
     return looks
+
+
+def _mix_with_white(color: str, share: float) -> str:
+    return colors.to_hex([share + (1 - share) * part for part in colors.to_rgb(color)])
 
 
 def _base(name: str) -> str | None:
@@ -105,10 +113,12 @@ def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def add_legend(figure: Figure, columns: int = 3) -> None:
-    """Add one legend below the figure for all its axes."""
+    """Add one legend below the figure for all its axes, in fewer columns if labels are long."""
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    longest = max(map(len, handles), default=1)
+    columns = max(1, min(columns, LEGEND_WIDTH // (longest + HANDLE_WIDTH)))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 

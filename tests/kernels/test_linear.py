@@ -185,8 +185,8 @@ def test_few_heads_are_cut_until_multiprocessors_have_work():
     ("v_dim", "features", "longest"), [(32, 64, 384), (48, 96, 384), (64, 128, 384), (72, 72, 128), (128, 256, 128)]
 )
 def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
-    assert linear_plan.fits_one_pass(longest, v_dim, features)
-    assert not linear_plan.fits_one_pass(longest + 1, v_dim, features)
+    assert linear_launch.fits_one_pass(longest, v_dim, features)
+    assert not linear_launch.fits_one_pass(longest + 1, v_dim, features)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)

@@ -52,11 +52,12 @@ def config(task: str, encoding: str, **more: Any) -> Any:
 
 
 def test_base_of_mixed_frequencies():
-    """The base of axial frequencies does not apply to them."""
+    """The base of axial frequencies does not apply to them, and both are the modules' defaults."""
     bases = {name: IMAGES.arguments(name, "softmax")["encoding_kwargs"].get("base") for name in IMAGES.encodings}
     mixed = {name: base for name, base in bases.items() if "mixed" in name}
     assert set(mixed.values()) == {None, 10.0}
-    assert IMAGES.arguments("rotate", "softmax")["encoding_kwargs"] == {"base": 100.0}
+    assert IMAGES.arguments("rotate", "softmax")["encoding_kwargs"] == {}
+    assert digits.build(config("digits", "rotate")).encoding.base == RotateMd(16, 2).base == 10000
     for name in (*mixed, "rotate:frequencies=mixed", "cosine:frequencies=mixed"):
         given = IMAGES.arguments(name, "softmax")
         built: Any = build_encoding(given["encoding"], given["encoding_kwargs"], 8, 1, 1, 2)
@@ -124,7 +125,7 @@ def test_options_reach_the_model():
     model = digits.build(config("digits", "rotate:base=7,axis_order=major_first,learnable=raw"))
     assert isinstance(model.encoding, RotateMd)
     assert (model.encoding.base, model.encoding.axis_order, model.encoding.learnable) == (7, "major_first", "raw")
-    assert digits.build(config("digits", "rotate")).encoding.base == 100  # the task's own
+    assert digits.build(config("digits", "rotate")).encoding.base == 10000
     wan = diffusion.build(config("diffusion", "wan:base=50"))
     assert isinstance(wan.encoding, PresetMd)
     assert wan.encoding.get_omega()[0, 1].max() == pytest.approx(50 ** (-1 / 12))

@@ -37,6 +37,7 @@ from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
+    NARROWEST,
     NORMALIZED,
     LinearPass,
     LinearTile,
@@ -610,8 +611,14 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
     """Return whether one program computes both the state and the outputs of a key head."""
     plain = call.attention.mask == "full" and call.cu_seqlens is None and not has_state
-    num_tokens = max(sizes.num_queries, sizes.num_keys)
-    return plain and plans.fits_one_pass(num_tokens, sizes.v_dim, sizes.num_features)
+    return plain and fits_one_pass(max(sizes.num_queries, sizes.num_keys), sizes.v_dim, sizes.num_features)
+
+
+def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
+    """Return whether one pass over so many tokens is faster than two. v_dim is padded to a power of two."""
+    state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
+    longest = plans.ONE_PASS if state <= plans.ONE_PASS_STATE else min(plans.ONE_PASS, plans.ONE_PASS_LARGE)
+    return num_tokens <= longest
 
 
 SlotStates = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none

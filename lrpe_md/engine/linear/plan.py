@@ -6,23 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = [
-    "NORMALIZED",
-    "PIECE",
-    "LinearPass",
-    "LinearTile",
-    "Walk",
-    "choose_scan_tile",
-    "choose_tile",
-    "choose_value_widths",
-    "choose_walk",
-    "choose_widths",
-    "cut_outputs",
-    "cut_parts",
-    "cut_pieces",
-    "fits_kernels",
-    "fits_one_pass",
-    "pad_width",
-    "shrink",
+    "NORMALIZED", "PIECE", "LinearPass", "LinearTile", "Walk", "choose_scan_tile", "choose_tile",
+    "choose_value_widths", "choose_walk", "choose_widths", "cut_outputs", "cut_parts", "cut_pieces", "fits_kernels",
+    "pad_width", "shrink",
 ]  # fmt: skip
 
 
@@ -135,12 +121,6 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
     if not regular and stage in CAUSAL_PASSES:
         return tile._replace(block_n=min(tile.block_n, 32))
     return tile
-
-
-def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
-    """Return whether one pass is faster than two."""
-    state = sum(choose_value_widths(v_dim)) * (-(-num_features // NARROWEST) * NARROWEST)
-    return num_tokens <= (ONE_PASS if state <= ONE_PASS_STATE else min(ONE_PASS, ONE_PASS_LARGE))
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
