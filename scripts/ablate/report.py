@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
-    baseline: see :func:`choose_baseline`.
+    baseline: see :func:`choose_baseline`. It is kept for later reports; None means the last one that was given.
 
     If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
     """
@@ -65,7 +66,9 @@ def write_report(folder: Path, baseline: str | None) -> None:
     if files:
         write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
     results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
-    chosen, trained = choose_baseline(baseline, results.encoding), set(results.encoding)
+    chosen, trained = choose_baseline(baseline or config.get("baseline"), results.encoding), set(results.encoding)
+    if baseline is not None:
+        write(folder / "config.json", json.dumps({**config, "baseline": baseline}, indent=2))
     text = LAYOUTS[task.layout](results, config, chosen)
     write(folder / "table.md", text)
     for name, plot in task.plots.items():
@@ -112,7 +115,7 @@ def render(folder: Path) -> str:
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
     note = read_json(folder / "config.json").get("note", "")  # on results of an earlier version
-    return page(f"Comparison: {name}", COMMAND, shown, f"{text}\n{note}\n" if note else text)
+    return page(f"Comparison: {name}", COMMAND, shown, f"{text.rstrip()}\n\n{note}\n" if note else text)
 
 
 def write_pages(to: Path) -> None:

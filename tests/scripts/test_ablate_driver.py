@@ -241,6 +241,7 @@ def test_the_baseline_must_be_trained(images, tmp_path):
     done = invoke("report", "image", "--folder", str(out), "--baseline", "sincos")
     assert "Difference from sincos" in done.output
     assert "was not trained" not in done.output
+    assert "Difference from sincos" in invoke("report", "image", "--folder", str(out)).output  # it is kept
 
 
 def test_invalid_options(images, tmp_path):
@@ -306,12 +307,14 @@ def test_pages_are_written(tmp_path, monkeypatch):
     folder = tmp_path / "ablate-other"
     shutil.copytree(ablate_report.committed("image"), folder)
     (folder / "table.md").write_text("the table")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "note": "a note"}))
     monkeypatch.setattr(ablate_report, "folders", lambda: [folder])
     monkeypatch.setattr(ablate_driver, "write_report", lambda folder, baseline: None)
     assert invoke("report", "--pages", str(tmp_path / "pages")).exit_code == 0
     text = (tmp_path / "pages" / "ablate-other.md").read_text(encoding="utf-8")
     assert text.startswith("# Comparison: other\n")
-    assert text.endswith("\n\nthe table\n")
+    assert text.endswith("\n\nthe table\n\na note\n")
     assert "(../../scripts/results/ablate-other/sizes.png)" in text
 
 
