@@ -89,7 +89,8 @@ def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _mix_with_white(color: str, share: float) -> str:
-    return colors.to_hex([share + (1 - share) * part for part in colors.to_rgb(color)])
+    red, green, blue = (share + (1 - share) * part for part in colors.to_rgb(color))
+    return colors.to_hex((red, green, blue))
 
 
 def _base(name: str) -> str | None:
