@@ -1,7 +1,7 @@
 """Vision transformers with relative positions, registered with timm.
 
-``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is the cosine
-map, or none if you pass ``absolute`` positions or ``encoding="none"``. The class is in
+``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is
+"rotate", or none if you pass ``absolute`` positions or ``encoding="none"``. The class is in
 :mod:`lrpe_md.integrations.timm`, next to ``adapt``, which converts a timm model to it.
 """
 
@@ -22,9 +22,9 @@ __all__ = [
 
 
 def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add the cosine map to a model's arguments if they specify no positions."""
+    """Add rotation to a model's arguments if they specify no positions."""
     silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
-    return {**kwargs, "encoding": "cosine"} if silent else kwargs
+    return {**kwargs, "encoding": "rotate"} if silent else kwargs
 
 
 def timm_cfg(**kwargs: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ KINDS = {  # by file name; the first matching pattern applies
     "adapted-training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
     "linear-scaling.csv": Kind(("backbone", "tokens", "attention", "map", "mode", "gpu"), "ms"),
     "linear-training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
+    "benchmark-train-loop.csv": Kind(("model", "batch", "gpu"), "train_ms"),
     "training.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
     "backbones.csv": Kind(("model", "mode", "encoding", "gpu"), "ratio_p50"),
     "benchmark-*.csv": Kind((*KEY, "gpu"), "p50"),

@@ -599,7 +599,7 @@ def test_registered_models_have_positions_by_default(name):
     import lrpe_md.models.video  # noqa: F401
 
     assert all(
-        type(timm.create_model(name, **TINY, **given).encoding) is CosineMd for given in ({}, {"encoding": None})
+        type(timm.create_model(name, **TINY, **given).encoding) is RotateMd for given in ({}, {"encoding": None})
     )
     assert timm.create_model(name, **TINY, attention="linear").encoding.act == "relu"
     for absolute in ("learned", "sincos"):  # these provide positions
