@@ -527,6 +527,12 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
+        for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
+            if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
+                raise TypeError(
+                    f"model: expected a timm VisionTransformer itself, got one in a {type(model).__qualname__}; adapt "
+                    f"the model inside (model.{name}), or before you wrap it"
+                )
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
             "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "
@@ -565,7 +571,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
 
 def _warn_of_table() -> None:
-    warnings.warn("state_dict: pos_embed: dropped, the model has no table (absolute='learned' has one)", stacklevel=3)
+    warnings.warn(
+        "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', and "
+        "with adapt(.., absolute='keep')",
+        stacklevel=3,
+    )
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def show(
     head_dim: int | None = None,
     num_heads: int | None = None,
     head: int = 0,
+    dark: bool = False,
     **options: Any,
 ) -> Any:
     """Plot an encoding: angles of a few channels over the grid, similarity to its middle token, and wavelengths.
@@ -40,6 +41,7 @@ def show(
         path: file for the figure, in the format of its suffix. Missing folders are created. None: don't save it.
         head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
+        dark: draw for a dark background.
         options: options of the scheme's grids.
 
     Returns:
@@ -51,6 +53,7 @@ def show(
         ValueError: an unknown name, an ω of another shape, or a shape or head that the scheme does not support.
     """
     try:
+        from .dark import darken
         from .figure import draw, make_view
     except ImportError as error:
         raise ImportError("show: needs matplotlib, pip install 'lrpe-md[plots]'") from error
@@ -69,6 +72,8 @@ def show(
 
     layout = data.lay_out_tokens(locate, size, row_major=made.scheme.row_major)
     figure = draw(make_view(subject, layout, head=head, reference=options.get("reference")))
+    if dark:
+        darken(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -61,14 +61,15 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding to train: NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable.",
+            help="Encoding to train: NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. "
+            "(default: a list for each task, also in a folder with other runs)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
             help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable."
+            "softmax, add, decay or delta; repeatable. (default: those of the task's list of encodings)"
         ),
     ] = None,
     seeds: Annotated[

@@ -215,7 +215,8 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     two = "black", OKABE_ITO["grey"]  # not the colours that stand for encodings
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
-        for offset, colour, attention in zip((0.16, -0.16), two, attentions, strict=False):
+        offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)
+        for offset, colour, attention in zip(offsets, two, attentions, strict=False):
             part = shown[shown.attention == attention]
             mean = part.groupby("encoding")["value"].mean().reindex(ranking)
             rows = np.arange(len(ranking)) + offset
@@ -223,6 +224,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             axis.plot(part.value, seeds, "o", color=colour, mfc="none", ms=5, label=f"{attention} attention, each seed")
             axis.plot(mean, rows, "|", color=colour, ms=12, mew=2.5, label=f"{attention} attention, mean")
         axis.set_yticks(range(len(ranking)), ranking)
+        axis.set_ylim(-0.5, len(ranking) - 0.5)
         axis.set_xlabel(TASKS[settings["task"]].measure)
         axis.set_title(f"{', '.join(settings['data'])} at the training size, {trained}")
         add_legend(figure, columns=2)

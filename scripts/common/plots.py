@@ -12,14 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import colors
 from matplotlib import pyplot as plt
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.spines import Spine
-from matplotlib.text import Text
 
+from lrpe_md.picture.dark import darken
 from lrpe_md.picture.figure import OKABE_ITO, STYLE
 
 __all__ = [
@@ -49,7 +44,6 @@ LIBRARIES = {
 }  # fmt: skip
 LEGEND_WIDTH, HANDLE_WIDTH = 84, 7  # in characters
 SERIES = 6  # maximum number of series that a reader can distinguish in one plot
-DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
@@ -129,31 +123,3 @@ def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
     darken(figure)
     figure.savefig(path.with_stem(f"{path.stem}-dark"), dpi=dpi, **options)
     plt.close(figure)
-
-
-def darken(figure: Figure) -> None:
-    """Draw black text and lines of a figure in a light colour, and white backgrounds in a dark one."""
-    backgrounds = [figure.patch, *(axis.patch for axis in figure.axes)]
-    backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
-    for patch in backgrounds:
-        patch.set_facecolor(colors.to_rgba(DARK_PAGE, patch.get_alpha()))
-    for each in figure.findobj():
-        if isinstance(each, Text):
-            each.set_color(_lighten(each.get_color()))
-        elif isinstance(each, Line2D):
-            each.set_color(_lighten(each.get_color()))
-            each.set_markeredgecolor(_lighten(each.get_markeredgecolor()))
-            each.set_markerfacecolor(_lighten(each.get_markerfacecolor()))
-        elif isinstance(each, LineCollection):
-            each.set_color([_lighten(color) for color in each.get_colors()])
-        elif isinstance(each, (Spine, Patch)) and each not in backgrounds:
-            each.set_edgecolor(_lighten(each.get_edgecolor()))
-            each.set_facecolor(_lighten(each.get_facecolor()))
-
-
-def _lighten(color: Any) -> Any:
-    """Return a light version of black or dark grey for dark pages, and other colours unchanged."""
-    if isinstance(color, str) and color in ("none", "auto"):
-        return color
-    *rgb, alpha = colors.to_rgba(color)
-    return colors.to_rgba(DARK_TEXT, alpha) if max(rgb) < 0.3 else color

@@ -83,8 +83,6 @@ def start_from(
     missing = [name for name in own.keys() - found.keys() if not name.startswith(NEW)]
     wrong += [f"{name} is only in the model" for name in missing if not name.endswith(fresh)]
     heads = _find_other_heads(before, _count_heads(model))
-    if isinstance(model, LrpeVisionTransformer):  # its patches are resampled
-        options = [name for name in options if name != "patch"]
     if wrong or heads:
         details = f" ({'; '.join(sorted(wrong)[:3])})" if wrong else ""
         raise typer.BadParameter(
@@ -96,9 +94,10 @@ def start_from(
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
-        encoding, trained = ((each or {}).get("encoding") for each in (settings, before))
-        if None not in (encoding, trained) and encoding != trained:
-            typer.echo(f"{path} was trained with encoding {trained}; this training uses {encoding}", err=True)
+        for name in ("encoding", "patch"):  # patches are resampled
+            ours, trained = ((each or {}).get(name) for each in (settings, before))
+            if None not in (ours, trained) and ours != trained:
+                typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
     return digest
 
 

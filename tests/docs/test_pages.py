@@ -107,6 +107,30 @@ def test_readme_fits_one_page():
         assert f"(docs/{name}.md)" in text
 
 
+def test_rows_of_the_readme_run():
+    """The rows of "you have, you write" that need only q, k and v."""
+    import torch
+
+    import lrpe_md
+
+    grid, (q, k, v) = lrpe_md.Grid((2, 3)), torch.randn(3, 1, 4, 6, 64)
+    given = {**vars(lrpe_md), "q": q, "k": k, "v": v, "H": 2, "W": 3, "grid": grid}
+    given |= {"cos": torch.rand(6, 32), "sin": torch.rand(6, 32)}
+    run = []
+    for line in README.read_text(encoding="utf-8").splitlines():
+        code = re.search(r"\| `([^`]*)`", line)
+        if (
+            line.startswith("| ")
+            and code
+            and "model" not in code[1]
+            and "..." not in code[1]
+            and "lrpe-md" not in code[1]
+        ):
+            exec(code[1], given)
+            run.append(code[1].split("(")[0])
+    assert run == ["q, k = RotateMd", "PresetMd", "rotate", "LinearAttention"]
+
+
 def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 

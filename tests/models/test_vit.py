@@ -618,6 +618,14 @@ def test_registered_models_have_positions_by_default(name):
         assert torch.allclose(*logits, atol=1e-5) == same
 
 
+def test_a_wrapped_model_is_adapted_inside():
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    with pytest.raises(TypeError, match=r"got one in a DataParallel; adapt the model inside \(model\.module\)"):
+        adapt(torch.nn.DataParallel(model), "rotate")
+    with pytest.raises(TypeError, match=r"the model inside \(model\._orig_mod\), or before you wrap it"):
+        adapt(torch.compile(model), "rotate")
+
+
 def test_encoding_none_disables_the_encoding():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     assert adapt(model, "none").encoding is None

@@ -470,7 +470,7 @@ def test_model_refuses_the_options_that_it_defines(data, tmp_path, options):
 
 
 def test_labels_have_no_text_to_read(data, tmp_path):
-    with pytest.raises(typer.BadParameter, match="--text-attention cross: text_attention: expected 'joint'"):
+    with pytest.raises(typer.BadParameter, match="--text-attention cross: text_attention: expected joint"):
         diffusion.run(config({**data["labels"], "text_attention": "cross"}, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -202,7 +202,9 @@ def test_sizes():
 
 
 def test_training_learns_the_classes(data, tmp_path, capsys):
-    config = ImageTraining(data=data, out=tmp_path / "run", attention="linear", **SMALL)
+    config = ImageTraining(
+        data=data, out=tmp_path / "run", encoding="rotate:base=100", attention="linear", **SMALL
+    )  # with 24 channels per head and 24 steps, a higher base learns more slowly
     result = train_image.run(config)
     losses = [row["loss"] for row in torch.load(config.out / "checkpoint.pt")["history"]]
     assert losses[-1] < 0.6 * losses[0]
@@ -500,6 +502,23 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
     torch.testing.assert_close(found["pos_embed"], table)
     assert found.keys() == before.keys()
     assert f"Starting from {path} (new: head; left out: cls_token, head)" in capsys.readouterr().err
+
+
+def test_patches_of_another_size_are_announced(tmp_path, capsys):
+    """They are resampled, which costs accuracy."""
+    weights = random_weights(build_model(patch=4))
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps({"patch": 4})})
+    start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
+    assert "w.safetensors was trained with --patch 4; this training uses 8" in capsys.readouterr().err
+
+
+def test_train_without_val(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "a" / "0.png")
+    with pytest.raises(
+        ImageError, match=r"found train, but none of validation, val.*; add one, or pass --data .*train;"
+    ):
+        image_data.list_folder(tmp_path)
 
 
 @pytest.mark.parametrize("attention", ["linear", "linear,softmax"])

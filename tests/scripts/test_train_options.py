@@ -177,7 +177,7 @@ def test_weights_of_another_encoding_are_announced(tmp_path, capsys):
         for encoding in ("rotate", "cosine"):
             out = tmp_path / f"{encoding}-{weights.suffix}"
             digits.run(DigitsTraining(out=out, steps=1, weights=str(weights), encoding=encoding, **TINY))
-            line = f"{weights} was trained with encoding rotate; this training uses cosine"
+            line = f"{weights} was trained with --encoding rotate; this training uses cosine"
             assert (line in capsys.readouterr().err) == (encoding == "cosine")
 
 

@@ -136,7 +136,7 @@ def test_before(form):
     later = compose(Tokens(5, "axis"), Before(history), Tokens(1, "axis"))
     assert later.coords[5:, 0].tolist() == [3, 3, 4, 4, 5]
     assert later.coords[5:, 1].tolist() == [4, 4, 4, 4, 0]
-    with pytest.raises(TypeError, match="grid: expected a Grid or Coordinates, got int"):
+    with pytest.raises(TypeError, match="grid: expected a Grid or Coordinates, got 3"):
         Before(3)
 
 

@@ -164,7 +164,8 @@ def check_normalizer(normalizer: Any, act: str) -> None:
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
         raise ValueError(
             f"normalizer: 'unrotated' divides by act(q) · Σ act(k), which needs an activation that is never negative, "
-            f"one of {NEVER_NEGATIVE}, got act={act!r}; choose one, or normalizer='none' or 'encoded'"
+            f"one of {NEVER_NEGATIVE}, got act={act!r}; pass act='relu' to the encoding, or use normalizer='none' or "
+            "'encoded'"
         )
 
 

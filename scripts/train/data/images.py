@@ -182,7 +182,11 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
         if len(names[0]) < 2:
             outside = sum(p.suffix.lower() in SUFFIXES for p in path.iterdir())
             got = f"{outside} images outside any class folder" if outside else "no images"
-            raise ImageError(f"--data {path}: found {f'one class, {names[0][0]}' if names[0] else got}; {REMEDY}")
+            if names[0] == ["train"]:
+                got = f"train, but none of {', '.join(TEST_FOLDERS)}; add one, or pass --data {path / 'train'}"
+            elif names[0]:
+                got = f"one class, {names[0][0]}"
+            raise ImageError(f"--data {path}: found {got}; {REMEDY}")
         files = found[0]
         held_out = hold_out([p.relative_to(path).as_posix() for p in files], PARTS)
         found = [[p for p, out in zip(files, held_out, strict=True) if out == part] for part in (False, True)]
