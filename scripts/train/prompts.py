@@ -178,8 +178,10 @@ class Painter:
         found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))
         return (None, *found) if self.model.num_axes == 3 else found
 
-    def encode(self, prompts: list[str]) -> Any:
+    def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, or class names or numbers) to the model's text input.
+
+        option: where the prompts come from, for errors.
 
         Raises:
             typer.BadParameter: an unknown class, or a run with features but no text model.
@@ -188,11 +190,11 @@ class Painter:
         if kind == "captions":
             return tokenize(prompts, self.condition["length"], self.device)
         if kind == "labels":
-            return torch.tensor([self._class(prompt) for prompt in prompts], device=self.device)
+            return torch.tensor([self._class(prompt, option) for prompt in prompts], device=self.device)
         if kind == "none":
             if any(prompts):
                 raise typer.BadParameter(
-                    "--prompt: expected none, because the model was trained without captions or classes"
+                    f"{option}: expected none, because the model was trained without captions or classes"
                 )
             return None
         if self.encoder is None:
@@ -202,7 +204,7 @@ class Painter:
             )
         return Text(*(None if value is None else value.float() for value in self.encoder(prompts)))
 
-    def _class(self, prompt: str) -> int:
+    def _class(self, prompt: str, option: str) -> int:
         classes = self.condition["classes"]
         if prompt in classes:
             return classes.index(prompt)
@@ -210,7 +212,7 @@ class Painter:
             return int(prompt)
         if not prompt:
             return len(classes)  # the empty condition
-        choose("--prompt", [prompt], classes)
+        choose(option, [prompt], classes)
         raise AssertionError(prompt)
 
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
@@ -221,7 +223,7 @@ class Painter:
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
-        negative = None if sheet.negative is None else self.encode([sheet.negative])
+        negative = None if sheet.negative is None else self.encode([sheet.negative], "--negative")
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])
         cast = precision is not None and self.device.type == "cuda"
         for first in range(0, len(noise), BATCH):

@@ -310,6 +310,7 @@ BAD = {
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
+    "text as strings": (r"text: expected tokens .* got list; pass tokenize", lambda: dit()(*inputs()[:2], [RED, RED])),
     "interval": (r"r: .*interval=True", lambda: dit()(*inputs(), torch.rand(2))),
     "method": (r"method: .*'rk4'", lambda: integrate(lambda z, t: z, torch.ones(1), time_grid(1), "rk4")),
     "steps": (r"steps, shift: .*0", lambda: time_grid(0)),

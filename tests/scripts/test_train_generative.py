@@ -587,6 +587,13 @@ PROMPTS: dict[str, list[Any]] = {
 }
 
 
+def test_an_unknown_negative_class_is_named(runs, tmp_path):
+    given = ["--prompt", "red", "--negative", "purple", "--steps", 2, "--device", "cpu"]
+    refused = invoke("sample", runs["labels"], *given, "--images", 1, "--out", tmp_path / "sheet.png")
+    assert refused.exit_code == 2
+    assert "--negative: unknown 'purple'" in refused.output
+
+
 @pytest.mark.parametrize("sampler", ["euler", "dpm++"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
