@@ -155,7 +155,7 @@ class TextEncoder(nn.Module):
     def forward(self, tokens: Tensor) -> Text:
         """Encode tokens (B, L) to features (B, L, C), mask (B, L) and pooled (B, C)."""
         if not isinstance(tokens, Tensor):
-            raise TypeError(f"text: expected tokens (B, L), got {type(tokens).__name__}; pass tokenize(captions)")
+            raise ValueError(f"text: expected tokens (B, L), got {type(tokens).__name__}; pass tokenize(captions)")
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"text: expected integer tokens (B, L), got {tokens.dtype} {tuple(tokens.shape)}")
         mask = tokens != PAD
