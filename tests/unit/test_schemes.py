@@ -493,3 +493,11 @@ def test_page_check_can_fail():
     page = "\n".join(blocks).replace("base=500.0", "base=501.0")
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         exec(compile(page, "docs/schemes.md", "exec"), {"__name__": "page"})
+
+
+def test_show_on_a_dark_background(tmp_path):
+    colors = pytest.importorskip("matplotlib.colors")
+    light, dark = (lrpe_md.show(OWN, (3, 5), tmp_path / f"{dark}.png", dark=dark) for dark in (False, True))
+    assert sum(light.get_facecolor()[:3]) > 2.9
+    assert sum(dark.get_facecolor()[:3]) < 0.6
+    assert sum(map(float, colors.to_rgb(dark.axes[0].title.get_color()))) > 2
