@@ -6,6 +6,7 @@ A condition provides the inputs of each sample and builds their encoder. Checkpo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,6 +114,17 @@ class Captions:
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
         return sent(self.tokens.numpy()[indices], device)
+
+    def describe_held_out(self, held_out: Sequence[int]) -> str:
+        """Name held-out captions that several images share, which the model never sees; "" if there are none.
+
+        held_out: numbers of the held-out samples.
+        """
+        counts = Counter(self.names[i] for i in held_out)
+        shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]
+        if not shared:
+            return ""
+        return f"Held out all images of {len(counts)} captions for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
         """Return how many captions :attr:`tokens` cuts, and how to keep them whole; "" if it cuts none."""

@@ -26,7 +26,7 @@ from generative_data import (
     write_vae,
 )
 from lrpe_md.scripts.train import generation, latents, text_features
-from lrpe_md.scripts.train.conditions import FeatureFolder
+from lrpe_md.scripts.train.conditions import Captions, EncoderSize, FeatureFolder
 from lrpe_md.scripts.train.data.pictures import open_pictures
 from lrpe_md.scripts.train.data.records import Split
 from lrpe_md.scripts.train.data.values import Clips, Latents, Pixels
@@ -293,6 +293,13 @@ def test_features_equal_those_of_the_text_model(tmp_path, kind):
     torch.testing.assert_close(folder.empty.features, encoder([""]).features, rtol=1e-4, atol=1e-5)
     with pytest.raises(typer.BadParameter, match="1 captions of --data are missing, such as 'a dog'"):
         folder.find(["a red tile", "a dog"])
+
+
+def test_held_out_captions_that_images_share_are_named():
+    condition = Captions(("a", "b", "a", "c", "b", "a"), EncoderSize(16, 1, 2, 8))
+    said = condition.describe_held_out([0, 2, 3, 5])
+    assert said == "Held out all images of 2 captions for tests, among them 3 of 'a'"
+    assert condition.describe_held_out([1, 3]) == ""
 
 
 def test_captions_that_are_cut_are_counted(tmp_path, capsys):
