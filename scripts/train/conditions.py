@@ -7,7 +7,7 @@ A condition provides the inputs of each sample and builds their encoder. Checkpo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,7 +115,7 @@ class Captions:
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
         return sent(self.tokens.numpy()[indices], device)
 
-    def describe_held_out(self, held_out: Sequence[int]) -> str:
+    def describe_held_out(self, held_out: Iterable[int]) -> str:
         """Name held-out captions that several images share, which the model never sees; "" if there are none.
 
         held_out: numbers of the held-out samples.
