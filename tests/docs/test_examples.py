@@ -276,7 +276,7 @@ def test_the_recipe_runs(recipe):
     operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
     assert {operator.namespace for operator in operators} <= {"aten", "prims"}
     again.reference = None  # without the reference, positions are not rescaled to the trained grid
-    assert not torch.allclose(again(images), model(images), atol=1e-4)
+    assert (again(images) - model(images)).abs().max() > 1e-5  # rounding is 100 times smaller
     again.reference = (14, 14)
 
 
