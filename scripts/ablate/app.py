@@ -61,8 +61,7 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding to train: NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. "
-            "(default: a list for each task, also in a folder with other runs)",
+            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: a list by task)",
         ),
     ] = None,
     attention: Annotated[
