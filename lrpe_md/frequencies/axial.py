@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from ..checks import check_at_least, check_dense
 
 __all__ = [
-    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "num_blocks", "one_series",
-    "sequence_omega", "split_channels", "warn_of_idle_axes",
+    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "cut_blocks", "num_blocks",
+    "one_series", "sequence_omega", "split_channels", "warn_of_idle_axes",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -201,7 +201,7 @@ def axial_omega(
     if num_channels < 0:
         raise ValueError(f"gaps: expected at most {whole} channels in total, got {tuple(between)}")
     if sections is None and axis_map == "block":
-        widths = _cut([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
+        widths = cut_blocks([thetas[axis].shape[1] for axis in order], num_channels, num_axes)
     elif sections is None:
         widths = list(split_channels(num_channels, (1,) * num_axes, remainder=0))
     else:
@@ -288,7 +288,7 @@ def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Ten
     return torch.cat(parts, dim=1)
 
 
-def _cut(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
+def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
     """Truncate the widths of the blocks so that they add up to C."""
     if sum(widths) < num_channels:
         raise ValueError(

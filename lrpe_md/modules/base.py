@@ -17,7 +17,7 @@ from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_a
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
 from ..engine.linear.call import Description
-from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega, warn_of_idle_axes
+from ..frequencies.axial import AXIS_ORDERS, AxisOrder, axial_omega, cut_blocks, warn_of_idle_axes
 from ..frequencies.dense import mixed_omega
 from ..frequencies.series import geometric_theta
 from ..functional import cosine, rotate
@@ -568,8 +568,7 @@ class SeriesModule(FrequencyModule):
         self.axis_order: AxisOrder = axis_order
         super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
         if frequencies == "axial":
-            per_axis = math.ceil(num_channels / num_axes)
-            widths = [min(per_axis, max(num_channels - block * per_axis, 0)) for block in range(num_axes)]
+            widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
             warn_of_idle_axes(widths if axis_order == "major_first" else widths[::-1], stacklevel=4)
 
     def _initial_frequencies(self, name: str) -> Tensor:

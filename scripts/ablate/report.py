@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import typer
 
 from lrpe_md.checks import suggest
 
-from ..common.folder import ROOT, read_json, write
+from ..common.folder import ROOT, read_json, write, write_config
 from ..common.markdown import PICTURES, page, write_page
 from ..train.samples import write_comparison
 from . import report_lengths, report_recall, report_sizes
@@ -68,7 +67,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
     chosen, trained = choose_baseline(baseline or config.get("baseline"), results.encoding), set(results.encoding)
     if baseline is not None:
-        write(folder / "config.json", json.dumps({**config, "baseline": baseline}, indent=2))
+        write_config(folder / "config.json", {**config, "baseline": baseline})
     text = LAYOUTS[task.layout](results, config, chosen)
     write(folder / "table.md", text)
     for name, plot in task.plots.items():

@@ -161,6 +161,7 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
     """
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))
+    config: dict[str, Any] = {}
     environments: list[Any] = []
     if path.exists():
         config = read_json(path)
@@ -179,4 +180,8 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
     elif out.exists() and any(file.suffix != ".part" for file in out.iterdir()):
         raise typer.BadParameter(f"--out {out} is not empty and has no config.json; choose an empty or new folder")
     environments += [] if here in environments else [here]
-    write(path, json.dumps({"settings": wanted, "environments": environments}, indent=2) + "\n")
+    write_config(path, {**config, "settings": wanted, "environments": environments})
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    write(path, json.dumps(config, indent=2) + "\n")

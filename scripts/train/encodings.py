@@ -275,7 +275,7 @@ class Backbone:
         """Return the model's arguments for an encoding, its attention and its memory."""
         chosen = self.find(encoding)
         return {
-            "encoding": chosen.encoding, "encoding_kwargs": {**chosen.arguments}, **chosen.model,
+            "encoding": chosen.encoding, "encoding_kwargs": chosen.arguments, **chosen.model,
             **self.attention_arguments(attention, memory),
         }  # fmt: skip
 

@@ -31,7 +31,7 @@ EXPORT = "model.safetensors"
 # Prefixes that only the model may have, and prefixes that only the file may have.
 NEW = ("head.", "fc_norm.", "encoding.", "pos_embed")
 LEFT_OUT = (*NEW, "norm.", "cls_token", "reg_token", "pre_logits.")
-# Norms after attention, which the trainings add to models with linear layers.
+# Norms after attention, which `train` adds to models with linear layers.
 NORMS = (".attn.norm.", ".image.norm.", ".text.norm.")
 SIZES = ("patch", "dim", "depth", "heads", "qk_norm")
 FREE = ("encoding", "attention", "memory")  # model options that may differ, unless they change the names of weights

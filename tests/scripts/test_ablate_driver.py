@@ -242,6 +242,7 @@ def test_the_baseline_must_be_trained(images, tmp_path):
     assert "Difference from sincos" in done.output
     assert "was not trained" not in done.output
     assert "Difference from sincos" in invoke("report", "image", "--folder", str(out)).output  # it is kept
+    assert "Difference from sincos" in invoke(*run).output
 
 
 def test_invalid_options(images, tmp_path):

@@ -169,7 +169,7 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 
 @triton.jit
-def sum_pairs(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
+def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
     """Return z of each query: its products with Z and with the keys of the block."""
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
@@ -304,7 +304,7 @@ def linear_causal_forward_kernel(
         if V.normalizer != "none":  # before the outputs occupy registers
             k_counts = normalizer_features(k_bar, k_hat, V=V)
             q_counts = normalizer_features(q_bar, q_hat, V=V)
-            scale, _is_free = invert_denominator(sum_pairs(q_counts, k_counts, Z, block_decay, V=V), eps, V=V)
+            scale, _is_free = invert_denominator(form_denominator(q_counts, k_counts, Z, block_decay, V=V), eps, V=V)
             Z = add_rows(fade_state(Z, block_decay, V=V), sum_tokens(fade_to_end(k_counts, block_decay, V=V)))
         v_block = to_operands(v_block, V=V)
         out = attend_block(q_hat, k_hat, v_block, S, block_decay, V=V)
