@@ -63,8 +63,9 @@ DEFAULT = [name for name in ALL_WORKLOADS if not name.endswith("-b2")]
 
 
 def attend_fused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    positions = None if omega is None else inputs.positions
-    return linear_attention(q, k, v, map=inputs.case.map, omega=omega, positions=positions, **inputs.options)
+    case = inputs.case
+    positions = inputs.positions if case.map or case.mask == "block" else None
+    return linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 
 class OtherCheckout:
@@ -76,7 +77,7 @@ class OtherCheckout:
 def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
     """Run :func:`attend_fused` with the other checkout's kernels."""
     package, case = OtherCheckout.package, inputs.case
-    positions = None if omega is None else package.Grid(case.shape, prefix=case.prefix)
+    positions = package.Grid(case.shape, prefix=case.prefix) if case.map or case.mask == "block" else None
     return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 
@@ -116,8 +117,10 @@ def takes(impl: str, name: str, case: LinearCase) -> bool:
         return case.map == "rotate" and impl in (OURS, STOCK)
     if impl in PEERS:
         return PEERS[impl].takes(name, case)
+    if case.mask == "block":
+        return case.map == "rotate" and impl == OURS
     if impl == SDPA:
-        return case.map is None
+        return case.map is None and case.decay == "none"
     return impl == OURS or (impl != STOCK and case.mask == "full")
 
 

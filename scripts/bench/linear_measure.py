@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,12 @@ CAUSAL = LinearCase(
     shape=(8192,), prefix=0, batch=8, heads=(16, 16), head_dim=64, dtype=BF16, act="silu", normalizer="none",
     mask="causal",
 )  # fmt: skip
+# SANA-WM's attention: 11 frames of 23×40 tokens.
+FRAMES = LinearCase(
+    shape=(11, 23, 40), prefix=0, batch=1, heads=(20, 20), head_dim=112, dtype=BF16, mask="block", block=920,
+    gate="float", pairs="interleaved",
+)  # fmt: skip
+DELTA = replace(FRAMES, rule="delta", decay="block")
 WORKLOADS = {
     "vit224": LinearCase(shape=(14, 14), batch=256, heads=(12, 12), head_dim=64, dtype=BF16, layout="packed"),
     "img64": LinearCase(shape=(64, 64), prefix=0, batch=16, heads=(16, 16), head_dim=64, dtype=BF16),
@@ -47,6 +54,14 @@ WORKLOADS = {
     "causal-relu": replace(CAUSAL, shape=(4096,), batch=4, act="relu", normalizer="unrotated"),
     "causal128": replace(CAUSAL, batch=2, head_dim=128, act="relu", normalizer="unrotated"),
     "causal128-long": replace(CAUSAL, shape=(32768,), batch=1, head_dim=128, act="relu", normalizer="unrotated"),
+    "causal-decay": replace(CAUSAL, decay="head"),
+    # Frame by frame: a sum, a sum with decay, and the delta rule.
+    "frames": FRAMES,
+    "frames-decay": replace(FRAMES, decay="block"),
+    "frames-delta": DELTA,
+    "frames-delta-both": replace(DELTA, directions="both"),
+    "frames-long": replace(FRAMES, shape=(121, 23, 40)),
+    "frames-delta-long": replace(DELTA, shape=(121, 23, 40)),
 }
 # Workloads of flash-bidirectional-linear-attention's README (B 8, H 16, D 64) and of its benchmark script (B 2).
 BIDIRECTIONAL = {
@@ -68,11 +83,18 @@ class Inputs:
     omega: Tensor | None
     positions: Grid
     case: LinearCase
+    memory: dict[str, Any] = field(default_factory=dict)  # the gate, the decay, and how they act
 
     @property
     def options(self) -> dict[str, Any]:
         case = self.case
-        return {"act": case.act, "normalizer": case.normalizer, "is_causal": case.mask == "causal"}
+        return {
+            "act": case.act,
+            "normalizer": case.normalizer,
+            "is_causal": case.mask == "causal",
+            "pairs": case.pairs,
+            **self.memory,
+        }
 
 
 Attend = Callable[[Inputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -91,12 +113,35 @@ def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
         channels = case.head_dim if case.map == "cosine" else case.head_dim // 2
         omega = torch.randn(1, channels, len(case.shape), device=device)
         omega *= torch.logspace(0, -2, channels, device=device)[:, None]
-    return Inputs(q, k, v, torch.randn_like(q), omega, grid, case)
+    return Inputs(q, scale_keys(k, case), v, torch.randn_like(q), omega, grid, case, make_memory(case, device))
+
+
+def scale_keys(k: Tensor, case: LinearCase) -> Tensor:
+    """Scale the keys of a delta rule, so that a frame removes at most about what the state holds."""
+    return k * (case.head_dim * case.block) ** -0.5 if case.rule == "delta" else k
+
+
+def make_memory(case: LinearCase, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a memory over frames or with decay: β of each token, and g of each head or frame."""
+    if case.decay == "none" and case.mask != "block":
+        return {}
+    memory: dict[str, Any] = {}
+    heads = case.heads[1]
+    if case.mask == "block":
+        tokens = math.prod(case.shape)
+        memory = {"block": case.block, "rule": case.rule, "directions": case.directions}
+        memory["gate"] = torch.rand(case.batch, heads, tokens, device=device)
+        if case.decay == "block":
+            memory["decay"] = torch.rand(case.batch, heads, tokens // case.block, device=device) * 0.5 + 0.5
+    if case.decay == "head":
+        memory["decay"] = 1 - 2.0 ** (-5 - torch.arange(heads, device=device, dtype=torch.float32) % 8)
+    return memory
 
 
 def shrink(case: LinearCase) -> LinearCase:
     shape = {1: (12,), 2: (3, 4), 3: (2, 3, 4)}[len(case.shape)]
-    return replace(case, batch=1, heads=(2, 2), shape=shape, head_dim=16)
+    block = math.prod(shape[1:]) if case.block else 0
+    return replace(case, batch=1, heads=(2, 2), shape=shape, head_dim=16, block=block)
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------

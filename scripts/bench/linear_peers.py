@@ -6,7 +6,8 @@ fla (flash-linear-attention) is causal, without positions and normaliser. flash_
 (flash-bidirectional-linear-attention) attends to all tokens, without positions. Both take features, which are computed
 before timing in their preferred memory layout, whereas lrpe-md's times include the activation. diffusers has the
 attention of SANA-Video. Its own processor is compared with one that calls lrpe-md on the same module: "sana" from q, k
-and v to the heads' outputs, "sana-module" including norms and projections.
+and v to the heads' outputs, "sana-module" including norms and projections. Its SanaWM
+applies the delta rule over frames, in float32, and is timed from q, k and v to the heads' outputs.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Peer:
         prepare: converts the inputs to its layout.
         attend: wraps the function for these inputs.
         restore: converts its output to (B, H, N, D).
+        note: what the CSV says about its times.
         compile: compiles the kernels before timing, given the module and the inputs.
     """
 
@@ -53,6 +55,7 @@ class Peer:
     prepare: Callable[[Inputs], Inputs]
     attend: Callable[[Any], Attend]
     restore: Callable[[Tensor], Tensor] = lambda o: o
+    note: str = "features formed beforehand"
     compile: Callable[[Any, Inputs], None] = lambda module, inputs: None
 
     def load(self) -> Any:
@@ -80,7 +83,7 @@ def bidirectional(function: Any) -> Attend:
 
 
 def takes_causal(name: str, case: LinearCase) -> bool:
-    return case.map is None and case.mask == "causal" and case.normalizer == "none"
+    return case.map is None and case.mask == "causal" and case.normalizer == case.decay == "none"
 
 
 def takes_bidirectional(name: str, case: LinearCase) -> bool:
@@ -112,6 +115,47 @@ def compile_bidirectional(module: Any, inputs: Inputs) -> None:
                 tuner.do_bench = partial(do_bench, warmup=5, rep=20)  # milliseconds per configuration
 
 
+def takes_frames(name: str, case: LinearCase) -> bool:
+    return case.map == "rotate" and case.rule == "delta"
+
+
+def unscale_keys(inputs: Inputs) -> Inputs:
+    """Undo the scaling of the keys for SanaWM's module with both directions, which scales them itself."""
+    case = inputs.case
+    return replace(inputs, k=inputs.k * (case.head_dim * case.block) ** 0.5) if case.directions == "both" else inputs
+
+
+def delta(_: Any, compiles: bool = False) -> Attend:
+    """Return SanaWM's attention from q, k and v to the outputs of the heads. The angles are formed beforehand."""
+    sana: Any = importlib.import_module(SANA_WM)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, decay: Tensor, angles: Tensor, both: bool) -> Tensor:
+        num_frames = decay.shape[2]
+        beta, q, k = gate.unflatten(2, (num_frames, -1)), q.relu(), k.relu()
+        if both:
+            core = sana.SanaWMBidirectionalGDNAttention(eps=EPS)
+            qkv = (x.transpose(1, 2) for x in (q, k, v))
+            o = core(*qkv, beta, decay, torch.zeros(1, device=q.device), num_frames, rotary_emb=angles)
+            return o.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+        q, k, v = (x.mT.float() for x in (q, k, v))
+        rotated = [sana._apply_rotary_emb(x, angles) for x in (q, k)]
+        return sana.torch_chunk_sana_gdn(q, k, v, *rotated, beta, decay, eps=EPS).mT.to(BF16)
+
+    run = torch.compile(attend) if compiles else attend
+    formed: dict[int, Tensor] = {}
+
+    def call(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
+        if id(inputs) not in formed and omega is not None:
+            angles = inputs.positions.coordinates().to(q.device, torch.float32) @ omega[0].T
+            formed[id(inputs)] = torch.polar(torch.ones_like(angles), angles)[None, None]
+        memory = inputs.memory
+        return run(q, k, v, memory["gate"], memory["decay"], formed[id(inputs)], memory["directions"] == "both")
+
+    return call
+
+
+SANA_WM, EPS = "diffusers.models.transformers.transformer_sana_wm", 1e-6
+SCAN = "torch_chunk_sana_gdn"
 FLA = "fla.ops.linear_attn"
 FLASH_BLA = "flash_bla.ops.linear_attn.fused"
 PEERS = {
@@ -122,13 +166,28 @@ PEERS = {
     "flash_bla": Peer(
         FLASH_BLA, "linear_attention", takes_bidirectional, as_features, bidirectional, compile=compile_bidirectional
     ),
+    "SanaWM": Peer(SANA_WM, SCAN, takes_frames, unscale_keys, delta, note="angles formed beforehand"),
+    "SanaWM, compiled": Peer(
+        SANA_WM,
+        SCAN,
+        lambda name, case: takes_frames(name, case) and not name.endswith("long"),
+        unscale_keys,
+        partial(delta, compiles=True),
+        note="angles formed beforehand",
+    ),
 }
 
 
 def exact(inputs: Inputs) -> Tensor:
-    """Compute the first two heads of the first sample in float64, without positions."""
+    """Compute the first two heads of the first sample in float64."""
     q, k, v = (x[:1, :2].double() for x in (inputs.q, inputs.k, inputs.v))
-    return linear_attention(q, k, v, map=None, impl="reference", **inputs.options)
+    options: dict[str, Any] = {
+        name: x[:1, :2].double() if isinstance(x, Tensor) else x for name, x in inputs.options.items()
+    }
+    positions = inputs.positions if inputs.case.map or inputs.case.mask == "block" else None
+    return linear_attention(
+        q, k, v, map=inputs.case.map, omega=inputs.omega, positions=positions, impl="reference", **options
+    )  # fmt: skip
 
 
 def relative_error(o: Tensor, wanted: Tensor) -> float:
@@ -150,7 +209,7 @@ def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str
         return
     for which in ("forward", "backward"):
         fns = [make_pass(which, attend, each) for each in turns]
-        run.time(plain, which, fns, **key, note=f"features formed beforehand; relative error {error:.2g}")
+        run.time(plain, which, fns, **key, note=f"{peer.note}; relative error {error:.2g}")
 
 
 # --- SANA-Video ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ PASSES = {"forward": "forward", "backward": "backward", "backward_omega": "backw
 MAPS = ("cosine", "rotate", "none")
 PEER_COLORS = {
     "SDPA": "grey", "unfused, compiled": "vermilion", "fla chunk": "green", "fla fused_chunk": "sky",
-    "flash_bla": "purple", "diffusers": "green",
+    "flash_bla": "purple", "diffusers": "green", "SanaWM": "green", "SanaWM, compiled": "vermilion",
 }  # fmt: skip
 MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 
@@ -133,12 +133,12 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads: usual sizes, unusual widths and few tokens or heads, a causal mask, and those of peers."""
-    unusual, causal, theirs = (
-        [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", PEERS)
+    """Group workloads: usual sizes, unusual widths and few tokens or heads, a causal mask, frames, and peers."""
+    unusual, causal, frames, theirs = (
+        [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
-    usual = [work for work in works if work not in (*unusual, *causal, *theirs)]
-    return [group for group in (usual, unusual, causal, theirs) if group]
+    usual = [work for work in works if work not in (*unusual, *causal, *frames, *theirs)]
+    return [group for group in (usual, unusual, causal, frames, theirs) if group]
 
 
 def name_work(work: str) -> str:

@@ -61,8 +61,9 @@ def test_every_implementation_is_a_row(tmp_path):
     assert all(row["note"].startswith("relative") for row in rows if row["workload"] in linear.SANA_WORKLOADS)
     assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)
     found = {(row["workload"], row["map"], row["pass"]) for row in rows if row["impl"] == "lrpe-md"}
-    works = [name for name in linear.WORKLOADS if not name.endswith("-b2")]
+    works = [name for name in linear.WORKLOADS if not name.endswith("-b2") and not name.startswith("frames")]
     mapped = {(w, m, p) for w in works for m in ("cosine", "rotate") for p in linear.PASSES}
+    mapped |= {(w, "rotate", p) for w in linear.WORKLOADS if w.startswith("frames") for p in linear.PASSES}
     compared = linear.SANA_WORKLOADS if find_spec("diffusers") else ()
     sana = {(w, "rotate", p) for w in compared for p in ("forward", "backward")}
     assert found == mapped | sana | {(w, "none", p) for w in works for p in ("forward", "backward")}
@@ -107,6 +108,20 @@ def test_wrong_names_are_refused(args, tmp_path):
     assert done.exit_code != 0
     assert args[1] in done.output
     assert not (tmp_path / "linear.csv").exists()
+
+
+@pytest.mark.skipif(not find_spec("diffusers"), reason="needs diffusers")
+def test_the_delta_rule_of_diffusers_is_a_row(tmp_path):
+    """It must compute the same function as lrpe-md, in both directions, or it would not be timed."""
+    out = tmp_path / "linear.csv"
+    works = ("frames", "frames-delta", "frames-delta-both")
+    done = run("--impl", "SanaWM", "--workload", ",".join(works), "--out", out)
+    assert done.exit_code == 0, done.output
+    rows = read(out)
+    assert [(row["workload"], row["pass"]) for row in rows] == [
+        (work, which) for work in works[1:] for which in ("forward", "backward")
+    ]
+    assert all(row["note"].startswith("angles formed beforehand; relative error 0.00") for row in rows)
 
 
 def test_installed_libraries_are_rows(tmp_path, libraries):
