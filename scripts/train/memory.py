@@ -19,6 +19,7 @@ from lrpe_md.engine.linear.call import Rule
 from lrpe_md.integrations.attention import NOTHING, Context
 from lrpe_md.integrations.timm import LrpeAttention
 from lrpe_md.modules.linear import attend_with
+from lrpe_md.reference import activate
 
 from ...models.video import LrpeVideoTransformer
 
@@ -30,8 +31,9 @@ class MemoryAttention(LrpeAttention):
     """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
 
     The gate, the sigmoid of a linear layer, is how strongly a token writes. The norm of the keys starts with the weight
-    1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same key. The
-    delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
+    1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same key. With
+    the delta rule, :func:`limit_gate` keeps the state stable. The delta rule of a :class:`lrpe_md.Memory` has no gate
+    and weights all keys of a frame equally.
     """
 
     rule: Rule
@@ -61,12 +63,32 @@ class MemoryAttention(LrpeAttention):
         assert isinstance(attn_mask, Context)
         q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast runs norms in float32
+        encoding = NOTHING if attn_mask.encoding is None else attn_mask.encoding
+        gate = self.write_gate(x).sigmoid().transpose(1, 2)
+        if self.rule == "delta" and attn_mask.block is not None:
+            k_bar = k if self.feature_act is None else activate(k, self.feature_act)
+            _, k_hat = encoding(q, k_bar, positions=attn_mask.positions)
+            gate = limit_gate(gate, k_hat, attn_mask.block)
         out = attend_with(
-            NOTHING if attn_mask.encoding is None else attn_mask.encoding, q, k, v, attn_mask.positions,
-            normalizer=self.normalizer, gate=self.write_gate(x).sigmoid().transpose(1, 2), block=attn_mask.block,
+            encoding, q, k, v, attn_mask.positions, normalizer=self.normalizer, gate=gate, block=attn_mask.block,
             decay=None if self.decay is None else self.decay(), rule=self.rule, act=self.feature_act,
         )  # fmt: skip
         return self._project(out, None)
+
+
+def limit_gate(gate: Tensor, k: Tensor, block: int) -> Tensor:
+    """Scale the gate of each frame so that the delta rule never subtracts more than the state holds.
+
+    A frame multiplies the state by I − A, where A = Σ β k kᵀ. If an eigenvalue of A exceeds 2, the state grows from
+    frame to frame, without bound. No eigenvalue exceeds the largest sum Σ_m' |√β_m k_m · √β_m' k_m'| over the keys m of
+    the frame. If this bound is above 1, we divide the frame's gates by it.
+
+    Args:
+        gate: β (B, H, N). k: encoded keys (B, H, N, E). block: tokens in a frame, which must divide N.
+    """
+    weighted = (k * gate.sqrt()[..., None]).unflatten(2, (-1, block))
+    bound = (weighted @ weighted.mT).abs().sum(-1).amax(-1, keepdim=True).clamp_min(1)
+    return (gate.unflatten(2, (-1, block)) / bound).flatten(2)
 
 
 def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any) -> LrpeVideoTransformer:

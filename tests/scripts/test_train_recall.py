@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from lrpe_md.scripts.train.data.recall import KINDS, NO_ANSWER, OFFSETS, Clips, Symbols, draw_clips, encode_clips
-from lrpe_md.scripts.train.memory import MemoryAttention, build_model
+from lrpe_md.scripts.train.memory import MemoryAttention, build_model, limit_gate
 from lrpe_md.scripts.train.tasks import recall
 from lrpe_md.scripts.train.tasks.recall import RecallTraining
 from torch.nn.functional import one_hot
@@ -21,6 +21,7 @@ from train_commands import Killed, die_after
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import EncodingStack
 from lrpe_md.integrations.timm import LrpeAttention
+from lrpe_md.reference import activate
 
 SYMBOLS = Symbols(keys=6, values=5, writes=3, questions=2)
 SIZE = 6, 3, 4
@@ -235,6 +236,49 @@ def test_a_memory_adds_forgets_or_overwrites(memory: str, expected: list[float])
 
 
 # --- the training ----------------------------------------------------------------------------------------------------
+
+
+def test_a_limited_gate_keeps_the_delta_rule_stable() -> None:
+    """No eigenvalue of A exceeds 1, and keys that don't overlap are written as before."""
+    torch.manual_seed(0)
+    k = torch.randn(2, 3, 24, 8).relu() * torch.linspace(0.05, 2, 3)[:, None, None]
+    gate = torch.rand(2, 3, 24).requires_grad_()
+    limited = limit_gate(gate, k, 6)
+    keys, beta = k.unflatten(2, (-1, 6)).double(), limited.unflatten(2, (-1, 6)).double()
+    largest = torch.linalg.eigvalsh(keys.mT @ (keys * beta[..., None]))[..., -1]
+    full = torch.linalg.eigvalsh(keys.mT @ (keys * gate.unflatten(2, (-1, 6))[..., None].double()))[..., -1]
+    assert largest.max() <= 1 + 1e-6
+    assert full.max() > 2
+    torch.testing.assert_close(limited[:, 0], gate[:, 0])  # these keys are too short to need a limit
+    limited.square().sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.isfinite().all()
+    unit = torch.eye(6).repeat(4, 1)[None, None]  # one write for each key
+    torch.testing.assert_close(limit_gate(torch.ones(1, 1, 24), unit, 6), torch.ones(1, 1, 24))
+
+
+@pytest.mark.parametrize("encoding", ["rotate", "none", "cosine-silu"])
+def test_the_gate_of_a_delta_layer_is_limited(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound uses the keys that linear attention sees: after the norm, the activation and the map."""
+    made = build_model(**recall.model_arguments(config(tmp_path, attention="delta", encoding=encoding)))
+    seen: list[float] = []
+
+    def attend(encoding, q, k, v, positions, *, gate, block, act, **options):
+        k_hat = encoding(q, k if act is None else activate(k, act), positions=positions)[1]
+        weighted = k_hat.unflatten(2, (-1, block)).double()
+        beta = gate.unflatten(2, (-1, block)).double()
+        seen.append(torch.linalg.eigvalsh(weighted.mT @ (weighted * beta[..., None])).max().item())
+        return torch.zeros_like(v)
+
+    monkeypatch.setattr("lrpe_md.scripts.train.memory.attend_with", attend)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("k_norm.weight"):
+                weight.fill_(1)
+        made(torch.randn(2, Symbols(8, 8, 4, 2).channels, 8, 4, 4))
+    assert len(seen) == 2
+    assert max(seen) <= 1 + 1e-5
+    assert max(seen) > 0.3
 
 
 def test_a_small_softmax_model_learns_both_kinds_of_questions(tmp_path: Path) -> None:
