@@ -125,92 +125,107 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 
 
 @kernel
-def linear_transition_kernel(k, gate, side, p_transitions, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute A for each piece of the tokens (P, B G, Ê²), followed for "unrotated" by the normaliser's A (D²)."""
-    G, P, B = unpack_numbers(sizes)
-    piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
+def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", sizes: "sizes", V: tl.constexpr):
+    """Compute A for each block (F, B G, Ê²), followed for "unrotated" by the normaliser's A (D²).
+
+    Each program computes the columns in one tile of one of these matrices.
+    """
+    G, F, B = unpack_numbers(sizes)
+    FEATURE_TILES: tl.constexpr = len(V.feature_blocks)
+    TILES: tl.constexpr = FEATURE_TILES + (len(V.sum_blocks) if V.normalizer == "unrotated" else 0)
+    pid = tl.program_id(0) // TILES
+    tile = tl.program_id(0) - pid * TILES
+    block, b, g, begin, end, _ = locate_piece(blocks, pid, (G, F))
     side = (side, load_side(side, b, g, g, V=V))
     walk = (b, g, begin, end)
     MATRIX: tl.constexpr = V.num_features * V.num_features
     EXTRA: tl.constexpr = V.num_sums * V.num_sums if V.normalizer == "unrotated" else 0
-    p = p_transitions + (tl.cast(piece, tl.int64) * B * G + b * G + g) * (MATRIX + EXTRA)
-    for r in tl.static_range(len(V.feature_blocks)):
-        A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=False, V=V)
-        store_columns(p, A, r=r, WIDTH=V.num_features, COUNTS=False, V=V)
+    p = p_transitions + (tl.cast(block, tl.int64) * B * G + b * G + g) * (MATRIX + EXTRA)
+    for r in tl.static_range(FEATURE_TILES):
+        if tile == r:
+            A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=False, V=V)
+            store_columns(p, A, r=r, WIDTH=V.num_features, COUNTS=False, V=V)
     if V.normalizer == "unrotated":
         for r in tl.static_range(len(V.sum_blocks)):
-            A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=True, V=V)
-            store_columns(p + MATRIX, A, r=r, WIDTH=V.num_sums, COUNTS=True, V=V)
+            if tile == FEATURE_TILES + r:
+                A = sum_columns_of_keys(k, gate, side, walk, r=r, COUNTS=True, V=V)
+                store_columns(p + MATRIX, A, r=r, WIDTH=V.num_sums, COUNTS=True, V=V)
 
 
 # --- from block to block -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def multiply_exactly(a, b, acc, V: tl.constexpr):
-    """Return a b + acc, in the precision of the sums."""
+def multiply_precisely(a, b, acc, V: tl.constexpr):
+    """Return a b + acc in about the precision of the sums. For 16-bit inputs, three products of TF32 parts suffice."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
+    elif V.fast:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
-def place_rows(o_r, num_rows, i: tl.constexpr, V: tl.constexpr):
-    """Return the offsets of tile i of rows of Sᵀ within a state, and their mask."""
-    o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
-    return o_r[:, None] * V.width + o_c, (o_r < num_rows)[:, None] & (o_c < V.width)
-
-
-@triton.jit
-def load_rows(p, o_r, num_rows, V: tl.constexpr):
+def load_rows(p, o_r, num_rows, width, V: tl.constexpr):
     """Load rows of Sᵀ, tile by tile."""
     S = ()
     for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
-        o, mask = place_rows(o_r, num_rows, i=i, V=V)
+        o, mask = place_rows(o_r, num_rows, width, i=i, V=V)
         S += (tl.load(p + o, mask=mask, other=0.0).to(tl.float64 if V.wide else tl.float32),)
     return S
 
 
 @triton.jit
-def store_rows(p, S, o_r, num_rows, V: tl.constexpr):
+def place_rows(o_r, num_rows, width, i: tl.constexpr, V: tl.constexpr):
+    """Return the offsets of tile i of rows of Sᵀ, and their mask."""
+    o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
+    return o_r[:, None] * width + o_c, (o_r < num_rows)[:, None] & (o_c < width)
+
+
+@triton.jit
+def store_rows(p, S, o_r, num_rows, width, V: tl.constexpr):
     for i in tl.static_range(len(S)):
-        o, mask = place_rows(o_r, num_rows, i=i, V=V)
+        o, mask = place_rows(o_r, num_rows, width, i=i, V=V)
         tl.store(p + o, S[i], mask=mask)
 
 
 @triton.jit
-def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
+def empty_rows(V: tl.constexpr):
+    """Return zeros for rows of Sᵀ."""
+    S = ()
+    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
+        S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
+    return S
+
+
+@triton.jit
+def sum_rows(p_parts, pieces, steps, o_r, num_rows, width, V: tl.constexpr):
     """Sum rows over the pieces of a block and the R heads of each piece."""
     first, last = pieces
     row, rows, R, size = steps
-    total = ()
-    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
-        total += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
+    total = empty_rows(V=V)
     for p in range(first, last):
         for r in range(R):
             p_rows = p_parts + ((tl.cast(p, tl.int64) * rows + row) * R + r) * size
-            total = add_rows(total, load_rows(p_rows, o_r, num_rows, V=V))
+            total = add_rows(total, load_rows(p_rows, o_r, num_rows, width, V=V))
     return total
 
 
 @triton.jit
-def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
-    """Load tile (i, j) of the A of a block."""
-    first, last = pieces
-    row, rows, size, base = steps
-    o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]
-    o_c = j * V.block_c + tl.arange(0, V.block_c)[None, :]
-    mask = (o_r < V.width) & (o_c < V.width)
-    A = empty(ROWS=V.block_c, COLUMNS=V.block_c, V=V)
-    for p in range(first, last):
-        p_matrix = p_transitions + (tl.cast(p, tl.int64) * rows + row) * size + base
-        A += tl.load(p_matrix + o_r * V.width + o_c, mask=mask, other=0.0)
+def load_transition(p_transitions, f, step, width, V: tl.constexpr):
+    """Load the A of block f, tile by tile and row by row; with V.memory "add", return ()."""
+    A = ()
+    if V.memory == "delta":
+        p_matrix = p_transitions + tl.cast(f, tl.int64) * step
+        for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
+            o_r = i * V.block_c + tl.arange(0, V.block_c)
+            A += load_rows(p_matrix, o_r, width, width, V=V)
     return A
 
 
 @triton.jit
-def apply_transition(S, p_transitions, pieces, steps, V: tl.constexpr):
+def apply_transition(S, A, V: tl.constexpr):
     """Return Sᵀ (I − A), without the values that a block's keys read. With V.memory "add", return Sᵀ itself."""
     if V.memory == "add":
         return S
@@ -219,8 +234,7 @@ def apply_transition(S, p_transitions, pieces, steps, V: tl.constexpr):
         for j in tl.static_range(len(S)):
             product = empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V)
             for i in tl.static_range(len(S)):
-                A = load_transition(p_transitions, pieces, steps, i=i, j=j, V=V)
-                product = multiply_exactly(S[i], A, product, V=V)
+                product = multiply_precisely(S[i], A[i * len(S) + j], product, V=V)
             new_S += (S[j] - product,)
         return new_S
 
@@ -238,47 +252,62 @@ def sum_products(x, y):
 def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes", V: tl.constexpr):
     """Compute the state before each block and after the last, in scan order: series (F + 1, B G, size).
 
-    The state before block f is at index f, or f + 1 in a backward scan. The final state is at the other end.
+    The state before block f is at index f, or f + 1 in a backward scan. The final state is at the other end. Programs
+    scan rows of Sᵀ, which are independent; a head's last program scans "unrotated" sums, with their own A.
 
-    parts: B (P, B G R, size), summed over R heads, A (P, B G, ..), and the initial state (B G, size) or None.
+    parts: B (P, B G R, size), summed over R heads, A (F, B G, ..), and the initial state (B G, size) or None.
     V.adds_first: for the gradient of a scan, parts are added before the state is stored.
     series: the output. With V.need_ddecay, also the series of the scan that is differentiated, read at the other end of
-    each block, and partial sums for dg (row blocks, F, B G).
+    each block, and partial sums for dg (programs of a head, F, B G).
     p_decay: (F, B G). p_offsets: the first piece of each block, (F + 1).
-    numbers: the counts, and the offsets of these rows in a state and of A in the transitions.
+    numbers: the counts; sizes of a state and of all A of a block; then, for Sᵀ and for the sums, the number of rows,
+    their width, and where they and their A begin. With V.aligned, numbers of elements are divided by 4.
     """
+    UNIT: tl.constexpr = 4 if V.aligned else 1
     p_parts, p_transitions, p_first = parts
     p_series, p_partner, p_ddecay = series
-    counts, places = numbers
-    rows, R, F, num_rows, backward = unpack_numbers(counts)
-    size, base, matrix, matrix_base = unpack_numbers(places)
+    counts, totals, matrix, sums = numbers
+    rows, R, F, backward = unpack_numbers(counts)
+    size, transition = unpack_numbers(totals)
+    num_rows, width, begin, matrix_begin = unpack_numbers(matrix)
+    sum_rows_, sum_width, sum_begin, sum_matrix_begin = unpack_numbers(sums)
     blocks = (num_rows + V.block_r - 1) // V.block_r
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) - row * blocks
+    row = tl.program_id(0) // (blocks + sum_rows_)
+    block = tl.program_id(0) - row * (blocks + sum_rows_)
     o_r = block * V.block_r + tl.arange(0, V.block_r)
+    if block == blocks:
+        num_rows, width, begin, matrix_begin = sum_rows_, sum_width, sum_begin, sum_matrix_begin
+        o_r = tl.arange(0, V.block_r)
+    size, width, transition = size * UNIT, width * UNIT, transition * UNIT
+    p_parts, p_series = p_parts + begin * UNIT, p_series + begin * UNIT
+    if V.memory == "delta":
+        p_transitions += matrix_begin * UNIT + tl.cast(row, tl.int64) * transition
     offset = tl.where(backward != 0, 1, 0)
-    S = ()
-    for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
-        S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
+    first, step = tl.where(backward != 0, F - 1, 0), tl.where(backward != 0, -1, 1)
+    S = empty_rows(V=V)
     if p_first is not None:
-        S = add_rows(S, load_rows(p_first + tl.cast(row, tl.int64) * size + base, o_r, num_rows, V=V))
+        p_initial = p_first + tl.cast(row, tl.int64) * size + begin * UNIT
+        S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
-        f = tl.where(backward != 0, F - 1 - i, i)
+        f = first + i * step
+        A = load_transition(p_transitions, f, rows * transition, width, V=V)  # early, so that it arrives in time
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
-        part = sum_rows(p_parts + base, pieces, (row, rows, R, size), o_r, num_rows, V=V)
+        part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
         if V.adds_first:
             S = add_rows(S, part)
-        store_rows(p_series + (tl.cast(f + offset, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
-        S = apply_transition(S, p_transitions, pieces, (row, rows, matrix, matrix_base), V=V)
+        store_rows(
+            p_series + (tl.cast(f + offset, tl.int64) * rows + row) * size, S, o_r, num_rows, width, V=V
+        )  # fmt: skip
+        S = apply_transition(S, A, V=V)
         if V.need_ddecay:
-            p_other = p_partner + (tl.cast(f + 1 - offset, tl.int64) * rows + row) * size + base
-            ddecay = sum_products(S, load_rows(p_other, o_r, num_rows, V=V))
+            p_other = p_partner + (tl.cast(f + 1 - offset, tl.int64) * rows + row) * size + begin * UNIT
+            ddecay = sum_products(S, load_rows(p_other, o_r, num_rows, width, V=V))
             tl.store(p_ddecay + (tl.cast(block, tl.int64) * F + f) * rows + row, ddecay)
         S = scale_row(S, tl.load(p_decay + tl.cast(f, tl.int64) * rows + row))
         if not V.adds_first:
             S = add_rows(S, part)
     last = tl.where(backward != 0, 0, F)
-    store_rows(p_series + (tl.cast(last, tl.int64) * rows + row) * size + base, S, o_r, num_rows, V=V)
+    store_rows(p_series + (tl.cast(last, tl.int64) * rows + row) * size, S, o_r, num_rows, width, V=V)
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
@@ -300,10 +329,10 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
     for v0 in range(0, num_rows, V.block_r):
         dS_i = load_columns(p_gradient, num_rows, v0, i, V=V)
         S_j = load_columns(p_state, num_rows, v0, j, V=V)
-        total = multiply_exactly(tl.trans(dS_i), S_j, total, V=V)
+        total = multiply_precisely(tl.trans(dS_i), S_j, total, V=V)
         S_i = load_columns(p_state, num_rows, v0, i, V=V)
         dS_j = load_columns(p_gradient, num_rows, v0, j, V=V)
-        total = multiply_exactly(tl.trans(S_i), dS_j, total, V=V)
+        total = multiply_precisely(tl.trans(S_i), dS_j, total, V=V)
     return total
 
 

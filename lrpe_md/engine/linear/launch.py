@@ -156,7 +156,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
     elif mask != "full":
         blocks = num_tokens, layout.ends, call.attention.block, length
         count, num_slots = _count_blocks(*blocks)
-        table = _tabulate_blocks(*blocks, device) if makes_table else None
+        table = tabulate_blocks(*blocks, device) if makes_table else None
     return Pieces(table, length, count, num_slots, num_tokens)
 
 
@@ -239,7 +239,7 @@ def _tabulate_range(num_tokens: int, piece_lengths: PieceLengths, device: torch.
 
 
 @cache
-def _tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
+def tabulate_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: int, device: torch.device) -> Tensor:
     rows = [
         [n, min(n + length, end), slot, 0]
         for slot, (begin, end) in enumerate(pairwise(bound_blocks(num_tokens, ends, block)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,7 @@ from .launch import (
     make_table,
     refine,
     split_state,
+    tabulate_blocks,
     with_strides,
 )
 from .plan import LinearPass
@@ -50,8 +51,9 @@ from .plan import LinearPass
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
 ROWS = 16  # rows of a transposed state per program of a scan
-COLUMNS = 64  # columns per tile of these rows
-TILE = 32  # rows and columns of A's gradient per program
+COLUMNS = 64, 32  # columns per tile of these rows on matrix units, and of other products
+SCAN_WARPS = 8
+ROWS_OF_GRADIENT = 32  # rows of states per product of A's gradient
 
 
 class MemoryStates(NamedTuple):
@@ -61,16 +63,16 @@ class MemoryStates(NamedTuple):
     sums: Tensor  # the normaliser's sums
     series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
     backward_series: Tensor | None = None  # states of the backward scan, each at the next index
-    transitions: Tensor | None = None  # A of each piece of the tokens
+    transitions: Tensor | None = None  # A of each block
 
 
 class Extent(NamedTuple):
     """Rows of a state that a scan multiplies by the same matrix."""
 
-    width: int
     num_rows: int
+    width: int
     begin: int  # index of the first element within a state
-    matrix_begin: int  # index of the matrix's first element within a piece's transitions
+    matrix_begin: int  # index of the matrix's first element within a block's transitions
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
             launch_causal_outputs(inputs, o, slot_states)
             final_state = split_state(inputs, series[-1]) if return_state and series is not None else []
             return [o, *final_state, *(slot_states if keep else ())]
-        memory = form_memory(inputs, operands)
+        memory = form_memory(inputs, operands, return_state)
         launch_outputs(inputs, o, (memory.slot_states, memory.sums))
         final_state = split_state(inputs, memory.series[-1]) if return_state else []
         if return_state and memory.backward_series is not None:
@@ -95,11 +97,11 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
     return [o, *final_state, *([t for t in memory if t is not None] if keep else ())]
 
 
-def form_memory(inputs: LaunchInputs, operands: Operands) -> MemoryStates:
-    """Compute B and A of all pieces, and scan them."""
+def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = False) -> MemoryStates:
+    """Compute B of all pieces and A of all blocks, and scan them."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
-    parts = form_states(inputs, pieces, is_exact=True)
-    transitions = form_transitions(inputs, pieces) if attention.rule == "delta" else None
+    parts = form_states(inputs, pieces, is_exact=returns_state)
+    transitions = form_transitions(inputs, pieces, is_exact=returns_state) if attention.rule == "delta" else None
     decay = lay_out_decay(inputs, operands.decay, pieces)
     initial_state, backward_initial_state = join_states(inputs, operands.state)
     scan = Scan(inputs, locate_blocks(inputs, pieces), transitions, decay)
@@ -133,18 +135,26 @@ def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
-def form_transitions(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
-    """Return A for each piece of the keys, (P, B H_k, ..)."""
-    sizes = inputs.sizes
-    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, True))
+def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
+    """Return A of each block, (F, B H_k, ..)."""
+    sizes, call = inputs.sizes, inputs.call
+    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
-    size = count_transition(sizes, inputs.call)
-    transitions = torch.empty(pieces.num_pieces, sizes.rows, size, dtype=inputs.acc, device=inputs.device)
+    transitions = torch.empty(
+        pieces.num_slots, sizes.rows, count_transition(sizes, call), dtype=inputs.acc, device=inputs.device
+    )
+    table = tabulate_blocks(
+        pieces.num_tokens, call.k_layout.ends, call.attention.block, max(1, pieces.num_tokens), inputs.device
+    )
+    blocks = pieces._replace(table=table, num_pieces=pieces.num_slots)
     args = (
         with_strides(inputs.k, variant), gate_with_strides(inputs.gate), inputs.flatten_keys(variant), transitions,
-        pieces.numbers, pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
+        blocks.numbers, pack_numbers(sizes.groups, blocks.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_transition_kernel, sizes.rows * pieces.num_pieces, args, config)
+    tiles = len(variant.feature_blocks) + (len(variant.sum_blocks) if variant.normalizer == "unrotated" else 0)
+    launch.launch_with_fallback(
+        kernels.linear_transition_kernel, sizes.rows * blocks.num_pieces * tiles, args, config
+    )  # fmt: skip
     return transitions
 
 
@@ -153,14 +163,14 @@ def count_transition(sizes: Sizes, call: LinearCall) -> int:
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
-def list_extents(inputs: LaunchInputs) -> list[Extent]:
-    """List the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums."""
+def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
+    """Return the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums, which may be none."""
     sizes, normalizer = inputs.sizes, inputs.call.attention.normalizer
     width = sizes.num_features
-    extents = [Extent(width, sizes.v_dim + (normalizer == "encoded"), 0, 0)]
-    if normalizer == "unrotated":
-        extents.append(Extent(sizes.num_sums, 1, sizes.v_dim * width, width**2))
-    return extents
+    return (
+        Extent(sizes.v_dim + (normalizer == "encoded"), width, 0, 0),
+        Extent(int(normalizer == "unrotated"), sizes.num_sums, sizes.v_dim * width, width**2),
+    )
 
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
@@ -218,29 +228,37 @@ class Scan(NamedTuple):
         inputs, sizes, call = self.inputs, self.inputs.sizes, self.inputs.call
         num_blocks, device = len(self.decay), inputs.device
         series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=inputs.acc, device=device)
-        repeats, ddecays = parts.shape[1] // max(1, sizes.rows), []
-        for extent in list_extents(inputs):
-            blocks = triton.cdiv(extent.num_rows, ROWS)
-            ddecay = None
-            if partner is not None:
-                ddecay = torch.empty(blocks, num_blocks, sizes.rows, dtype=torch.float64, device=device)
-                ddecays.append(ddecay)
-            variant = Variant(
-                block_r=ROWS, block_c=choose_columns(extent.width), width=extent.width, memory=call.attention.rule,
-                adds_first=adds_first, need_ddecay=partner is not None, wide=inputs.acc == torch.float64,
-            )  # fmt: skip
-            counts = pack_numbers(sizes.rows, repeats, num_blocks, extent.num_rows, int(backward))
-            places = pack_numbers(sizes.state, extent.begin, count_transition(sizes, call), extent.matrix_begin)
-            args = (
-                (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay), self.offsets,
-                (counts, places),
-            )  # fmt: skip
-            launch.launch_with_fallback(kernels.linear_memory_scan_kernel, sizes.rows * blocks, args, (variant, {}))
-        return series, torch.cat(ddecays).sum(0) if ddecays else None
+        repeats, extents = parts.shape[1] // max(1, sizes.rows), list_extents(inputs)
+        programs = triton.cdiv(extents[0].num_rows, ROWS) + extents[1].num_rows
+        ddecay = None
+        if partner is not None:
+            ddecay = torch.empty(programs, num_blocks, sizes.rows, dtype=torch.float64, device=device)
+        totals = sizes.state, count_transition(sizes, call)
+        unit = 4 if all(n % 4 == 0 for n in (*totals, *(n for extent in extents for n in extent[1:]))) else 1
+        variant = Variant(
+            **describe_products(inputs), block_r=ROWS, width=sizes.num_features, memory=call.attention.rule,
+            adds_first=adds_first, need_ddecay=partner is not None, aligned=unit > 1,
+        )  # fmt: skip
+        numbers = (
+            pack_numbers(sizes.rows, repeats, num_blocks, int(backward)), pack_numbers(*(n // unit for n in totals)),
+            *(pack_numbers(extent.num_rows, *(n // unit for n in extent[1:])) for extent in extents),
+        )  # fmt: skip
+        args = (
+            (parts, self.transitions, initial_rows), self.decay, (series, partner, ddecay), self.offsets, numbers
+        )  # fmt: skip
+        options = {"num_warps": SCAN_WARPS}
+        launch.launch_with_fallback(
+            kernels.linear_memory_scan_kernel, sizes.rows * programs, args, (variant, options)
+        )  # fmt: skip
+        return series, None if ddecay is None else ddecay.sum(0)
 
 
-def choose_columns(width: int) -> int:
-    return min(COLUMNS, max(16, triton.next_power_of_2(width)))
+def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
+    """Return fields of a variant whose products have about the precision of the sums."""
+    fast = inputs.narrow and launch.has_ptx(inputs.dtype)
+    most, width = COLUMNS[0 if fast else 1], inputs.sizes.num_features
+    columns = min(most, max(16, triton.next_power_of_2(width)))
+    return {"fast": fast, "block_c": columns, "wide": inputs.acc == torch.float64}
 
 
 def find_saved_shapes(
@@ -262,7 +280,7 @@ def find_saved_shapes(
     if call.attention.has_both_directions:
         shapes.append(series)
     if call.attention.rule == "delta":
-        shapes.append(((pieces.num_pieces, sizes.rows, count_transition(sizes, call)), sizes.acc))
+        shapes.append(((pieces.num_slots, sizes.rows, count_transition(sizes, call)), sizes.acc))
     return shapes
 
 
@@ -345,13 +363,12 @@ def differentiate_delta(
     width = sizes.num_features
     num_rows = list_extents(inputs)[0].num_rows
     matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=inputs.operand, device=inputs.device)
-    column = min(TILE, choose_columns(width))
-    variant = Variant(block_r=ROWS, block_c=column, width=width, wide=inputs.acc == torch.float64)
+    variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT, width=width)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
         pack_numbers(num_rows, sizes.state),
     )  # fmt: skip
-    programs = len(decay) * sizes.rows * triton.cdiv(width, column) ** 2
+    programs = len(decay) * sizes.rows * triton.cdiv(width, variant.block_c) ** 2
     launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
     vectors, pairs = None, [pair for pair in scans if pair is not None]
     if inputs.call.attention.normalizer == "unrotated":
@@ -402,7 +419,7 @@ def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool)
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
-    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, True))
+    config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, has_state))
     variant, _ = config
     states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
@@ -420,9 +437,13 @@ def scan_pieces(inputs: LaunchInputs) -> Scan:
     pieces, sizes = inputs.pieces(of_queries=False), inputs.sizes
     assert inputs.log_decay is not None
     assert pieces.table is not None
-    sums = torch.nn.functional.pad(inputs.log_decay.to(torch.float64).cumsum(-1), (1, 0))
     begins, ends = (pieces.table[:, i].long() for i in (0, 1))
-    factors = (sums[..., ends] - sums[..., begins]).exp().permute(2, 0, 1).reshape(-1, sizes.rows)
+    if sizes.num_keys and inputs.log_decay.stride(2) == 0:  # one decay per head
+        logs = inputs.log_decay[..., :1].double() * (ends - begins)
+    else:
+        sums = torch.nn.functional.pad(inputs.log_decay.double().cumsum(-1), (1, 0))
+        logs = sums[..., ends] - sums[..., begins]
+    factors = logs.exp().permute(2, 0, 1).reshape(-1, sizes.rows)
     return Scan(inputs, _count_up(pieces.num_pieces, inputs.device), None, factors.to(inputs.acc).contiguous())
 
 
@@ -501,8 +522,8 @@ def sum_decay_gradients(
 
 def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
     """Return dS and dZ before each piece, for each query head."""
-    sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
-    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, True))
+    sizes, pieces, needs = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs
+    config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
     variant, _ = config
     heads = sizes.rows * sizes.repeats
     parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
