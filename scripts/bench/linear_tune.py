@@ -50,8 +50,9 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES: the last tile of a row is for all larger states."""
-        return len(STATES) - 1 if self.width == len(TILES[self.stage]) - 1 else self.width
+        """Index into STATES: the last tile of a row is for all larger states, which the delta rule doesn't have."""
+        is_last = self.width == len(TILES[self.stage]) - 1 and self.stage is not LinearPass.DELTA_KEYS
+        return len(STATES) - 1 if is_last else self.width
 
     def __str__(self) -> str:
         return f"{self.row}, states {self.name}"
@@ -69,20 +70,23 @@ class LinearPlace(NamedTuple):
             names = ("windows" if few else "vit224",)
         elif self.stage.value.startswith("causal"):
             names = ("causal-relu" if self.stage in NORMALIZED.values() else "causal",)
+        elif self.stage is LinearPass.DELTA_KEYS:
+            names = ("frames-delta",)
         else:
             names = ("img64", "video64")
         found = {}
         for name in names:
             case = WORKLOADS[name]
             heads = case.heads[0] * case.head_dim // head_dim
-            case = replace(case, map=chosen, head_dim=head_dim, heads=(heads, heads))
+            case = replace(case, map=chosen, head_dim=head_dim, heads=(heads, heads), pairs="half")
             found[name] = self.shrink(case) if small else case
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
         """Reduce a case to few tokens or, for two passes, to the number that they need."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
-        return replace(case, batch=1, heads=(1, 1), shape=shape)
+        block = shape[1] * shape[2] if case.block else 0
+        return replace(case, batch=1, heads=(1, 1), shape=shape, block=block)
 
     def shapes(self) -> list[LinearTile]:
         """Return candidates that vary tokens, warps and stages, with the registers of the table's tile."""

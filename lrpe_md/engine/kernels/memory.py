@@ -327,12 +327,12 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
     """Return total + (dS Sᵀ + S dSᵀ) for one tile (rows, columns)."""
     i, j = tile
     for v0 in range(0, num_rows, V.block_r):
-        dS_i = load_columns(p_gradient, num_rows, v0, i, V=V)
-        S_j = load_columns(p_state, num_rows, v0, j, V=V)
-        total = multiply_precisely(tl.trans(dS_i), S_j, total, V=V)
-        S_i = load_columns(p_state, num_rows, v0, i, V=V)
-        dS_j = load_columns(p_gradient, num_rows, v0, j, V=V)
-        total = multiply_precisely(tl.trans(S_i), dS_j, total, V=V)
+        dS_i = to_operand(load_columns(p_gradient, num_rows, v0, i, V=V), V=V)
+        S_j = to_operand(load_columns(p_state, num_rows, v0, j, V=V), V=V)
+        total = multiply(tl.trans(dS_i), S_j, total, V=V)
+        S_i = to_operand(load_columns(p_state, num_rows, v0, i, V=V), V=V)
+        dS_j = to_operand(load_columns(p_gradient, num_rows, v0, j, V=V), V=V)
+        total = multiply(tl.trans(S_i), dS_j, total, V=V)
     return total
 
 
@@ -341,11 +341,13 @@ def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: 
     """Compute M (F, B G, Ê²), one tile per program.
 
     forward, backward: the states before each block and their gradients in both scans, each (F, B G, size). Those of
-    the backward scan are None if there is no such scan.
+    the backward scan are None if there is no such scan. With V.aligned, size is divided by 4.
     """
+    UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward
     p_backward_state, p_backward_gradient = backward
     num_rows, size = unpack_numbers(sizes)
+    size = size * UNIT
     TILES: tl.constexpr = (V.width + V.block_c - 1) // V.block_c
     pid = tl.program_id(0)
     index = tl.cast(pid // (TILES * TILES), tl.int64)  # index of a block and a head

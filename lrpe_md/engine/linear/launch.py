@@ -379,7 +379,7 @@ class LaunchInputs:
             need_dweight=self.needs.norm,
             keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may not be 0
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
-            operand="same" if not self.narrow else "rounded" if INTERPRETING else "bfloat16",
+            operand=name_operand(self.dtype),
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
             v_blocks=v_blocks, num_features=sizes.num_features,
             run=choose_run(spec, causal, stage is LinearPass.FORWARD), raw=sizes.raw,
@@ -471,6 +471,11 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
         for first, block in zip(accumulate(blocks, initial=0), blocks, strict=False)
     )  # fmt: skip
     return variant._replace(map_tiles=tiles)
+
+
+def name_operand(dtype: torch.dtype) -> str:
+    """Return how kernels round the factors of a product: see ``to_operand`` in kernels/features.py."""
+    return "same" if dtype.itemsize > 2 else "rounded" if INTERPRETING else "bfloat16"
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:

@@ -50,10 +50,10 @@ from .plan import LinearPass
 
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
-ROWS = 16  # rows of a transposed state per program of a scan
+ROWS = 32  # rows of a transposed state per program of a scan
 COLUMNS = 64, 32  # columns per tile of these rows on matrix units, and of other products
 SCAN_WARPS = 8
-ROWS_OF_GRADIENT = 32  # rows of states per product of A's gradient
+ROWS_OF_GRADIENT = 16  # rows of states per product of A's gradient
 
 
 class MemoryStates(NamedTuple):
@@ -236,7 +236,7 @@ class Scan(NamedTuple):
         totals = sizes.state, count_transition(sizes, call)
         unit = 4 if all(n % 4 == 0 for n in (*totals, *(n for extent in extents for n in extent[1:]))) else 1
         variant = Variant(
-            **describe_products(inputs), block_r=ROWS, width=sizes.num_features, memory=call.attention.rule,
+            **describe_products(inputs), block_r=ROWS, memory=call.attention.rule,
             adds_first=adds_first, need_ddecay=partner is not None, aligned=unit > 1,
         )  # fmt: skip
         numbers = (
@@ -254,11 +254,11 @@ class Scan(NamedTuple):
 
 
 def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
-    """Return fields of a variant whose products have about the precision of the sums."""
+    """Return fields of a variant for products of states: precision, and the width of a tile of columns."""
     fast = inputs.narrow and launch.has_ptx(inputs.dtype)
-    most, width = COLUMNS[0 if fast else 1], inputs.sizes.num_features
-    columns = min(most, max(16, triton.next_power_of_2(width)))
-    return {"fast": fast, "block_c": columns, "wide": inputs.acc == torch.float64}
+    columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(inputs.sizes.num_features)))
+    wide, operand = inputs.acc == torch.float64, launch.name_operand(inputs.dtype)
+    return {"fast": fast, "block_c": columns, "wide": wide, "operand": operand, "width": inputs.sizes.num_features}
 
 
 def find_saved_shapes(
@@ -363,10 +363,11 @@ def differentiate_delta(
     width = sizes.num_features
     num_rows = list_extents(inputs)[0].num_rows
     matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=inputs.operand, device=inputs.device)
-    variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT, width=width)
+    unit = 1 if width % 4 or sizes.state % 4 else 4
+    variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT, aligned=unit > 1)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
-        pack_numbers(num_rows, sizes.state),
+        pack_numbers(num_rows, sizes.state // unit),
     )  # fmt: skip
     programs = len(decay) * sizes.rows * triton.cdiv(width, variant.block_c) ** 2
     launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
@@ -379,7 +380,12 @@ def differentiate_delta(
         )
     outs = [grads.dk, grads.dv]
     config = inputs.describe(
-        LinearPass.KEYS, inputs.k_side, outs, need_dgate=grads.dgate is not None, num_scans=len(pairs), memory="delta"
+        LinearPass.DELTA_KEYS,
+        inputs.k_side,
+        outs,
+        need_dgate=grads.dgate is not None,
+        num_scans=len(pairs),
+        memory="delta",
     )
     variant, _ = config
     args = (

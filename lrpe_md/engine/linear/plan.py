@@ -21,6 +21,7 @@ class LinearPass(Enum):
     QUERIES_OMEGA = "queries_omega"  # q, do → dq and the sums for dω and dφ
     QUERY_STATE = "query_state"  # q, do → gradient of the state, also with a causal mask
     KEYS = "keys"  # k, v, gradient of the state → dk, dv
+    DELTA_KEYS = "delta_keys"  # the same for the delta rule
     CAUSAL = "causal"  # two passes with a causal mask: → o
     CAUSAL_QUERIES = "causal_queries"  # → dq
     CAUSAL_KEYS = "causal_keys"  # → dk, dv
@@ -42,7 +43,8 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md.
-# Causal kernels pad their state, so no state has 16,384 to 24,576 elements, and their rows have one entry less.
+# Causal kernels pad their state, so no state has 16,384 to 24,576 elements, and their rows have one entry less. The
+# delta rule has no larger states than 16,384 elements.
 # With 128 registers, 4 programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that.
 # Heads with few channels use 2 warps, because 4 would have too little work. Twice as many programs then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
@@ -59,6 +61,7 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.QUERIES_OMEGA: (_16_DEEP, _16_DEEP, LinearTile(32, 8, 3, 128), LinearTile(16, 8, 3, 128), _32_WIDE),
     LinearPass.QUERY_STATE: (_32, _32, _64, _32_FREE, _64_WIDE, _64_WIDE),
     LinearPass.KEYS: (_16, _16, _32_FREE, _32_WIDE, _32_WIDE, _32_WIDE),
+    LinearPass.DELTA_KEYS: (_16, _16, _32_FREE, _32_WIDE),
     LinearPass.CAUSAL: (_64, _64, _64_SHALLOW, _64_TWO, _64_TWO),
     LinearPass.CAUSAL_QUERIES: (_64, _64, _32_FREE, LinearTile(64, 8, 1), _32_TWO),
     LinearPass.CAUSAL_KEYS: (_64_SHALLOW, _64_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(16, 8, 3)),
