@@ -219,7 +219,7 @@ class DiT(nn.Module):
         size, _, patch_size = name.partition("/")
         if size not in SIZES or not patch_size.isdecimal():
             raise ValueError(
-                f"name: expected SIZE/PATCH with a size of {', '.join(SIZES)}, such as 'XL/2', got {name!r}"
+                f"name: expected SIZE/PATCH, such as 'XL/2', with SIZE one of {', '.join(SIZES)}, got {name!r}"
             )
         return cls(**{"patch_size": int(patch_size), **SIZES[size], **kwargs})
 
@@ -249,7 +249,7 @@ class DiT(nn.Module):
             )
         if self.text_width and not self.cross:
             raise ValueError(
-                "text_attention: expected 'cross', because a memory would forget text in the sequence like a frame, "
+                "text_attention: expected 'cross', because a memory would also forget text in the sequence, "
                 f"got {texts[0]!r}"
             )
         check_key_norm(self.memory, qk_norm, ("head", "heads"))

@@ -106,7 +106,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or pass the axis that gets the remainder"
+            f"{num_channels}; or pass an axis that gets the remainder"
         )
     if remainder is not None:
         parts[remainder] += left

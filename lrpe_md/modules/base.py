@@ -50,7 +50,7 @@ def _log_magnitude(theta: Tensor) -> Tensor:
 def check_unwritten(out: Any) -> None:
     """Reject ``out``, which linear attention does not support."""
     if out is not None:
-        raise ValueError("out: expected None with attend, which receives q and k unencoded and writes neither")
+        raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
 
 
 class FrequencyModule(nn.Module):

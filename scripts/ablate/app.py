@@ -61,21 +61,22 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: a list by task)",
+            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. "
+            "(default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
             help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable. (default: those of the task's list of encodings)"
+            "softmax, add, decay or delta; repeatable. (default: depends on the task)"
         ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and longer training.")
+        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
     baseline: Annotated[
         str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")

@@ -310,7 +310,7 @@ class Comparison:
         for name in schemes.keys() & trained:
             if before.get(name) != schemes[name]:
                 raise typer.BadParameter(
-                    f"--encoding {name}: --out {out} contains runs of another definition of this scheme; choose "
+                    f"--encoding {name}: --out {out} contains runs with another definition of this scheme; choose "
                     "another folder, or register the scheme under another name"
                 )
         both = {

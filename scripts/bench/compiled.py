@@ -140,7 +140,7 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 
 def main(
     map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls per measurement.")] = 30,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Time only a few calls to test that everything runs.")] = False,

@@ -90,7 +90,7 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
     form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
-    at_least: Annotated[float, typer.Option(help="Fail if tables reach less than this fraction of the speed.")] = 0.0,
+    at_least: Annotated[float, typer.Option(help="Minimum speed of tables relative to computed angles.")] = 0.0,
     limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),

@@ -64,7 +64,7 @@ class Training:
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
-        1000, "Number of optimiser steps. A finished run continues if you raise it.", least=1, panel=OPTIMISER
+        1000, "Number of optimiser steps. A finished run continues if you increase it.", least=1, panel=OPTIMISER
     )
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
@@ -89,7 +89,7 @@ class Training:
     )
     clip: float = option(1.0, "Gradient clipping norm; 0 disables clipping.", least=0, off=True, panel=OPTIMISER)
     ema: float = option(
-        0.999, "EMA decay of the weights that are evaluated; 0 disables averaging.", least=0, below=1,
+        0.999, "EMA decay of the evaluated weights; 0 disables averaging.", least=0, below=1,
         panel=OPTIMISER,
     )  # fmt: skip
     weights: str = option(
@@ -102,7 +102,7 @@ class Training:
     )
     sharding: str = option("ddp", "Training with several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
-        0, "Number of workers that prepare batches ahead; 0 prepares them in the main process.", free=True, least=0,
+        0, "Number of workers that prepare batches in advance; 0 uses the main process.", free=True, least=0,
         off=True, panel=RUN,
     )  # fmt: skip
     seed: int = option(0, "Random seed (initialisation, data order, noise).", least=0, below=SEEDS, panel=RUN)

@@ -178,7 +178,7 @@ def main(
         float | None,
         typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Head width D. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels per head. (default: the preset's; 64)")] = None,
     heads: Annotated[
         int | None,
         typer.Option(

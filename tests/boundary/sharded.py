@@ -208,7 +208,7 @@ def norms(mesh, impl):
         same(mesh, [p], partial(encode, over="heads"), {"omega": omega, **groups}, q=q, k=k)
     same(mesh, [Shard(2)], partial(encode, over="heads", impl=impl), {"omega": omega, **groups}, q=q, k=k)
     shard = distribute_tensor(q, mesh, [Shard(1)])
-    with pytest.raises(ValueError, match=r"norm: over='heads' takes the mean over all heads .* x\.redistribute"):
+    with pytest.raises(ValueError, match=r"norm: over='heads' needs all heads .* x\.redistribute"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(over="heads"))
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     weight = distribute_tensor(normal(mesh, 8), other, [Replicate()] * 2)

@@ -81,7 +81,7 @@ def write_captioned_shards(folder: Path, counts: tuple[int, ...] = (10, 8, 6)) -
 
 
 def write_hub(folder: Path) -> Path:
-    """Write a Hugging Face data set of images with captions and classes, with a test split."""
+    """Write a Hugging Face dataset of images with captions and classes, with a test split."""
     import datasets
 
     features = datasets.Features({

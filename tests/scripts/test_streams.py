@@ -1,4 +1,4 @@
-"""Shards, Hugging Face data sets and folders that are read sample by sample, and trainings on them."""
+"""Shards, Hugging Face datasets and folders that are read sample by sample, and trainings on them."""
 
 import io
 import json
@@ -193,7 +193,7 @@ def test_hugging_face_data_sets(hub, tmp_path):
     again, none = streams.open_source(parquet)
     assert none is None
     assert again.read(3)["image"].tobytes() == picture(3).tobytes()
-    with pytest.raises(StreamError, match="can't be opened as a data set"):
+    with pytest.raises(StreamError, match="can't be opened as a dataset"):
         streams.open_source(Path("hf:./nothing"))
     two = datasets.Dataset.from_dict({"text": ["a"], "caption": ["b"]})
     with pytest.raises(StreamError, match="expected at most one column each"):

@@ -139,8 +139,8 @@ def test_options_reach_the_model():
     [
         ("digits", "wann", r"--encoding: unknown 'wann' \(did you mean 'wan'\?\); choose from: none; .*; eva02; .*"),
         ("digits", "rotat:base=3", r"--encoding: unknown 'rotat' \(did you mean 'rotate'\?\)"),
-        ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it takes act, amplitude"),
-        ("digits", "none:base=3", r"none has no option 'base'; it takes act, dim"),
+        ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it accepts act, amplitude"),
+        ("digits", "none:base=3", r"none has no option 'base'; it accepts act, dim"),
         ("digits", "rotate:base", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:base'"),
         ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
         ("digits", "rope", r"--encoding: unknown 'rope' \(did you mean 'rotate'\?\)"),
@@ -156,7 +156,7 @@ def test_options_reach_the_model():
         ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
         ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
         ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
-        ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it takes act, base, learnable, phase"),
+        ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it accepts act, base, learnable, phase"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(task, encoding, message):

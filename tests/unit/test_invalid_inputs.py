@@ -355,8 +355,8 @@ def test_the_inverse(impl):
 
 def test_separate_frequencies_for_k_are_refused():
     with pytest.raises(
-        TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode q and k in separate calls"
+        TypeError, match=r"omega: expected one tensor for both q and k, got 2; .* encode q and k in separate calls"
     ):
         cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
-    with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):
+    with pytest.raises(TypeError, match="omega: expected one tensor for both q and k, got 2"):
         rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)

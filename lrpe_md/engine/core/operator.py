@@ -135,7 +135,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
             if t is not None and t.requires_grad:
                 if is_required:
                     raise ValueError(
-                        "positions, amplitude: the kernels compute no gradient for coords, scale, shift or "
+                        "positions, amplitude: the kernels don't compute gradients of coords, scale, shift or "
                         "amplitude; use impl='auto' or detach them"
                     )
                 return False

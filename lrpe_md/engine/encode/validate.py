@@ -78,8 +78,8 @@ def validate(
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
-            f"omega: expected one tensor for q and k, got {len(omega)}; q·k depends only on the relative position if "
-            "both use the same frequencies. To use different ones, encode q and k in separate calls"
+            f"omega: expected one tensor for both q and k, got {len(omega)}; q·k only depends on relative "
+            "positions if both use the same frequencies. To use different ones, encode q and k in separate calls"
         )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
     amplitude = _lay_out_amplitude(amplitude, channels, x.device)
@@ -234,7 +234,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
         start, stop = 0, head_dim
         if even and head_dim % 2:
             raise ValueError(
-                f"head_dim: expected an even number, got {head_dim}, because a rotation takes pairs of channels; "
+                f"head_dim: expected an even number, got {head_dim}, because channels are rotated in pairs; "
                 "rotate an even number of channels with rotary_dim=, or use the cosine map"
             )
     elif isinstance(rotary_dim, slice):

@@ -91,7 +91,7 @@ def _choose(indices: np.ndarray, function: Callable[[int], T], index: int) -> T:
 def open_pictures(
     path: Path, split: Split, *, condition: str = "auto", without: str = "", label: str = ""
 ) -> Pictures:  # fmt: skip
-    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face data set.
+    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face dataset.
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`); CLASS/*.png, or train/CLASS/*.png and

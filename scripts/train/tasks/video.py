@@ -93,7 +93,7 @@ class VideoTraining(Training):
     )
     flip: bool | None = option(
         None,
-        "Mirror half of the clips. Default: off with --task labels, where classes may differ in left and right; on "
+        "Mirror half of the clips. Default: off with --task labels, because classes may depend on left and right; on "
         "otherwise.",
     )
     patch: int = option(8, "Height and width of a patch, in pixels.", least=1)
