@@ -226,7 +226,7 @@ class DiT(nn.Module):
     def _set_encoding(
         self, encoding: Encoding, kwargs: dict[str, Any], kinds: Sequence[AttentionKind], normalizer: NormalizerName
     ) -> Act | None:
-        """Build the encoding, and return the activation that linear layers use in place of its own."""
+        """Build the encoding, and return the activation that linear layers use instead of the encoding's own."""
         head_dim = self.embed_dim // self.num_heads
         self.encoding, feature_act = build_for_layers(
             encoding, kwargs, head_dim, self.num_heads, kinds, self.num_axes, normalizer

@@ -371,8 +371,8 @@ class CausalLm(nn.Module):
     def rescale(self, scaling: Scaling | None) -> None:
         """Rescale the frequencies of all layers in place; None restores the trained ones.
 
-        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already in a
-        cache keep their old encoding, so create a new cache.
+        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already
+        cached keep their old encoding, so create a new cache.
         """
         if self.config.encoding != "none":
             set_scaling(self, scaling)

@@ -1,8 +1,8 @@
 """Video transformers with relative positions in space and time, built on timm's VisionTransformer.
 
 ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is that of the
-image models. Blocks, head and weight names are also theirs; the patch embedding takes tubelets, and the grid has three
-axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
+image models. Blocks, head and weight names are the same, too; the patch embedding takes tubelets, and the grid has
+three axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
 training, or are interpolated to a grid of another size (``model.reference``).
@@ -289,9 +289,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
         x: the next frames, (B, in_chans, frames, height, width). state: the state that the previous call returned; None
         starts a video. Returns tokens (B, T H W, C), with the prefix before those of the first chunk, and the state for
-        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention encodes the keys in
-        its window again, because it moves. The state has a constant size if all layers are linear, or softmax layers
-        have a ``window``.
+        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention re-encodes the keys
+        in its window, because it moves. The state has a constant size if all layers are linear, or softmax layers have
+        a ``window``.
 
         Differentiable, also through the state.
 
@@ -493,7 +493,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
     time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the features of its image, except that prefix
     tokens have less weight among more tokens. A table that the model lacks is dropped. Frequencies that are missing
-    from the weights keep their values. The head is returned as it is, even if the classes differ.
+    from the weights keep their values. The head is returned unchanged, even if the classes differ.
 
     Raises:
         TypeError: not a state_dict, or a model that is not a :class:`LrpeVideoTransformer`.

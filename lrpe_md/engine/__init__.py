@@ -1,6 +1,6 @@
 """Everything between a public call and the kernels or the reference.
 
-This folder uses each of these words for one thing:
+In this folder, each of these words has one meaning:
 
 - options: the user's choices (``core.call.Options``); call: the validated result, without x (``core.call.Call``).
 - spec: what to compute; layout: token counts and grid sizes, as integers; tables: the tensors beside x, ω first.

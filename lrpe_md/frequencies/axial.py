@@ -228,7 +228,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """Lay out the series members of each axis in consecutive blocks of channels: (H, C, K)."""
+    """Assign the series members of each axis to consecutive blocks of channels: (H, C, K)."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0

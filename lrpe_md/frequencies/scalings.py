@@ -123,8 +123,9 @@ def riflex_scaling(
 ) -> tuple[Tensor, float]:
     """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): set the intrinsic frequency to share · 2π / length.
 
-    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. Lengths within
-    the original period leave theta unchanged, as in the authors' code without finetuning. Use it for the time axis.
+    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. If the length
+    is within the original period, theta is unchanged, as in the authors' code without fine-tuning. Use it for the time
+    axis.
 
     Args:
         length: frames (of the latent grid) to generate.

@@ -136,7 +136,7 @@ def attend_encoded(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Compute ``attend(*encode(q, k), v)``, and encode q and k again in the backward to save memory.
+    """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward to save memory.
 
     Softmax attention would keep the encoded q and k for its backward. Here they are recomputed from q and k, which the
     projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
@@ -233,11 +233,11 @@ class Carried:
 
 
 def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention of raw q, k, v (B, H, N, D), where tokens see their own frame and earlier ones.
+    """Compute softmax attention of raw q, k, v (B, H, N, D), in which tokens see their own frame and earlier ones.
 
     Frames have ``context.block`` tokens each and follow the prefix, which sees only itself and is seen by all. Carried
-    keys are stored before encoding. The first frame of a window is always at position 0, and keys are encoded again as
-    the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv 2511.20649).
+    keys are stored before encoding. The first frame of a window is always at position 0, and keys are re-encoded as the
+    window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv 2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
     assert grid is not None

@@ -259,7 +259,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
-        """Return the output for an x that is one in these of the changed channels and zero elsewhere."""
+        """Return the output for an x that is one in these changed channels and zero elsewhere."""
         ones = zeros.clone()
         ones[..., start : start + width][..., channels] = 1
         return call(ones).to(x.dtype)

@@ -65,9 +65,10 @@ class FrequencyModule(nn.Module):
     * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns θ.
     * ``omega``: ω itself, if channels have directions.
 
-    These keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt when a
-    module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it matches that of a
-    model without an encoding. State_dicts from before version 0.3, with θ or unflattened tensors, still load.
+    Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
+    rebuilt when a module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it
+    matches that of a model without an encoding. A state_dict from before version 0.3, with θ or unflattened tensors,
+    still loads.
 
     FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before
     ``fully_shard(model, mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers:

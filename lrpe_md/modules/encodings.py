@@ -115,7 +115,7 @@ class RotateMd(SeriesModule):
     its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your
     own has the opposite defaults, "interleaved" and "major_first".
 
-    The arguments are those of :class:`CosineMd`, except for these:
+    The arguments are the same as for :class:`CosineMd`, except for these:
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
@@ -171,7 +171,7 @@ class Rotate1d(RotateMd):
     device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
     positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B, N, 1)).
 
-    The arguments are those of :class:`RotateMd`, except for these:
+    The arguments are the same as for :class:`RotateMd`, except for these:
 
     Args:
         scale_base, scale_centre: for xPos: q grows and k shrinks with position, see :func:`lrpe_md.xpos.scale_xpos`.

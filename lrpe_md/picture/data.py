@@ -102,7 +102,7 @@ def published(
 def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the size of a sequence, an image or, if the first axis only counts frames, a video.
 
-    If the grids of the scheme don't accept it, return another of them.
+    If the grids of the scheme don't accept it, return another size.
 
     Raises:
         ValueError: the scheme accepts none of the default sizes.
@@ -238,8 +238,8 @@ def similarity(theta: Tensor, token: int) -> Tensor:
 
     - rotate: for equal content that all pairs share equally on average
       (Men et al., arXiv 2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3);
-    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens of
-      different content if the channels are alike on average (arXiv 2307.09270, arXiv 2509.10534).
+    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens
+      with different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """
     return (theta - theta[token]).cos().mean(-1)
 
@@ -262,7 +262,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
     They are evenly spaced in the logarithm of their angle over the grid, down to a quarter of a turn if there are
-    slower ones, plus the slowest. Among similar channels the axes alternate. No two have the same frequencies, and all
+    slower ones, plus the slowest. Among similar channels, the axes alternate. No two have the same frequencies, and all
     of them rotate.
     """
     step = (omega * layout.steps).abs()

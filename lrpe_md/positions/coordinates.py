@@ -191,7 +191,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
 
     def explicit(self) -> Coordinates:
-        """Give prefix and suffix tokens rows too, marked as unrotated."""
+        """Add rows for prefix and suffix tokens, marked as unrotated."""
         if self.prefix == self.suffix == 0:
             return self
         ends = (self.prefix, self.suffix)

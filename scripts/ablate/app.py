@@ -1,4 +1,4 @@
-"""Compare positional encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
+"""Compare position encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
@@ -15,8 +15,8 @@
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
 Pass data as you would to the training commands; --set changes any of their options. Each result is saved as soon as its
-training ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
-consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences to a
+training run ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
+consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences from a
 baseline, parameters, time and memory. With --smoke everything is tiny and runs on a CPU.
 """
 
@@ -137,7 +137,7 @@ def run(
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Write config.json, or add the comparison to the folder's if its trainings match; also check the baseline."""
+    """Check the baseline and write config.json, or add to the folder's comparison if the training options match."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -169,7 +169,7 @@ def select_encodings(
 def training_fields(
     task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, attentions: Iterable[str] = ("",)
 ) -> dict[str, Any]:
-    """Return the fields of the training's configuration.
+    """Return the fields of the training configuration.
 
     attentions: the compared attentions; with ``smoke``, the models have as many layers as they need.
     """

@@ -47,9 +47,9 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
-    baseline: see :func:`choose_baseline`. It is kept for later reports; None means the last one that was given.
+    baseline: see :func:`choose_baseline`. It is stored for later reports; None means the last one that was passed.
 
-    If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
+    If runs with the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
     """
     files = sorted(folder.glob("runs/*.json"))
     if not files and not (folder / "results.csv").exists():
@@ -92,7 +92,7 @@ def committed(task: str) -> Path:
 
 
 def folders() -> list[Path]:
-    """List the folders of scripts/results that hold a comparison."""
+    """List the folders of scripts/results that contain a comparison."""
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 

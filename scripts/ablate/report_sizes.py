@@ -31,7 +31,7 @@ def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline of the same attention, paired by seed that both have.
+    """Compare each encoding with the baseline of the same attention, paired by the seeds that both have.
 
     Returns:
         by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
@@ -83,7 +83,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the trainings: the largest rise of the loss over all seeds, and medians of the other columns."""
+    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of the other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -125,7 +125,7 @@ def how_run(training: dict[str, Any]) -> str:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the tables, best at the training size first."""
+    """Render the tables, sorted by the result at the training size."""
     settings = config["settings"]
     task, training = TASKS[settings["task"]], settings["training"]
     digits = 1 if task.higher else 4

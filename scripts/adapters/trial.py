@@ -61,7 +61,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """One row of the table. ``reason`` says why a model was refused or untried, or which parts were not adapted."""
+    """One row of the table. ``reason``: why a model was refused or not tried, or which parts were not adapted."""
 
     library: str
     model: str

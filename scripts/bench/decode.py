@@ -5,8 +5,8 @@
 
 Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in the memory layout of a projection (B, N, H, D). The
 cache holds 4,096 tokens, and its next free row is read on the device. "half" rotates half of the channels. Values are
-left out, since all implementations store them alike. For implementations that use tables, cos and sin are precomputed,
-as a model computes them once for all layers; lrpe-md computes the angles itself.
+left out, since all implementations store them in the same way. For implementations that use tables, cos and sin are
+precomputed, because a model computes them once for all layers; lrpe-md computes the angles itself.
 
 Measures: "gpu" is the GPU time of one call with a cold L2 cache; "graph" is the time per call of 64 calls in a CUDA
 graph; "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the

@@ -89,7 +89,7 @@ class Hosted:
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     """Import another checkout's package under another name, so that both versions run in one process.
 
-    The package is copied into a temporary folder on the path, where compiler processes find it, too. Its operators get
+    The package is copied into a temporary folder on the path, where compiler processes also find it. Its operators get
     a separate namespace.
 
     Raises:

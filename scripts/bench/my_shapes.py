@@ -159,7 +159,7 @@ def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer],
 
 
 def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
-    """Return the number of copies of the inputs that calls cycle through; refuse sizes that don't fit."""
+    """Return the number of copies of the inputs that calls cycle through; reject sizes that don't fit."""
     needed, one = max(shapes.bytes_needed(each) for each in maps)
     if needed > free:
         fits = shapes.batch * free // needed

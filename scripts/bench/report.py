@@ -465,7 +465,7 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose the peers of an operator to plot: those measured in most places, then the fastest.
+    """Choose the peers of an operator to plot: those with the most measurements first, then the fastest.
 
     The tables show all of them.
     """

@@ -26,7 +26,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """Return the user's lock file for a device ("cuda" or "cpu"). A training holds it while it runs alone."""
+    """Return the user's lock file for a device ("cuda" or "cpu"). A training run holds it while it runs alone."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 

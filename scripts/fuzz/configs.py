@@ -276,7 +276,7 @@ def pad(values: Tensor) -> Tensor:
 
 
 def arrange(values: Tensor, layout: str) -> Tensor:
-    """Lay values (B, H, N, D) out in memory; gaps between them are NaN."""
+    """Lay out values (B, H, N, D) in memory; gaps between them are NaN."""
     b, h, n, d = values.shape
     if layout == "tokens first":
         return pad(values.transpose(1, 2)).transpose(1, 2)

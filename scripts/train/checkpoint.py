@@ -1,4 +1,4 @@
-"""Checkpoints: one file with whole tensors and a digest of its content."""
+"""Checkpoints: one file with unsharded tensors and a digest of its content."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def option(default: Any, text: str, **about: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Options of every training."""
+    """Options of every training command."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
@@ -225,7 +225,7 @@ class Training:
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return an option of every training with a different default and, if one is passed, a different help text."""
+    """Return a common training option with a different default and, if one is passed, a different help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 
@@ -249,7 +249,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Reject a value of an option outside of its range, or a number that is not finite."""
+    """Reject an option's value if it is outside of its range, or a number that is not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf
@@ -278,7 +278,7 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
 
 
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
-    """Return the values of --dim and --heads, nearest to these arguments, with which a model can be built.
+    """Return the values of --dim and --heads closest to these arguments with which a model can be built.
 
     Returns:
         option → its values, such as {"dim": "64 or 128", "heads": "3"}; without an option that has no such value.

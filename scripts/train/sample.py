@@ -1,4 +1,4 @@
-"""Generate text, images or videos with the checkpoint of a training.
+"""Generate text, images or videos with the checkpoint of a training run.
 
 lrpe-md train sample runs/lm --prompt "**ROMEO**" --tokens 400
 lrpe-md train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
@@ -42,7 +42,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return the task of a training's folder, and its checkpoint on the CPU."""
+    """Return the task of a run's folder, and its checkpoint on the CPU."""
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
@@ -126,7 +126,7 @@ def main(
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model. Uses averaged weights if the training kept them."""
+    """Generate text or images with a trained model. Uses averaged weights if the run saved them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,

@@ -1,4 +1,4 @@
-"""Load initial weights (a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
+"""Load initial weights (from a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def start_from(
 ) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
-    settings: settings of this training; if the run that made the weights had another encoding, that is printed, too.
-    options: names of the settings that describe the model.
+    settings: settings of this run; if the weights come from a run with another encoding, a line says so. options: names
+    of the settings that describe the model.
 
     The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
     be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
@@ -169,7 +169,7 @@ def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collection[str], heads: int | None) -> str:
-    """Return which options of a training build the model of the run with the settings ``before``.
+    """Return which training options build the model of the run with the settings ``before``.
 
     heads: the run's number of heads if it differs.
     """

@@ -32,7 +32,7 @@ class Similarity(NamedTuple):
 
 
 def choose_token(layout: TokenLayout) -> tuple[int, ...]:
-    """Return a token at a third of each axis: the centre is a singular point of positions on circles."""
+    """Return a token at a third of each axis: the centre is a singular point for positions on circles."""
     return tuple(n // 3 for n in layout.shape)
 
 

@@ -108,7 +108,7 @@ def test_readme_fits_one_page():
 
 
 def test_rows_of_the_readme_run():
-    """The rows of "you have, you write" that need only q, k and v."""
+    """The rows of "you have, you write" that only need q, k and v run."""
     import torch
 
     import lrpe_md
@@ -143,7 +143,7 @@ STEPS = {  # rows of the README: our row of the table of training steps, and tim
 
 
 def column(page, name):
-    """Return a column of the table that has it, by the first cell of each row."""
+    """Return the column with this name, as a dict by the first cell of each row."""
     lines = (PAGES / page).read_text(encoding="utf-8").splitlines()
     (start,) = (i for i, line in enumerate(lines) if name in cells(line))
     rows = [cells(line) for line in lines[start : lines.index("", start)]]
@@ -202,7 +202,7 @@ def test_links_of_pictures_in_the_readme():
 
 
 def test_code_fits_on_the_page():
-    """Code of guides fits beside both menus, or the page hides the table of contents."""
+    """Code in the guides fits next to both menus, or the page hides the table of contents."""
     wide = dict.fromkeys(("architecture.md", "diffusion.md", "video.md", "your-own-code-base.md"), 150)
     for path in (README, *DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")

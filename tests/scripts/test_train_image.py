@@ -435,7 +435,7 @@ def test_images_move_to_a_device():
 
 
 def build_model(**options):
-    """Return a model as the command builds it, and its configuration."""
+    """Return a model built like the command's, and its configuration."""
     config = ImageTraining(**{**SMALL, "data": Path(), "out": Path(), **options})
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     part = Images(images, torch.zeros(1, dtype=torch.int64))
@@ -505,7 +505,7 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
 
 
 def test_patches_of_another_size_are_announced(tmp_path, capsys):
-    """They are resampled, which costs accuracy."""
+    """Patches are resampled, which reduces accuracy."""
     weights = random_weights(build_model(patch=4))
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps({"patch": 4})})
     start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
@@ -563,7 +563,7 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "rotate-mixed"])
 def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, encoding, capsys):
-    """Theta and omega in their shapes, and theta itself, some below 0."""
+    """Old weights contain theta and omega in their full shapes, and theta itself, with some negative values."""
     first = build_model(encoding=encoding)
     weights = random_weights(first)
     name = next(name for name in weights if name.startswith("encoding."))

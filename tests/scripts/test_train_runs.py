@@ -1,4 +1,4 @@
-"""load_run gives back the model of every task, with averaged or last weights."""
+"""load_run returns the model of every task, with averaged weights or those of the last step."""
 
 from __future__ import annotations
 

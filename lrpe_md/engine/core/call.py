@@ -1,6 +1,6 @@
 """Values that describe a call.
 
-:class:`Options` are the user's choices. :class:`Call` is the validated result that all lower layers take.
+:class:`Options` are the user's choices. :class:`Call` is the validated result, which all lower layers use.
 :class:`Variant` holds all compile-time settings of a kernel.
 """
 
@@ -241,7 +241,7 @@ class Call(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """All compile-time settings of a kernel, as one value that every helper takes.
+    """All compile-time settings of a kernel, as one value that is passed to every helper.
 
     Its repr can be evaluated anywhere, because compiler-generated code contains it.
     """

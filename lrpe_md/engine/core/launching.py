@@ -100,8 +100,8 @@ def materialise(t: Tensor) -> Tensor:
 def use_affine_positions(call: Call) -> Call:
     """Return the call with the positions of a large grid as an affine map of indices.
 
-    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, that is 400
-    radians per position.
+    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, this allows
+    400 radians per position.
     """
     layout, tables = call.layout, call.tables
     if max(layout.sizes, default=0) <= LARGE_GRID or tables.affine is not None or tables.origin is not None:
@@ -206,7 +206,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads; 0 if these share their rows."""
+    """Return the strides of tables along samples and heads; a stride is 0 if they share rows."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels

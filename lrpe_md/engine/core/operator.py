@@ -208,8 +208,8 @@ _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 class Operator(ABC):
     """A pair of registered operators with their kernels, reference, fakes and derivatives.
 
-    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple of all other arguments. A backward
-    returns the gradients of the rows, then those of the learned tensors that need one, in the order of
+    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. A
+    backward returns the gradients of the rows, then those of the learned tensors that need one, in the order of
     :meth:`list_learned`.
     """
 
@@ -275,7 +275,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors beside the rows that may have a gradient."""
+        """Return the tensors other than the rows that may have a gradient."""
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
@@ -285,7 +285,7 @@ class Operator(ABC):
     def replace(
         self, call: Any, inputs: Any, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[Any, Any]:
-        """Return the call and its inputs with other rows and other learned tensors."""
+        """Return the call and its inputs with the rows and learned tensors replaced."""
 
     @abstractmethod
     def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
@@ -328,7 +328,7 @@ class Operator(ABC):
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward that is followed by a backward, and the number of results for the user."""
+        """Return the options for a forward that a backward will follow, and the number of results for the user."""
         raise NotImplementedError("expected an operator with options to override this method")
 
     # --- a call, from the choice of the path to a launch
@@ -428,7 +428,7 @@ class Operator(ABC):
         """Compute the gradients with the reference.
 
         We differentiate views of the saved tensors. Differentiating the tensors themselves would also follow the user's
-        own graph, for example if k was computed from q.
+        graph, for example if k was computed from q.
         """
         leaves: list[Tensor] = []
 

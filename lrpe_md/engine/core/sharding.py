@@ -168,7 +168,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x's shards are those of torch.chunk, because tensors that share its dimensions are cut that way."""
+    """Check that x is sharded like torch.chunk, because tensors that share its dimensions are split that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)

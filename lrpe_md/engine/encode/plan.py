@@ -177,7 +177,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
     """Divide rows like :func:`cut_rows`, into parts of ``work.rows_per_weight`` rows or a divisor of it.
 
-    If there are more parts than programs that run at once, they run one after another.
+    If there are more parts than programs that can run at once, they run one after another.
     """
     best, shortest = (work.step, block_r), math.inf
     for part_rows in (n for n in range(work.rows_per_weight, 0, -block_r) if work.rows_per_weight % n == 0):

@@ -101,7 +101,7 @@ def validate(
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
-    """Turn the user's options into a spec."""
+    """Convert the user's options to a spec."""
     check_act(options.act, options.dim)
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
@@ -188,7 +188,7 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
-    """Check q or k. packed: what the caller takes for packed tokens, for the error."""
+    """Check q or k. packed: what to pass for packed tokens, for the error."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(

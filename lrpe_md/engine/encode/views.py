@@ -107,7 +107,7 @@ def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
 
 
 def order_heads(out: Any) -> Any:
-    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is refused later."""
+    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is rejected later."""
     is_valid = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
     return _put_heads_first(out) if is_valid else out
 

@@ -10,7 +10,7 @@ kernels that need a limit from Inductor's Python code, and in C++ code such kern
 other ``torch.compile`` backends see only the operator.
 
 If gradients belong to one projection (core/projection.py), the operator writes them directly into the joined buffer,
-which is allocated with them. v's gradient comes from elsewhere. If it is in memory by then, extra programs of the same
+which is allocated with them. v's gradient comes from elsewhere. If it is already in memory, extra programs of the same
 launch copy it; otherwise, the lowering of the join does.
 """
 
@@ -351,7 +351,7 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
     These are the inputs. If all of them are inputs of the whole graph, also add the tensors that the outputs are first
-    used with. An example is the incoming gradient, if an encoding is recomputed for attention's backward.
+    used with. One example is the incoming gradient, if an encoding is recomputed for attention's backward.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -381,7 +381,7 @@ def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str])
 
     Inductor searches for the order with the least memory. It assumes that a storage shared by several inputs is freed
     with each of them. So it may move an allocation that depends on nothing, or only on saved tensors, before all
-    layers. That can cost all the memory that recomputing an encoding saves.
+    layers. That can use up all the memory that recomputing an encoding saves.
     """
     from torch._inductor.virtualized import V
 

@@ -97,7 +97,7 @@ def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
     """Return the kernel with the numbers of these arguments compiled in, plus programs that copy.
 
     Inductor would derive each number's type from its value, and compile in every 1. Our kernels declare their types, so
-    these are written down here. Compiled-in numbers also cost no time at launch.
+    we state them here. Compiled-in numbers also add no launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []

@@ -85,7 +85,7 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
     """Return B and the product of the decays, for rule "add".
 
-    In each direction, the decays are weights of the keys, like a gate. B is a sum over all keys, so it needs no scan.
+    In each direction, the decays weight the keys, like a gate. B is a sum over all keys, so it needs no scan.
     """
     _, k, _, gate, _, decay = operands
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
@@ -160,10 +160,7 @@ def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, O
 
 
 def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for zero tokens, with the same frequencies.
-
-    Both are new objects, so that q and k don't count as one side.
-    """
+    """Return a layout and tables for no tokens, with the same frequencies. Both are new, so q and k aren't one side."""
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables

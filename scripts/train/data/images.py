@@ -120,7 +120,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_idx(path: Path) -> bool:
-    """Return whether a folder holds idx files."""
+    """Return whether a folder contains idx files."""
     return bool(_idx_file(path, "train-images-idx3-ubyte", False))
 
 
@@ -138,7 +138,8 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 def read_idx(path: Path) -> np.ndarray:
     """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
 
-    It holds two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the data.
+    It contains two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the
+    data.
     """
     try:
         raw = path.read_bytes()

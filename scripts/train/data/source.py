@@ -25,7 +25,7 @@ from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Va
 
 @dataclass(frozen=True, kw_only=True)
 class GenerativeTraining(Training):
-    """Options of trainings on images or videos."""
+    """Options for training on images or videos."""
 
     data: Path = field(
         metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
@@ -69,7 +69,7 @@ class GenerativeTraining(Training):
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of a training.
+    """Samples of a training run.
 
     Args:
         values: what the model generates.
@@ -109,7 +109,7 @@ class Source:
         return isinstance(self.values, Decoded)
 
     def check_batch(self, batch: int) -> None:
-        """Raise an error if a batch is larger than the training part."""
+        """Raise an error if a batch is larger than the training set."""
         if batch > len(self.train):
             raise typer.BadParameter(
                 f"--batch {batch}: expected at most {len(self.train)}, the number of training samples; make it smaller"
@@ -159,7 +159,7 @@ def load_source(
     device: torch.device,
     encoding: Encoding,
 ) -> Source:
-    """Open the data of a training.
+    """Open the data of a training run.
 
     Args:
         sizes: sizes of the images.

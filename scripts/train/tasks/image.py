@@ -223,7 +223,7 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model of a training. more: additional arguments."""
+    """Return the model of a training run. more: additional arguments."""
     return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
 
@@ -253,7 +253,7 @@ def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeV
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data once for all trainings of a process."""
+    """Load the data once for all runs in a process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:

@@ -61,8 +61,8 @@ class RecallTraining(Training):
 
     Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
-    Expect: 97% or more by key and 53% or more by place at the trained size, in two of three seeds; the third had not
-    learned the keys after 300 steps. Without positions 96% to 100% by key and 23% to 30% by place.
+    Expect: 97% or more by key and 53% or more by place at the training size, with two of three seeds; the third had not
+    learned the keys after 300 steps. Without positions, 96% to 100% by key and 23% to 30% by place.
     """
 
     backbone: ClassVar[Backbone] = RECALL
@@ -121,7 +121,7 @@ class RecallTraining(Training):
 
     @property
     def test_sizes(self) -> list[Size]:
-        """The trained size, then the others."""
+        """The training size, then the others."""
         frames, height, width = self.size
         longer = [(by * frames, height, width) for by in (2, 4, 8)]
         others = [parse_size("--sizes", part) for part in self.sizes.split(",") if part]
@@ -168,7 +168,7 @@ def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
 def accuracy(config: RecallTraining, model: nn.Module, size: Size, device: torch.device, autocast: Any) -> list[float]:
     """Return the accuracy of each kind of question in %, on new clips that are the same for all models.
 
-    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the trained length.
+    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the training length.
     """
     draws = np.random.default_rng((TEST_SEED, *size)).integers(2**63, size=config.test_clips)
     right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))
