@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Freeze objects between files, so that garbage collection does not traverse imports and compiler caches each time."""
+    """Freeze objects between files, so that garbage collection does not traverse imports and caches each time."""
     global last_file
     if item.path != last_file:
         last_file = item.path

@@ -57,7 +57,7 @@ class Subject:
     def _can_build(self, map: str, order: str) -> bool:
         try:
             self.omega(map, order)
-        except Exception:  # a user's function may raise anything for another number of channels
+        except Exception:  # a user's function may raise any exception for another number of channels
             return False
         return True
 

@@ -80,7 +80,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # which has no differences
+    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # without differences
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
         )
@@ -113,7 +113,7 @@ def render(folder: Path) -> str:
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    note = read_json(folder / "config.json").get("note", "")  # on results of an earlier version
+    note = read_json(folder / "config.json").get("note", "")  # for results of an earlier version
     return page(f"Comparison: {name}", COMMAND, shown, f"{text.rstrip()}\n\n{note}\n" if note else text)
 
 

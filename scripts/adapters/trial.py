@@ -33,7 +33,7 @@ __all__ = [
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
 UNKNOWN = "found no such function"
-BOUND = 1e-5  # on outputs and gradients; relative if the largest of each kind is above 1
+BOUND = 1e-5  # for outputs and gradients; relative if the largest of each kind is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
 Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: no rotary code
 

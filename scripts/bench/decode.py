@@ -294,7 +294,7 @@ def main(
             break
         try:
             measure(run, name, shape, by)
-        except Exception as error:  # such as an unavailable kernel; go on with the next
+        except Exception as error:  # for example, an unavailable kernel; continue with the next
             run.add(workload=name, impl=by, note=describe_error(error))
         release_memory(where)
         torch.compiler.reset()

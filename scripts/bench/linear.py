@@ -200,7 +200,7 @@ def main(
                 measure_sana(run, name, by, OURS, smoke)
             else:
                 measure(run, name, shrink(case) if smoke else case, by)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -185,7 +185,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
         found = {"ms": ms, "tokens_per_s": 1e3 * batch * workload.tokens / ms, "peak_gib": peak / 2**30}
     except torch.OutOfMemoryError:
         found = {"note": NO_ROOM}
-    except Exception as error:  # such as an unsupported backend; go on with the next
+    except Exception as error:  # for example, an unsupported backend; continue with the next
         found = {"note": describe_error(error)}
     del trainee
     if run.mode == "compiled":

@@ -203,7 +203,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
             continue
         try:
             linear.measure(run, str(shapes), case, impl)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(**key, note=describe_error(error))
         release_memory(run.device)
 

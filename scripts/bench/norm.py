@@ -235,7 +235,7 @@ def main(
             break
         try:
             measure(run, name, case, by)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(workload=name, over=what, impl=by, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -64,7 +64,7 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
-    for x, h in zip(xs, case.heads, strict=True):  # in the memory layout of the outputs
+    for x, h in zip(xs, case.heads, strict=True):  # with the memory layout of the outputs
         tokens_first = case.grad_layout == "bnhd"
         size = (batch, num_tokens, h) if tokens_first else (batch, h, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)

@@ -122,7 +122,7 @@ def main(
                 break
             try:
                 measure(run, name, each, shrink(WORKLOADS[name]) if smoke else WORKLOADS[name], angles_ms)
-            except Exception as error:  # such as out of memory; go on with the next
+            except Exception as error:  # for example, out of memory; continue with the next
                 run.add(workload=name, form=each, note=describe_error(error))
             release_memory(where)
     finish(run, at_least)

@@ -145,7 +145,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
-    except Exception as error:  # readers can raise anything for other data
+    except Exception as error:  # readers can raise any exception for other data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
             f"can't be read ({first_line(error)})"
@@ -219,7 +219,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
             found["pos_embed"] = table[:, prefix:]
     own = model.state_dict().keys()
-    for name in ("weight", "bias"):  # with a mean over tokens, the norm comes after it
+    for name in ("weight", "bias"):  # if the model averages tokens, the norm comes after the mean
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
     fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn

@@ -27,7 +27,7 @@ class Similarity(NamedTuple):
     """Similarity of one token to all others: (N,), or (H, W) of an image or of the token's frame."""
 
     values: torch.Tensor
-    token: tuple[int, ...]  # its place in the values
+    token: tuple[int, ...]  # its index in the values
     head: int | None  # the head, if heads have different frequencies
 
 

@@ -171,7 +171,7 @@ def test_compiled(name, reentrant):
     graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # whose graphs take long to compile
+    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # MAE's graphs take long to compile
         inputs = style.inputs(size)
         assert_within_budget(run(compiled, inputs, model), run(twin, inputs), run_exactly(twin, inputs))
     assert graphs.frame_count <= 2

@@ -311,7 +311,7 @@ def test_timm_compiles():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3"])
 def test_timm_on_a_gpu(name, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the patch embedding
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # for the patch embedding
     vit = timm_vit(name, patch_drop_rate=0.4).cuda()
     adapted, x = adapt_rotary(copy.deepcopy(vit), impl="triton"), image(vit).cuda()
     same(vit, adapted, logits, x)
@@ -570,8 +570,8 @@ def test_recorded_states_and_names(name):
     }
     ids = torch.tensor([[5, 6, 7, 8]])
     for m in (model, adapted):
-        m.model.language_model.config._attn_implementation = "eager"  # which has weights to record
-    for key in ("attentions", "hidden_states"):  # of the language model
+        m.model.language_model.config._attn_implementation = "eager"  # this implementation returns weights to record
+    for key in ("attentions", "hidden_states"):  # from the language model
         expected, found = (m(input_ids=ids, **{f"output_{key}": True})[key] for m in (model, adapted))
         assert len(found) == len(expected) >= 1
         for one, other in zip(found, expected, strict=True):

@@ -258,7 +258,7 @@ def test_models_of_other_libraries(name):
         assert torch.equal(call(copied), found)
     set_scaling(model, None)
     assert torch.equal(call(model), before)
-    if "qwen" not in name:  # which receives coordinates
+    if "qwen" not in name:  # Qwen models receive coordinates
         set_places(model, 0, torch.arange(8.0).flip(0))
         assert (call(model) - before).abs().max() > 1e-3
         set_places(model, 0, places)

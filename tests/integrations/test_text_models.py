@@ -109,7 +109,7 @@ def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
                 )  # fmt: skip
                 steps.append(out.logits[:, -1])
         torch.testing.assert_close(torch.stack(mine), torch.stack(whole), rtol=0, atol=BOUND)
-        if "dynamic" not in name:  # whose frequencies change as the cache grows
+        if "dynamic" not in name:  # dynamic frequencies change as the cache grows
             full = adapted(ids, attention_mask=mask, position_ids=positions).logits[:, start - 1 :]
             torch.testing.assert_close(torch.stack(mine, 1), full, rtol=0, atol=BOUND)
     assert calls == [2] * len(calls) != []

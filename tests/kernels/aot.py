@@ -81,7 +81,7 @@ def possible(case: dict[str, Any]) -> bool:
         # Stored angles are only possible with a grid or with coordinates shared by the batch.
         stored = case.get("tables") == "stored"
         return not (stored and (case.get("norm", "none") != "none" or "by sample" in case.get("positions", "")))
-    # Given tables exclude learned frequencies, but a norm may have learned weights.
+    # With the caller's tables, frequencies aren't learned, but a norm may have learned weights.
     learns = case.get("run") == "backward omega" and (case.get("norm") == "none" or case.get("act") == "softmax -2")
     return not (case.get("phase") or case.get("amplitude") or learns or case.get("omega") == torch.float64)
 
@@ -121,7 +121,7 @@ def cases() -> list[SimpleNamespace]:
     for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # combinations in models with qk-norm
         changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
         found.append(SimpleNamespace(**{**first, **changes}))
-    for start, change in (  # output offsets on the device, which interact with nothing else
+    for start, change in (  # output offsets on the device, which don't interact with anything else
         ("k", {"map": "half", "head_dim": 128, "rotary": "first", "positions": "origin by sample"}),
         ("both by sample", {"map": "interleaved", "head_dim": 20, "norm": "rms", "long": True}),
         ("k by sample", {"map": "cosine", "tensors": 1, "dtype": torch.float32}),

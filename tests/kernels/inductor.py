@@ -1,7 +1,7 @@
 """Inspect the code that Inductor generates for the operators, without a GPU: ``python tests/kernels/inductor.py``.
 
-The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. The
-driver is replaced by a description of an H100. It prints one JSON line per case, for test_compiled.py.
+The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. A
+description of an H100 replaces the driver. It prints one JSON line per case, for test_compiled.py.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def make_tables(case: SimpleNamespace, tables: Tensor) -> CallerTables:
 
 
 def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:
-    """Return dq, dk and dv as the gradient of a projection with something that reads it, and the other gradients."""
+    """Return dq, dk and dv as the gradient of a projection that another operation reads, and the other gradients."""
     joined = torch.ops.lrpe_md.join(grads, case.groups)
     taken = [grads[0] * 2] if "taken" in case.run else []
     return [joined, joined.cumsum(0), *found[2:], *taken]

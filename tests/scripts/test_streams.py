@@ -176,7 +176,7 @@ def test_classes_by_number_and_by_name(shards, hub):
                 assert found == (number if label == "label" else 1 - number)  # names are sorted
     for data in (load_stream(hub, 8), load_stream(hub, 8, label="label")):
         assert (len(data.train), len(data.test), data.num_classes) == (32, 8, 2)
-        assert data.classes == ("top", "bottom")  # in the order of their numbers
+        assert data.classes == ("top", "bottom")  # in numerical order
         assert data.test.labels.tolist() == [0, 1] * 4
 
 

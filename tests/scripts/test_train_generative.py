@@ -221,7 +221,7 @@ def test_an_interrupted_program_leaves_nothing(tmp_path, monkeypatch, program):
         stopped = invoke(*command)
     assert stopped.exit_code != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["captions", "model"]
-    (tmp_path / "out.part").mkdir()  # of a program that was killed
+    (tmp_path / "out.part").mkdir()  # left by a killed program
     (tmp_path / "out.part" / "mean.npy").write_text("half")
     assert invoke(*command).exit_code == 0
     assert not (tmp_path / "out.part").exists()

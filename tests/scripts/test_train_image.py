@@ -224,7 +224,7 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert train_image.run(config) == result  # a finished run is not trained again, and keeps its timings
     assert f"{config.out}: already finished at step 24; evaluating it again" in capsys.readouterr().err
     assert json.loads((config.out / "result.json").read_text()) == result
-    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # of a shorter run
+    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # as if from a shorter run
     assert train_image.run(config)["train_steps_timed"] == 0
 
 
@@ -619,7 +619,7 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
     timm = {**TIMM, "steps": 1}
-    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, while --heads is 3
+    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # it has 8 heads, but --heads is 3
     start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
     advice = {
         "timm": (SMALL, rf"(?!.*--patch).*--model {TIMM['model']}"),

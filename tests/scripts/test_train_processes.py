@@ -23,7 +23,7 @@ from train_commands import flags
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 
 SHARDINGS = ("ddp", "fsdp")
-LAYERS = {  # of different kinds, with learned decays
+LAYERS = {  # layers of different kinds, with learned decays
     "lm": {"attention": "linear,softmax", "memory": "decay=retnet,learnable=true"},
     "video": {
         "depth": 2, "attention": "linear,softmax", "memory": "rule=delta,decay=retnet,learnable=true", "causal": True,

@@ -114,7 +114,7 @@ def test_an_original_that_learns_theta_keeps_its_parameter():
 
 
 def test_dinov3_matches_published_periods():
-    """Published weights hold the periods in bfloat16, as the docstring says."""
+    """Published weights store the periods in bfloat16, as the docstring says."""
     made = preset("dinov3")
     rounded = replace(made, omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double())
     expected = (100 ** (torch.arange(16, dtype=torch.float64) / 16)).bfloat16().double()
@@ -207,7 +207,7 @@ def test_phase_is_clamped_and_only_on_the_keys():
 
 
 def test_the_kernels_run_it():
-    """Combine a float64 omega, a float32 phase, an amplitude per pair, and a learned theta."""
+    """The cases combine a float64 omega, a float32 phase, an amplitude per pair, and a learned theta."""
     for module in (
         move_parameters(PresetMd(preset("pope", 8, num_heads=2), impl="triton")),
         PresetMd(preset("wan", 24, scaling=YARN), impl="triton"),

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     block_n: int  # tokens of a tile
     num_warps: int
     max_registers: int | None  # per thread; fewer leave room for more warps
-    stages: int  # of the walk with dω: the rows of stages - 1 steps are loaded ahead
+    stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
     token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
     rows_per_program: int  # rows of a program, which share its angles
@@ -101,7 +101,7 @@ TILES = {
     (4, "rotate", Pass.BACKWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
-NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
+NUM_SM = 132  # on the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # per SM
 # The cost of a new block of tokens, in blocks of rows (docs/tuning.md).
 NEW_TOKENS = 8

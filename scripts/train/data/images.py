@@ -236,7 +236,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
         chosen = choose_subset(len(found), limit)
-    except Exception as error:  # the readers of torchvision, hfds and tfds can raise anything
+    except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
         ) from error

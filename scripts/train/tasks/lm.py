@@ -139,7 +139,7 @@ class LmTraining(Training):
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", **chosen.arguments}
-        given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
+        given["phase"] = bool(given.get("phase"))  # on the keys, as in the model
         return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property
