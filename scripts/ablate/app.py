@@ -61,8 +61,7 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. "
-            "(default: depends on the task)",
+            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
         ),
     ] = None,
     attention: Annotated[

@@ -65,7 +65,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
         f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
-        "per training."
+        "per run."
     ]
     return "\n".join(lines) + "\n"
 

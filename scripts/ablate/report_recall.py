@@ -79,15 +79,15 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
         f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Each column is a size of clips, frames × height × width tokens. The first is "
+        f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
         f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. Each training ran {how_long(training)}, with batch size {training['batch']}, in "
+        f"frames count. Each model was trained for {how_long(training)}, with batch size {training['batch']}, in "
         f"{precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and as many "
-        f"ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The model has "
-        f"{training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
+        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and "
+        f"as many others ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The "
+        f"model has {training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:

@@ -138,8 +138,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size, the only size that the model saw in training. Rows are sorted by that column. Each training "
-        f"ran {how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
+        "training size, the only size used in training. Rows are sorted by that column. Each model was trained for "
+        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():

@@ -89,9 +89,7 @@ def main(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            max=1, callback=positive, help="Text: top-p, the cumulative probability to sample from. (default: 0.95)"
-        ),
+        typer.Option(max=1, callback=positive, help="Text: top-p of nucleus sampling. (default: 0.95)"),
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
     size: Annotated[
@@ -119,8 +117,7 @@ def main(
         str | None, typer.Option(help="Images: text model that encodes prompts, for runs with --text-features.")
     ] = None,
     count: Annotated[
-        int | None,
-        typer.Option(min=1, help="Images: number of images to write to --npz, cycling through prompts or classes."),
+        int | None, typer.Option(min=1, help="Images: how many to write to --npz, cycling through prompts or classes.")
     ] = None,
     npz: Annotated[
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")

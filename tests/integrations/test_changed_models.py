@@ -274,7 +274,7 @@ def test_group_offload_of_a_diffusion_model(when, tmp_path):
 
 
 def test_another_default_dtype_does_not_spoil_the_process():
-    """What is cached for a function must not depend on the default dtype, so this runs in a separate process."""
+    """The cache of a function must not depend on the default dtype, so this runs in a separate process."""
     pytest.importorskip("diffusers")
     code = """
 import torch
