@@ -109,8 +109,8 @@ class VideoState:
 
     num_frames: T, the number of grid frames so far. frame: height and width of a frame, in tokens. layers: an entry for
     each attention. For linear attention, this is its ``state``, see :func:`lrpe_md.linear_attention`. For softmax
-    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of as many frames as later frames see. Keys
-    are not encoded, because their positions depend on the window that sees them.
+    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of the frames that later frames can see.
+    Keys are not encoded, because their positions depend on the window that sees them.
     """
 
     num_frames: int

@@ -78,7 +78,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     for positions in POSITIONS:
         rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
         shown = [row for row in rows if any(row[2:])]
-        lines += [f"Positions {positions}:", "", *table([*KEYS, *columns], shown, len(KEYS))]
+        lines += [f"{positions.capitalize()} positions:", "", *table([*KEYS, *columns], shown, len(KEYS))]
     return lines
 
 
@@ -144,7 +144,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += [f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
+        lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
     if task.note:
         lines += [task.note, ""]
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:

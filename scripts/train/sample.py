@@ -85,7 +85,7 @@ def main(
     tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to generate. (default: 400)")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, callback=finite, help="Text: temperature; 0 takes the most likely byte. (default: 0.8)"),
+        typer.Option(min=0, callback=finite, help="Text: temperature; 0 chooses the most likely byte. (default: 0.8)"),
     ] = None,
     top_p: Annotated[
         float | None,

@@ -216,7 +216,7 @@ def test_recommendation_matches_results():
     for path in (README, DOCS / "which-encoding.md"):
         assert advice in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
-    extrapolated, rescaled = text.split("Difference from ")[0].split("Positions rescaled")
+    extrapolated, rescaled = text.split("Difference from ")[0].split("Rescaled positions")
     rows = [
         {tuple(cells(line)[:2]): [float(c.split()[0]) for c in cells(line)[2:]] for line in part.splitlines()
          if re.match(r"\| [\w-]+ \| (softmax|linear) \| \d", line)}

@@ -104,8 +104,8 @@ class RecallTraining(Training):
             raise typer.BadParameter(f"--writes: expected at most --keys = {self.keys}, got {self.writes}")
         if self.writes + 2 * self.questions > height * width:
             raise typer.BadParameter(
-                f"--writes, --questions: expected at most {height * width} tokens, those of a frame, got {self.writes} "
-                f"+ 2 · {self.questions}"
+                f"--writes, --questions: expected at most {height * width} tokens, the number per frame, got "
+                f"{self.writes} + 2 · {self.questions}"
             )
         _ = self.test_sizes
         check_width("--dim", self.dim, self.heads)
