@@ -86,7 +86,7 @@ def published(
 ) -> Subject:
     """Return the subject of one of :func:`lrpe_md.list_presets`, or of a scheme; None selects the scheme's default.
 
-    name: title of the figure; None: the scheme's.
+    name: title of the figure; None: the scheme's name.
     """
     found, described = find_scheme(scheme)
     seeded = "seed" in described.frequencies.takes

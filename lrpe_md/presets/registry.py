@@ -228,7 +228,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        t, h and w have a third of the pairs each. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
+        t, h and w each have a third of the pairs. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
         the half layout. Tokens are ordered in blocks of 2×2, as in Qwen2-VL (option ``merge``).
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
@@ -281,8 +281,8 @@ SCHEMES: dict[str, Scheme] = {
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        Positions are (0, h, w). The first axis has half of the pairs, h and w a quarter each. Text is at zero and comes
-        after the image.
+        Positions are (0, h, w). The first axis has half of the pairs, and h and w each have a quarter. Text is at zero
+        and comes after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),

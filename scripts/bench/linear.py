@@ -9,7 +9,7 @@ inputs. A share is the speed relative to a copy of 2 GiB in the same run, for th
 forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before it is timed,
 values and gradients of one sample are checked against float64; wrong results are not timed.
 
-With --other, each pass of lrpe-md is timed beside that of another checkout of this repository:
+With --other, each pass of lrpe-md is timed alternately with that of another checkout of this repository:
 
     lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
 

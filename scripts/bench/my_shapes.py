@@ -209,7 +209,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
 
 
 def collect(session: Session, run: Run | None) -> Found:
-    """Collect the rows of both CSVs as times."""
+    """Convert the rows of both CSVs to times."""
     found = Found()
     for row in session.rows:
         if row.get("op"):

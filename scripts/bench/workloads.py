@@ -198,7 +198,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """The `train image` model for images and classes like Fashion-MNIST's."""
+    """The `train image` model for images and classes like those of Fashion-MNIST."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)

@@ -209,7 +209,7 @@ class Backbone:
 
     @property
     def names(self) -> list[str]:
-        """All names: the table's, presets and registered schemes. Not every model supports every preset."""
+        """All names: those in the table, presets and registered schemes. Not every model supports every preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property

@@ -40,7 +40,7 @@ def load_vae(name: str) -> Any:
 
 
 def locate_vae(name: str) -> str:
-    """Return the absolute path of a folder, which any program finds; a hub id stays."""
+    """Return the absolute path of a folder, so that any program finds it; a hub id is unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 

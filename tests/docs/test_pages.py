@@ -288,7 +288,7 @@ def test_plots_have_a_copy_for_dark_pages():
     linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
     linked = {target for target in linked if "complete-runs" not in target}  # samples of models, like photographs
     found = {path.name for place in (ROOT / "scripts", DOCS) for path in place.rglob("*-dark.*")}
-    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs stay as they are
+    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs don't change
     assert {f"{Path(name).stem}-dark{Path(name).suffix}" for name in names} <= found
 
 

@@ -1,4 +1,4 @@
-"""Program of the two processes of test_sharded_models.py: adapted models under FSDP's mixed precision."""
+"""Program that test_sharded_models.py runs in two processes: adapted models under FSDP's mixed precision."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def by_rule(name: str) -> tuple[Any, Any, Any]:
 
 
 def tower() -> tuple[Any, Any, Any]:
-    """Build a vision tower of transformers, Qwen3-VL's."""
+    """Build Qwen3-VL's vision tower from transformers."""
 
     def call(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
         return model(**given).last_hidden_state
@@ -146,7 +146,7 @@ def is_same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> b
 
 
 def checkpointed(name: str, shard: Any, mesh: Any) -> None:
-    """Check that the backward rotates by the same tables, and that results are as accurate as the original's."""
+    """Check that the backward uses the same tables, and that results are as accurate as the original's."""
     build, call, x = of_name(name)
     torch.manual_seed(0)
     model, x = build(), x()

@@ -114,7 +114,7 @@ def cases() -> list[SimpleNamespace]:
                 best, gain = case, covered
         missing -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
         found.append(SimpleNamespace(**{name: best[name] for name in names}))
-    # Grids with an origin are not in the axes, since they share most code with scaled grids.
+    # Grids with an origin are not among the options, since they share most code with scaled grids.
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
@@ -262,7 +262,7 @@ def call(case: SimpleNamespace) -> None:
 
 
 def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> CallerTables:
-    """Make the tables of a case with these channels, heads and rows; by sample if its positions are."""
+    """Make the tables of a case with these channels, heads and rows, per sample if its positions are per sample."""
     channels, heads, rows = sizes
     kind, dtype, *odd = case.tables.split()
     width = 2 * channels if kind == "full" and case.map != "cosine" else channels

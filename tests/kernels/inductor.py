@@ -95,7 +95,7 @@ def describe_gpu() -> None:
 
 
 def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, Loose]]:
-    """Return Inductor's code for f on fake CUDA tensors like these, and the number of loose allocations."""
+    """Return Inductor's code for f on fake CUDA tensors like these, and the numbers of movable allocations."""
     found: list[tuple[str, Loose]] = []
     codegen = GraphLowering.codegen
 

@@ -87,7 +87,7 @@ CHANGES = [
     {"norm_weight": "by_head", "heads": (6, 2)},
     {"norm_weight": "by_head", "heads": (4, 1), "norm_groups": 3, "suffix": 2},
     {"norm_bias": False},
-    # With relu, z may depend on a single channel, a small difference of γ x̂ and β, which makes 1/z inexact.
+    # With relu, z may depend on a single channel, a small difference between γ x̂ and β, which makes 1/z inexact.
     {"offset": 1.0, "norm_eps": 1e-2, "act": "softplus"},
     {"norm_groups": 3, "prefix": 2, "suffix": 3, "act": "sigmoid"},
     {"norm_groups": 2, "map": None, "prefix": 3},

@@ -543,7 +543,7 @@ def test_linear_attention_without_an_activation(normalizer, encoding):
 
 
 def test_linear_attention_of_normed_q_and_k_under_autocast():
-    """Norms return float32 under autocast, while v is 16 bits."""
+    """Norms return float32 under autocast, while v has 16 bits."""
 
     class Wide(nn.Module):
         def forward(self, x):

@@ -249,7 +249,7 @@ def test_repr():
 
 @pytest.mark.parametrize("name", ["rope_vit_mixed", "rope_1d", "ernie4_5_vl"])
 def test_repr_without_an_axis_order(name):
-    """Dense frequencies, one axis and axes in groups have no order of blocks."""
+    """Dense frequencies, a single axis and grouped axes have no block order."""
     assert "axis_order" not in repr(PresetMd(name, num_heads=2))
 
 

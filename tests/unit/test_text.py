@@ -124,7 +124,7 @@ def test_grouped_queries_in_one_call():
     for theta in (randn(2), randn(2, 4), randn(4)):
         by_query = theta if theta.shape == (4,) else theta.repeat_interleave(2, 0)
         if by_query.shape == (4,) and theta.shape == (2,):
-            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would be one per pair
+            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would have one entry per pair
         found = lrpe_rotate_1d((q, k), theta, offset=3)
         torch.testing.assert_close(found[0], lrpe_rotate_1d(q, by_query, offset=3))
         torch.testing.assert_close(found[1], lrpe_rotate_1d(k, theta, offset=3))

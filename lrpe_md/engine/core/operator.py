@@ -512,7 +512,7 @@ class Operator(ABC):
 
 
 def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Replace repeated tensors by views, because Dynamo accepts each tensor only once."""
+    """Replace repeated tensors with views, because Dynamo accepts each tensor only once."""
     distinct_tensors: list[Tensor | None] = []
     for i, t in enumerate(tensors):
         for other in tensors[:i]:

@@ -105,7 +105,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """Inputs of a launch beside the tables, for one tensor or for q and k."""
+    """Inputs of a launch except the tables, for one tensor or for q and k."""
 
     xs: list[Tensor]  # empty if the backward needs no x
     dys: list[Tensor]  # empty in the forward
@@ -381,7 +381,7 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
-    """Divide channels into small blocks if their number is not a power of two, so that no threads idle.
+    """Divide channels into small blocks if their number is not a power of two, so that no thread is idle.
 
     This only works if all channels are mapped, and nothing is summed over the channels.
     """

@@ -58,7 +58,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
 
 def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
-    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors stay as they are."""
+    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors don't change."""
     packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
     if not any(packed):
         return encode(*xs)

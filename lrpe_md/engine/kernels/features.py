@@ -74,7 +74,7 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 def load_side(side, b, g, h, V: tl.constexpr):
     """Load the tables of a head of a sample; also return h. g: the head of k.
 
-    Callers pass the result on next to the side's pointers. A function can't return these, as they may be None.
+    Callers pass the result on, together with the side's pointers. A function can't return these, as they may be None.
     """
     return load_tables(side, b, g, V=V), h
 

@@ -92,7 +92,7 @@ def _split_packed(arguments: TensorArguments, packed: Packed) -> tuple[TensorArg
     """Return the arguments with the cu_seqlens of packed sequences, and the positions."""
     if arguments.cu_seqlens is not None:
         raise ValueError(
-            "cu_seqlens: expected None with a result of lrpe_md.pack as positions, because it contains cu_seqlens, "
+            "cu_seqlens: expected None if positions come from lrpe_md.pack, which already contains cu_seqlens, "
             "got both"
         )
     return arguments._replace(cu_seqlens=packed.cu_seqlens), packed.positions
