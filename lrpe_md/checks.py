@@ -48,8 +48,7 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active. In that case, new tensors must not be
-    cached."""
+    """Return whether a dispatch mode, function transform or trace is active, so that new tensors must not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 

@@ -1,4 +1,4 @@
-"""Functions with the names of the LRPE document: thin wrappers of :mod:`lrpe_md.functional`.
+"""Functions with the names of the LRPE document: thin wrappers around :mod:`lrpe_md.functional`.
 
 X is (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first. The first ``l`` (condition) tokens have Θ = 0.
 ``*_torch`` runs the reference and ``*_triton`` the kernels. ``*_fwd_triton`` and ``*_bwd_triton`` run one pass without

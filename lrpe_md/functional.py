@@ -119,7 +119,7 @@ def cosine(
     Differentiable with respect to xs, omega, phase, and the norm's weight and bias. First-order reverse mode runs the
     fused, deterministic backward. Under ``torch.func`` transforms, forward mode and double backward, "auto" runs the
     reference, which is differentiable to any order and also with respect to coordinates and amplitude. Gradients of
-    tables take as long as the reference. ``out`` is only for calls that record no gradient.
+    tables take as long as the reference. ``out`` only works for calls that don't record gradients.
 
     Raises:
         ValueError, TypeError: an invalid argument, before anything is launched.

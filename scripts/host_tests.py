@@ -3,10 +3,10 @@ r"""Run the model tests of diffusers and transformers on their own models and on
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice:
-with unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py).
-A test that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit
-status is 1. Slow tests, and tests of missing hardware or packages, are skipped as in the libraries' own runs. Set
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice: with
+unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py). A test
+that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit status is
+1. Slow tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set
 ``RUN_SLOW=1`` to run the slow ones.
 
 The tests need ``pip install pytest parameterized peft httpx``.
@@ -137,7 +137,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Update the CSV with new rows; keep its rows of other models."""
+    """Update the CSV with new rows; keep its rows for other models."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}

@@ -299,7 +299,7 @@ def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """Return theta[:, members]. A range gives a view; an index tensor would have to be copied to the device."""
+    """Return theta[:, members]. A range returns a view; an index tensor would have to be copied to the device."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]

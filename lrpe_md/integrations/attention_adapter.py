@@ -327,7 +327,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Forward of an attention, which encodes q and k at its SDPA call."""
+    """Forward of an attention module, which encodes q and k at its SDPA call."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -507,7 +507,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     """Set the positions from inside the forward of an adapted model.
 
     Use it in models that choose their tokens in the forward, such as an MAE after it draws the patches to keep. The
-    positions apply to all following attentions until the forward ends. Call it outside of checkpointed code.
+    positions apply to all subsequent attention modules until the forward ends. Call it outside of checkpointed code.
 
     Args:
         model: the model passed to :func:`adapt_attention`.

@@ -77,8 +77,8 @@ class LrpeAttention(Attention):
     """timm's attention, with the same parameters, which encodes q and k as the :class:`Context` specifies.
 
     Without a Context (``attn_mask`` is None or a mask) it is timm's attention. ``attention`` is "softmax" or "linear";
-    ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` say how the state forgets.
-    ``feature_act`` replaces the encoding's activation.
+    ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the state
+    forgets. ``feature_act`` replaces the encoding's activation.
 
     The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output. It
     therefore keeps five units of B·N·C, where attention without an encoding keeps three. ``copy_v`` copies v to keep

@@ -323,9 +323,9 @@ class FrequencyModule(nn.Module):
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
         """Multiply the trained frequencies by ``ratio`` and the amplitude by ``amplitude``, in place.
 
-        This runs a few small operators without synchronising. New values cause no recompile or recapture, but the first
-        call adds buffers that an existing compiled or captured program does not read. Call ``module.adjust()`` once
-        before compiling or capturing. The buffers are not in the state_dict.
+        This runs a few small operators without synchronising. New values don't trigger recompiling or recapturing, but
+        the first call adds buffers that an existing compiled or captured program does not read. Call
+        ``module.adjust()`` once before compiling or capturing. The buffers are not in the state_dict.
 
         Args:
             ratio: broadcasts to ω (H or 1, C, K), on its device; None: as trained. Learned frequencies stay trainable.
@@ -378,9 +378,9 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Place index i of a grid axis at ``places[i]`` from now on; None restores the grid's own positions.
 
-        If the length is unchanged, this happens in place, without a recompile, recapture or synchronisation. It affects
-        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`).
-        Coordinates are not affected.
+        If the length is unchanged, this happens in place, without recompiling, recapturing or synchronising. It affects
+        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`). Coordinates
+        are not affected.
 
         Args:
             axis: axis number, 0 the slowest (time in videos).

@@ -219,7 +219,7 @@ class Rotate1d(RotateMd):
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
         """Change the frequencies in place, for example to change the length scaling at run time.
 
-        Compiled code and captured CUDA graphs use the new values without a recompile. See
+        Compiled code and captured CUDA graphs use the new values without recompiling. See
         :func:`lrpe_md.rope_frequencies`.
 
         Args:
@@ -356,7 +356,7 @@ class PresetMd(FrequencyModule):
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.
 
-    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``,
+    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``, but
     :class:`RotateMd` has "half" and "minor_first".
 
     Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.

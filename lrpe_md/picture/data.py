@@ -222,7 +222,7 @@ def of_head(omega: Tensor, head: int) -> Tensor:
 
 
 def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
-    """Return Θ (N, C) in radians from omega (C, K); learned phases are taken as zero."""
+    """Return Θ (N, C) in radians from omega (C, K); learned phases are treated as zero."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
 

@@ -17,7 +17,7 @@
 Pass data as you would to the training commands; --set changes any of their options. Each result is saved as soon as its
 training run ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
 consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences from a
-baseline, parameters, time and memory. With --smoke everything is tiny and runs on a CPU.
+baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ def _has_rotary(model: nn.Module) -> bool:
 
 
 def distance(found: Result, stock: Result) -> float:
-    """Return the largest difference between outputs and between gradients; relative if the largest of each kind is
-    above 1."""
+    """Return the largest difference between outputs or gradients; relative if the largest of its kind is above 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
     names = list(stock.gradients)

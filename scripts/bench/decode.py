@@ -10,7 +10,7 @@ precomputed, because a model computes them once for all layers; lrpe-md computes
 
 Measures: "gpu" is the GPU time of one call with a cold L2 cache; "graph" is the time per call of 64 calls in a CUDA
 graph; "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the
-bytes that must move: q and k, read and written. Before it is timed, q and the cache are checked against float64.
+bytes that must move: q and k, read and written. Before timing, q and the cache are checked against float64.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """Describe the first result that is further from float64 than 16-bit tables and outputs explain, or return ""."""
+    """Describe the first result whose error is larger than 16-bit tables and outputs explain, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",

@@ -6,8 +6,8 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move: 4·BHND elements
-forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before it is timed,
-values and gradients of one sample are checked against float64; wrong results are not timed.
+forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before timing, values
+and gradients of one sample are checked against float64; wrong results are not timed.
 
 With --other, each pass of lrpe-md is timed alternately with that of another checkout of this repository:
 

@@ -6,8 +6,8 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles divided by the time with tables in the same run. ``share`` is the
-speed relative to a copy that reads and writes as many bytes as q and k have. Before it is timed, a small case of each
-form is checked against float64.
+speed relative to a copy that reads and writes as many bytes as q and k have. Before timing, a small case of each form
+is checked against float64.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """Return candidates of the same shape with other registers and stages, or with rows requested first."""
+        """Return candidates of the same shape with other registers and stages, or with rows loaded first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]

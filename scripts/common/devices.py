@@ -34,7 +34,7 @@ def turn_of(kind: str) -> Path:
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device.
 
-    From pinned memory the copy is asynchronous; otherwise the host would wait for all queued work.
+    From pinned memory, the copy is asynchronous; otherwise, the host would wait for all queued work.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -67,7 +67,7 @@ _SHELL_TERMS = {
 
 
 def in_shell_terms(text: Any, separator: str = ",") -> str:
-    """Reword an error of the library for a command line: options instead of arguments, values as the user types them.
+    """Reword an error from the library for a command line: options instead of arguments, values as the user types them.
 
     separator: between numbers that belong together.
     """

@@ -204,7 +204,7 @@ def limit_time(seed: int, config: Any) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first error of a chain, and where it was raised."""
+    """Return the first error in a chain, and where it was raised."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -201,7 +201,7 @@ class MapConfig(Config):
 
 @dataclass(frozen=True)
 class Where:
-    """Positions in the forms that the library and the formula take."""
+    """Positions in the forms that the library and the formula expect."""
 
     positions: Any
     coords: Tensor  # (B or 1, N, K) float64

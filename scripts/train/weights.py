@@ -224,7 +224,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
     fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn
     filtered = fit(found, model)
-    # Remove entries that the filter added from the model.
+    # Remove the entries that the filter took from the model.
     added = {name for name in own - found.keys() if name.startswith("encoding.") or name.endswith(".decay.logit")}
     return {name: value for name, value in filtered.items() if name not in added}
 

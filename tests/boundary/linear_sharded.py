@@ -36,7 +36,7 @@ def with_state(mesh, tensors: dict[str, Tensor], normalizer: str = "unrotated") 
 
 
 def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return o, and without directions="both" S and Σ."""
+    """Return o and, unless directions is "both", S and Σ."""
     tensors = dict(tensors)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
     state = tuple(tensors.pop(name) for name in ("S", "sums") if name in tensors)

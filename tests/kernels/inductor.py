@@ -132,7 +132,7 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
 class Loose(NamedTuple):
     """Allocations that could move before a model's first layer, which would hold the memory of all layers at once."""
 
-    independent: int  # depend on no input
+    independent: int  # don't depend on any input
     on_inputs: int  # depend only on inputs of the program
 
 

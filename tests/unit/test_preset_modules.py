@@ -94,7 +94,7 @@ def test_frequencies_train(name):
 
 
 def test_frequencies_of_zero_stay_in_every_parametrisation():
-    """HoPE has frequencies of zero for time."""
+    """HoPE's temporal frequencies are zero."""
     log, raw = (PresetMd("hope", learnable=kind) for kind in (True, "raw"))
     raw.load_state_dict(log.state_dict())
     torch.testing.assert_close(raw.get_omega(), raw.preset.omega.float(), rtol=1e-6, atol=0)

@@ -262,7 +262,7 @@ def test_preset_fields(name):
 
 
 def test_no_scheme_is_named_elsewhere():
-    """Scheme names appear in no code outside of presets/registry.py and the adapters."""
+    """Scheme names don't appear in any code outside presets/registry.py and the adapters."""
     import ast
     from pathlib import Path
 

@@ -162,7 +162,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]  # empty for explicit coords
 
     def is_same(self, other: Layout) -> bool:
-        """Compare field by field. If tuples were compared, Dynamo of torch 2.11 would treat the sizes as constants."""
+        """Compare field by field. If tuples were compared, Dynamo in torch 2.11 would treat the sizes as constants."""
         has_same_counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start

@@ -1,4 +1,4 @@
-"""Code that all launchers share: preparing tables, describing grids by numbers, and detecting GPU features."""
+"""Code that all launchers share: preparing tables, describing grids as numbers, and detecting GPU features."""
 
 from __future__ import annotations
 

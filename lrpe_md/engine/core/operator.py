@@ -111,7 +111,8 @@ def check_impl(impl: Any) -> None:
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
     """Return whether to run the kernels, according to ``impl`` and the inputs.
 
-    constants: tensors for which the kernels compute no gradient. transformed: the result of :func:`is_transforming`.
+    constants: tensors for which the kernels don't compute gradients. transformed: the result of
+    :func:`is_transforming`.
     """
     if impl not in IMPLS:
         check_impl(impl)
@@ -153,7 +154,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
 
 @cache
 def warn_of_interpreter() -> None:
-    """Warn once that the interpreter of an old Triton is less accurate than a GPU."""
+    """Warn once that an old Triton's interpreter is less accurate than a GPU."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
@@ -279,7 +280,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors of a call for which the kernels compute no gradient."""
+        """Return the tensors of a call for which the kernels don't compute gradients."""
 
     @abstractmethod
     def replace(

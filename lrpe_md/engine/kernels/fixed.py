@@ -73,7 +73,7 @@ class Copy(NamedTuple):
         return batch * heads * triton.cdiv(num_tokens, self.block)
 
     def write(self, source: str, destination: str) -> str:
-        """Write the source code of a call of :func:`copy_rows`."""
+        """Write the source code of a call to :func:`copy_rows`."""
         _, heads, num_tokens, head_dim = self.source.shape
         sizes = heads, num_tokens, head_dim, self.width
         x, o = self.source.stride()[:3], self.destination.stride()[:3]

@@ -196,7 +196,7 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, V: tl.constexpr):
 
 @triton.jit
 def load_transition(p_transitions, pieces, steps, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
-    """Load tile (i, j) of the A of a block."""
+    """Load tile (i, j) of a block's A."""
     first, last = pieces
     row, rows, size, base = steps
     o_r = i * V.block_c + tl.arange(0, V.block_c)[:, None]

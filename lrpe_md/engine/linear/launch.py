@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Number of elements of S and Z of a head."""
+        """Number of elements of a head's S and Z."""
         return self.v_dim * self.num_features + self.num_sums
 
 
@@ -257,7 +257,7 @@ def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: in
 
 
 def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """List the first token of each block, and the end of the last one. Prefix and suffix are blocks of their own."""
+    """List the first token of each block, and the end of the last one. Prefix and suffix are separate blocks."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
@@ -790,7 +790,7 @@ def find_permutation(inputs: LaunchInputs, inverse: bool) -> Tensor | None:
 
 
 def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
-    """Join (S, Σ) to one row per head: Sᵀ with features in the kernels' order, then the sums."""
+    """Join (S, Σ) into one row per head: Sᵀ with features in the kernels' order, then the sums."""
     sizes = inputs.sizes
     order = find_permutation(inputs, False)
     matrix, *sums = state
@@ -815,7 +815,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
-    """Copy a state, with its features reordered. Compiled code needs aligned outputs that share no memory."""
+    """Copy a state, with its features reordered. Compiled code needs aligned outputs that don't share memory."""
     return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 

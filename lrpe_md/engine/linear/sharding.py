@@ -46,8 +46,8 @@ def run_shards(
 
     The state is sharded like k along batch and heads, and replicated otherwise. As in the encoding
     (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
-    gradients are those of the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads
-    are sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
+    gradients cover the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads are
+    sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
 
     Raises:
         TypeError: plain tensors among DTensors.

@@ -5,7 +5,7 @@ tokens that follow. Each rank computes its T and B without queries and gathers t
 maps of the preceding ranks (the following ones, in the reverse direction) in order, and runs its own tokens from the
 result.
 
-With rule "add", T is the product of the rank's decays, and B a sum of its keys, weighted by the decays of the blocks
+With rule "add", T is the product of the rank's decays, and B is a sum of its keys, weighted by the decays of the blocks
 that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the rank's final state if it starts from the identity
 and all values are 0. A_f is symmetric, so the reverse direction has the transpose of T.
 """
@@ -139,7 +139,7 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
     """Return T (B, H_k, E, E): the final state if the initial state is the identity and all values are 0.
 
-    If a kernel can't hold the whole identity, each call processes as many of its columns as v has channels.
+    If a kernel can't process the whole identity, each call processes as many of its columns as v has channels.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])

@@ -99,7 +99,7 @@ class Source:
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return values and conditions of training samples; numbers from ``len(train)`` on mean the next size."""
+        """Return values and conditions of training samples; numbers from ``len(train)`` on stand for the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 

@@ -506,7 +506,7 @@ def number_classes(
 ) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
     """Return both streams with the classes in a field, the number of classes, and their names if they are known.
 
-    Class names are sorted, unless the data numbers them.
+    Class names are sorted, unless the data assigns numbers to them.
     """
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
@@ -550,7 +550,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return which samples are held out for testing, (N,) bool: those whose name's hash is 0 modulo ``parts``."""
+    """Return which samples are held out for testing, (N,) bool: the hash of their name is 0 modulo ``parts``."""
     return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
 
 
