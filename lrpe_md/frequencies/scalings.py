@@ -31,7 +31,8 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """Apply NTK-aware scaling: the base b becomes b · factor^(d / (d - 2)), d = 2E.
 
     On a geometric series, this equals θ_i · factor^(-i / (E - 1)), which does not need the base. The slowest frequency
-    is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
+    is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv
+    2309.00071.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)

@@ -200,7 +200,7 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Load all weights of an attention or router module together, because its forward may read linear layers'
+    """Load all weights of an attention or router module together, because its forward may read its children's
     weights."""
     import accelerate
 

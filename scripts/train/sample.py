@@ -79,7 +79,7 @@ def main(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed of the text, or of the first image.")
+        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed for the text, or for the first image.")
     ] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to generate. (default: 400)")] = None,

@@ -187,7 +187,7 @@ def main(
         ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed of random directions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
     shape: Annotated[
         str | None,
         typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)"),
