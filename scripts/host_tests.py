@@ -1,4 +1,4 @@
-r"""Run the model tests of diffusers and transformers on their own models and on the same models after adaptation.
+r"""Run diffusers' and transformers' model tests on their own models and on the same models after adaptation.
 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
@@ -156,12 +156,12 @@ def write_rows(out: Path, rows: list[Row]) -> None:
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="CSV to update; rows of other models are kept.")],
-    diffusers: Annotated[Path | None, typer.Option(help="Path of a diffusers checkout.", exists=True)] = None,
-    transformers: Annotated[Path | None, typer.Option(help="Path of a transformers checkout.", exists=True)] = None,
+    diffusers: Annotated[Path | None, typer.Option(help="Path to a diffusers checkout.", exists=True)] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Path to a transformers checkout.", exists=True)] = None,
     only: Annotated[str | None, typer.Option(help="Run only this model, such as flux or llama.")] = None,
     tests: Annotated[str | None, typer.Option(help="Version to record; default: the one in setup.py.")] = None,
 ) -> None:
-    """Run the model tests of diffusers and transformers with stock and with adapted models."""
+    """Run diffusers' and transformers' model tests with stock and with adapted models."""
     known = [model for _, models in TESTS.values() for model in models]
     if only is not None and only not in known:
         raise HostTestsError(f"--only: expected one of {', '.join(known)}, got {only!r}")

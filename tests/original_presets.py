@@ -29,7 +29,7 @@ def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
 
 
 def original(name):
-    """Import a module of timm, transformers or diffusers."""
+    """Import a timm, transformers or diffusers module."""
     oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
     package = name.split(".")[0]
     pytest.importorskip(package, minversion=oldest[package])

@@ -101,15 +101,11 @@ class RotateMd(SeriesModule):
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
     existing code require a specific one:
 
-    | convention of | ``pairs`` | ``axis_order`` |
-    | --- | --- | --- |
-    | the defaults here | "half" | "minor_first" |
-    | the LRPE document | | "minor_first" |
-    | Llama, Qwen and most text models of transformers | "half" | |
-    | RoFormer, GPT-J, the LLaMA release of Meta | "interleaved" | |
-    | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX | "interleaved" | "major_first" |
-    | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first" |
-    | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
+    | convention of | ``pairs`` | ``axis_order`` | | --- | --- | --- | | the defaults here | "half" | "minor_first" | |
+    the LRPE document | | "minor_first" | | Llama, Qwen and most transformers text models | "half" | | | RoFormer,
+    GPT-J, the LLaMA release of Meta | "interleaved" | | | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX |
+    "interleaved" | "major_first" | | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" |
+    "minor_first" | | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
 
     "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
     its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your

@@ -1,4 +1,4 @@
-"""Build and call a tiny version of each rotary model of timm, for ``lrpe-md adapters``."""
+"""Build and call a tiny version of each rotary timm model, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

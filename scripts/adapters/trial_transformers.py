@@ -1,4 +1,4 @@
-"""Build and call a tiny random model of each model type of transformers, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each transformers model type, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

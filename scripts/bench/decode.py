@@ -86,7 +86,7 @@ class Inputs:
         return None if self.shape.rotary_dim == self.shape.head_dim else self.shape.rotary_dim
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (1, N, R) in the layout of transformers."""
+        """Return cos and sin (1, N, R) in transformers' layout."""
         angles = self.rows[:, None].double() * self.omega[0, :, 0].double()
         both = torch.cat([angles, angles], dim=-1)[None]
         return both.cos().to(dtype), both.sin().to(dtype)

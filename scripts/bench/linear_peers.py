@@ -222,7 +222,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """A workload of diffusers: a module, copies of its inputs, and the positions for both implementations."""
+    """A diffusers workload: a module, copies of its inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]

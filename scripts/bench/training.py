@@ -28,9 +28,9 @@ image, video_model and dit are the models of `train image`, `train video` and `t
 and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They use the encodings of their
 scripts, compared with none. dit also has rotate-norms-first, which normalises q and k in separate launches.
 
-wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
-transformers and timm with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted
-(by `adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
+wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are diffusers, transformers and
+timm models with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted (by
+`adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
 
 The command appends a row to the CSV for each model, mode and encoding. It contains:
 

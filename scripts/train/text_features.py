@@ -33,7 +33,7 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
-    """Load a text model of transformers and its tokenizer from a folder or a hub id.
+    """Load a transformers text model and its tokenizer from a folder or a hub id.
 
     Raises:
         typer.BadParameter: no such model can be read from there.

@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers, from pixels to latents and back."""
+"""diffusers autoencoders, from pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 64  # images encoded or decoded at a time
 
 
 def load_vae(name: str) -> Any:
-    """Load an AutoencoderKL of diffusers in float32.
+    """Load a diffusers AutoencoderKL in float32.
 
     name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
 

@@ -39,7 +39,7 @@ def library(name):
 
 
 def candidate(name, own):
-    """Return a candidate of transformers by its type, or of timm by its name."""
+    """Return a transformers candidate by its type, or a timm candidate by its name."""
     if own == "timm":
         found = library("timm")
         return trial.Candidate(name, partial(found.build, name, found.read_shape(name)), found.call)

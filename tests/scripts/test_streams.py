@@ -440,7 +440,7 @@ def test_unsuitable_models_of_timm(tmp_path):
     ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224", patch=16)
     with pytest.raises(typer.BadParameter, match=r"--model vit_tiny_patch16_224\.none: Invalid pretrained tag"):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
-    with pytest.raises(typer.BadParameter, match=r"expected a plain ViT of timm.*family resnet"):
+    with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
     with pytest.raises(typer.BadParameter, match="a learned position table"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")
