@@ -123,7 +123,7 @@ class Inputs:
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Cast every floating-point tensor to another dtype."""
+        """Cast every floating-point tensor to a different dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -546,7 +546,7 @@ class LinearInputs:
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """Cast every floating-point tensor to another dtype."""
+        """Cast every floating-point tensor to a different dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):

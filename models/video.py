@@ -5,7 +5,7 @@ image models. Blocks, head and weight names are the same, too; the patch embeddi
 three axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
-training, or are interpolated to a grid of another size (``model.reference``).
+training, or are interpolated to a grid of a different size (``model.reference``).
 
 Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix tokens (class, registers), C embed_dim.
 """
@@ -481,7 +481,7 @@ def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Resample a table (1, C, T, H, W) to a grid of another size."""
+    """Resample a table (1, C, T, H, W) to a grid of a different size."""
     if tuple(table.shape[2:]) == tuple(size):
         return table
     return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)

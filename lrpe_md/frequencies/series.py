@@ -62,7 +62,7 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
 
     Raises:
         TypeError: the scaling does not return a tensor and an amplitude.
-        ValueError: frequencies or an amplitude of another shape, or a non-finite amplitude.
+        ValueError: frequencies or an amplitude of a different shape, or a non-finite amplitude.
     """
     try:
         found = scaling(theta)

@@ -1,7 +1,7 @@
 """Change frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
 
 This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
-It also works for models of other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
+It also works for models from other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
 with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
 transformers. Scale language models in their configuration.
 """

@@ -37,7 +37,7 @@ class Subject:
     Attributes:
         preset: positions, pairs, and the frequencies to draw.
         frequencies: frequencies by axis order, the subject's own first. Empty for a module or a tensor, whose ω can't
-            be built for another map or order.
+            be built for a different map or order.
         seed: seed of random directions.
     """
 
@@ -57,7 +57,7 @@ class Subject:
     def _can_build(self, map: str, order: str) -> bool:
         try:
             self.omega(map, order)
-        except Exception:  # a user's function may raise any exception for another number of channels
+        except Exception:  # a user's function may raise any exception for a different number of channels
             return False
         return True
 
@@ -179,8 +179,8 @@ def lay_out_tokens(
 ) -> TokenLayout:
     """Return the layout of text tokens and a grid at ``positions(text, shape)`` (:meth:`lrpe_md.Preset.positions`).
 
-    row_major: False if the positions come in another order, such as blocks that are merged later; they are then sorted
-        into the grid's order.
+    row_major: False if the positions are in a different order, such as blocks that are merged later; they are then
+        sorted into the grid's order.
     """
     shape = tuple(shape)
     alone = positions(shape)

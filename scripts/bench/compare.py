@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the value of each row by key (the last one for repeated keys); empty for a file of another kind."""
+    """Return the value of each row by key (the last one for repeated keys); empty for a file of a different kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)

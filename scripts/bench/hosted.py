@@ -1,4 +1,4 @@
-"""Rotary models of other libraries for ``scripts.bench training``: published widths, few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``: published widths, few layers."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule for another number of steps, which --seconds determines."""
+        """Return the schedule for a different number of steps, which --seconds determines."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:

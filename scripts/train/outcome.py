@@ -109,7 +109,7 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Set each way to place tokens at another size on the model, and yield its name.
+    """Set each way to place tokens at a different size on the model, and yield its name.
 
     "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):

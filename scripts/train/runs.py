@@ -23,7 +23,7 @@ __all__ = ["load_clip", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """Return the task of a run, or None if it is not a run of `train`. The models of `digits` are those of `image`."""
+    """Return the task of a run, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
     arguments = settings.get("model")
     if not isinstance(arguments, dict):
         return None

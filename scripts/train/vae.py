@@ -89,7 +89,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         device: where it runs.
 
     Raises:
-        typer.BadParameter: no VAE, one with another number of channels, or "auto" if its weights have changed since.
+        typer.BadParameter: no VAE, one with other channels, or "auto" if its weights have changed since.
     """
     found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
     if found.channels != latents["channels"]:

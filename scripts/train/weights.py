@@ -49,8 +49,8 @@ def start_from(
 ) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
-    settings: settings of this run; if the weights come from a run with another encoding, a line says so. options: names
-    of the settings that describe the model.
+    settings: settings of this run; if the weights come from a run with a different encoding, a line says so. options:
+    names of the settings that describe the model.
 
     The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
     be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
@@ -60,7 +60,7 @@ def start_from(
         a digest of the weights.
 
     Raises:
-        typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
+        typer.BadParameter: a missing file, a file without weights, or weights of a different architecture; the model is
             left unchanged.
     """
     found, before = _read(path)
@@ -71,7 +71,7 @@ def start_from(
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
-    # Skip a head with another number of rows, because its classes differ.
+    # Skip a head with a different number of rows, because its classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
         f"{name} is {tuple(found[name].shape)} in the file and {tuple(own[name].shape)} in the model"

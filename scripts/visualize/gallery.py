@@ -37,7 +37,7 @@ def choose_token(layout: TokenLayout) -> tuple[int, ...]:
 
 
 def over_grid(made: Preset) -> Similarity:
-    """Return the similarity that varies most over the grid, among the heads."""
+    """Return the similarity of the head in which it varies most over the grid."""
     layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 

@@ -22,7 +22,7 @@ BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 
 
 def inputs(mesh, *, q_tokens: int = 15, k_tokens: int = 15, batch: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
-    """Return inputs of map "cosine" with head_dim 8 and two axes; v has another head_dim."""
+    """Return inputs of map "cosine" with head_dim 8 and two axes; v has a different head_dim."""
     q, k = normal(mesh, batch, 4, q_tokens, 8), normal(mesh, batch, key_heads, k_tokens, 8)
     v, gate = normal(mesh, batch, key_heads, k_tokens, 6), normal(mesh, batch, 1, k_tokens).abs()
     omega, phase = normal(mesh, 1, 8, 2), normal(mesh, 1, 8)

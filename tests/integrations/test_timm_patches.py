@@ -73,7 +73,7 @@ def test_dropped_patches(name):
 
 
 def test_dropped_patches_of_mixed_frequencies():
-    """This only tests images, because timm drops patches in another shape if sizes differ."""
+    """This only tests images, because timm drops patches in a different shape if sizes differ."""
     model, images = naflex("mixed", patch_drop_rate=0.3).train(), torch.randn(2, 3, 24, 32)
 
     def call(model):

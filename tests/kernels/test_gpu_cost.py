@@ -289,7 +289,7 @@ def test_packed_sequences_do_not_synchronise():
 
 
 def test_frequencies_change_in_a_captured_graph():
-    """A captured decode step can be replayed at another offset and length scaling."""
+    """A captured decode step can be replayed at a different offset and length scaling."""
     module = Rotate1d(64, amplitude=1.0, device="cuda")
     q, k = (torch.randn(2, h, 1, 64, device="cuda") for h in (4, 2))
     at = torch.tensor([5, 9], device="cuda")

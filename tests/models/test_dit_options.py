@@ -298,7 +298,7 @@ def test_labels_steer_without_text():
 
 @torch.no_grad()
 def test_the_order_of_a_sine_cosine_table():
-    """The values are the same in another channel order: for each axis, last first, the sines and then the cosines."""
+    """Values are the same in a different channel order: for each axis, last first, the sines and then the cosines."""
     tables = []
     for absolute in ("sincos", "sincos_dit"):
         model = dit(absolute=absolute)

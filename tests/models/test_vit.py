@@ -292,7 +292,7 @@ def test_layer_groups():
 def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
     monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
     model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
-    # After a forward at another size, recomputation must still use the positions of its forward.
+    # After a forward at a different size, recomputation must still use the positions of its forward.
     x, other = image(16, 24), image(12, 8)
     grads = []
     for enable in (False, True):
@@ -308,7 +308,7 @@ def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
         y.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
-    for name in grads[0]:  # reentrant checkpointing adds the gradients in another order
+    for name in grads[0]:  # reentrant checkpointing adds the gradients in a different order
         torch.testing.assert_close(
             grads[1][name], grads[0][name], rtol=0 if not reentrant else 1e-4, atol=0 if not reentrant else 1e-3
         )

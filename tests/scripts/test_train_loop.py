@@ -167,7 +167,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, workers):
         history, logged = config.out / "history.csv", kill // 2 // TOY["log_every"]
         if not workers:  # workers die a few batches ahead of the step
             assert (history.read_text().splitlines() if history.exists() else []) == rows[: logged and logged + 1]
-        torch.manual_seed(kill)  # a new process has another random state
+        torch.manual_seed(kill)  # a new process has a different random state
         same(toy_train(config), whole)
         assert history.read_text().splitlines() == rows
     other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))

@@ -145,7 +145,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
     for head in range(made.omega.shape[0]):
         here = replace(view, head=head)
         score = here.scores()[0][1]
-        # Tokens in blocks of 2×2 have another order, so compare sorted values.
+        # Tokens in blocks of 2×2 have a different order, so compare sorted values.
         theta = data.token_angles(layout, here.omega(view.default_variant))
         all_scores = torch.stack([data.similarity(theta, i) for i in range(text, positions.num_tokens)])
         wanted = (y[0, head] @ y[0, head].T)[text:] / (part.stop - part.start)

@@ -486,7 +486,7 @@ def test_the_page_names_every_preset():
 
 
 def test_page_check_can_fail():
-    """The check on the page fails for another base."""
+    """The check on the page fails for a different base."""
     text = (DOCS / "schemes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:6]
     assert any("test_ours_is_the_formula()" in block for block in blocks)
