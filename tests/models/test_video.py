@@ -253,7 +253,7 @@ def test_dropping_in_training():
         assert model.eval().forward_features(video()).shape == (2, 17, 96)
     with pytest.raises(ValueError, match="drop_unit: 'token'"):
         build(patch_drop_rate=0.5, space_time="factorised")
-    with pytest.raises(ValueError, match="keep: single tokens"):
+    with pytest.raises(ValueError, match="keep: dropping single tokens"):
         build(space_time="factorised").forward_features(video(), keep=torch.tensor([0, 1]))
 
 
@@ -586,7 +586,7 @@ def test_errors_of_causal_frames():
     model, x = build(**made), video(2)
     with pytest.raises(ValueError, match="is_causal: expected False with block"):
         model.forward_features(x, is_causal=True)
-    with pytest.raises(ValueError, match="keep: single tokens"):
+    with pytest.raises(ValueError, match="keep: dropping single tokens"):
         model.forward_features(x, keep=torch.tensor([0, 1]))
     other = adapt(build(**made), "rotate", attention="softmax")
     other.window = 1

@@ -106,7 +106,7 @@ def test_the_result_of_pack(make):
     expected = module(q, k, v, packed.positions, cu_seqlens=packed.cu_seqlens)
     assert not torch.allclose(expected, module(q, k, v, packed.positions))
     assert torch.equal(module(q, k, v, packed), expected)
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected None with the result of lrpe_md\.pack"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected None if positions come from lrpe_md\.pack"):
         module(q, k, v, packed, cu_seqlens=packed.cu_seqlens)
     if isinstance(encoding, CosineMd):
         found = linear_attention(q, k, v, omega=encoding.get_omega(), positions=packed, is_causal=True)
