@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(png|svg)\)")
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)]*)?\))")
 CODE = re.compile(r"^(?:```\w*\n(.*?)^```)", re.M | re.S)
-ROOM = 92  # columns of code beside the table of contents
+ROOM = 92  # columns of code next to the table of contents
 KEPT = "repository"  # where such files are on the site
 
 

@@ -30,7 +30,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def describe_positions(value: Any) -> str:
-    """Describe invalid positions for an error, with advice if they look like the shape of a grid."""
+    """Describe invalid positions for an error, with advice if they look like a grid shape."""
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
@@ -48,12 +48,12 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active. New tensors must then not be cached."""
+    """Return whether a dispatch mode, function transform or trace is active, so that new tensors must not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:
-    """Return whether the host can read the values of t, a plain CPU tensor outside of traces and transforms."""
+    """Return whether the host can read t's values: it must be a plain CPU tensor outside of traces and transforms."""
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
@@ -127,7 +127,7 @@ def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the option of each layer. A single value applies to all layers; a sequence is repeated over the depth.
+    """Return the value for each layer. A single value applies to all layers; a sequence is repeated over the depth.
 
     Raises:
         ValueError: an unknown value, or a sequence whose length does not divide the depth.

@@ -1,4 +1,4 @@
-"""Functions with the names of the LRPE document: thin wrappers of :mod:`lrpe_md.functional`.
+"""Functions with the names of the LRPE document: thin wrappers around :mod:`lrpe_md.functional`.
 
 X is (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first. The first ``l`` (condition) tokens have Θ = 0.
 ``*_torch`` runs the reference and ``*_triton`` the kernels. ``*_fwd_triton`` and ``*_bwd_triton`` run one pass without
@@ -63,7 +63,7 @@ def lrpe_cosine_md(
             slowest with ``axis_order="major_first"``.
         l: number of condition tokens in front of the grid.
 
-    Other arguments, differentiability and errors are those of :func:`lrpe_md.cosine`.
+    Other arguments, differentiability and errors are the same as in :func:`lrpe_md.cosine`.
     """
     return cosine(x, impl=impl, act=act, dim=dim, **_cosine_md(x, theta, shape, l, axis_order))
 
@@ -73,7 +73,7 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd; arguments of :func:`lrpe_cosine_md`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_cosine_md`."""
     return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
@@ -85,8 +85,8 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md` with Θ stored for the backward, which takes H · N · D more floats.
 
-    Only here because the document defines it. It is never faster (docs/tuning.md), and with θ per head it reads more
-    memory.
+    This function only exists because the document defines it. It is never faster (docs/tuning.md), and with θ per head
+    it reads more memory.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())
@@ -149,7 +149,7 @@ def lrpe_rotate_1d(
         rotary_dim: rotate the first R channels (an int) or a slice of them.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
 
-    Other arguments, differentiability and errors are those of :func:`lrpe_md.rotate`.
+    Other arguments, differentiability and errors are the same as in :func:`lrpe_md.rotate`.
     """
     xs = x if isinstance(x, tuple) else (x,)
     if cu_seqlens is not None and any(isinstance(t, Tensor) and t.ndim == 3 for t in xs):
@@ -169,7 +169,7 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd; arguments of :func:`lrpe_rotate_1d`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_rotate_1d`."""
     return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 

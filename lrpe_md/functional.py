@@ -67,8 +67,8 @@ def cosine(
 ) -> Tensor | tuple[Tensor, ...]:
     """Apply LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ] with x̄ = act(x).
 
-    The angles are Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c]. ``cosine(x, ...)`` encodes one tensor,
-    ``cosine(q, k, ...)`` two in one launch. Inputs are never modified.
+    The angles are Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c]. ``cosine(x, ...)`` encodes one tensor, and ``cosine(q,
+    k, ...)`` encodes two in one launch. Inputs are never modified.
 
     Args:
         xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a packed qkv
@@ -119,7 +119,7 @@ def cosine(
     Differentiable with respect to xs, omega, phase, and the norm's weight and bias. First-order reverse mode runs the
     fused, deterministic backward. Under ``torch.func`` transforms, forward mode and double backward, "auto" runs the
     reference, which is differentiable to any order and also with respect to coordinates and amplitude. Gradients of
-    tables cost as much as the reference. ``out`` is only for calls that record no gradient.
+    tables take as long as the reference. ``out`` only works for calls that don't record gradients.
 
     Raises:
         ValueError, TypeError: an invalid argument, before anything is launched.
@@ -194,7 +194,7 @@ def rotate(
 ) -> Tensor | tuple[Tensor, ...]:
     """Apply RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
 
-    The arguments are those of :func:`cosine`, except for these:
+    The arguments are the same as for :func:`cosine`, except for these:
 
     Args:
         omega: (H or 1, R/2, K), where R is the rotated width.
@@ -215,7 +215,7 @@ def rotate(
         (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) for packed tokens. For qkv: q, k and v in
         its order, each (B, N, H, D) or (N, H, D).
 
-    Differentiability and errors are those of :func:`cosine`.
+    Differentiability and errors are the same as for :func:`cosine`.
 
     Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
     """

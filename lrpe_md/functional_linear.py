@@ -87,12 +87,12 @@ def linear_attention(
     k̂ is computed like q̂. The cost is linear in the number of tokens, and q̂ and k̂ are never written to memory.
 
     Speed: on an H100 in bfloat16 with head_dim 64, linear attention is faster than softmax attention (PyTorch's fastest
-    backend, without positions) from about 200 tokens on. There, a forward takes nine tenths of the time, and a backward
-    two thirds. At 4,096 tokens both are about ten times as fast, and at 32,760 tokens a hundred times. With a causal
-    mask at 8,192 tokens, they are six times as fast. A compiled training step of a ViT-B/16 is 7% faster at 224 pixels
-    than with softmax attention and no positions; at 1,024 pixels, it takes 0.55 of the time. With fewer tokens, prefer
-    softmax attention, which is no slower. Measurements: scripts/results/benchmark-linear.csv, linear-training.csv and
-    linear-scaling.csv.
+    backend, without positions) above about 200 tokens. At 200 tokens, a forward takes nine tenths of the time, and a
+    backward two thirds. At 4,096 tokens, both are about ten times as fast, and at 32,760 tokens a hundred times. With a
+    causal mask at 8,192 tokens, they are six times as fast. A compiled training step of a ViT-B/16 is 7% faster at 224
+    pixels than with softmax attention and no positions; at 1,024 pixels, it takes 0.55 of the time. With fewer tokens,
+    prefer softmax attention, which is no slower. Measurements: scripts/results/benchmark-linear.csv,
+    linear-training.csv and linear-scaling.csv.
 
     Args:
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v) with any strides. H_k divides H_q (GQA);

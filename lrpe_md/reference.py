@@ -276,7 +276,7 @@ def activate_and_map(
     amplitude: Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
-    """Return x̄ and y in the dtype of the arithmetic. The arguments are those of :func:`encode`."""
+    """Return x̄ and y in the dtype of the arithmetic. The arguments are the same as for :func:`encode`."""
     with no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega, phase, rotated)

@@ -123,7 +123,7 @@ class Inputs:
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Cast every floating-point tensor to another dtype."""
+        """Cast every floating-point tensor to a different dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -392,9 +392,10 @@ def check(
 ) -> list[Violation]:
     """Run a case with ``impl``, and return the violations of the error budget.
 
-    Gradients of ω, φ, a norm and a state's sums have few entries, each a sum. If only these violate the budget, by at
-    most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be unlucky: in
-    about one of a hundred draws, the reference's error is below half of its mean, or below a third for 16 entries.
+    The gradients of ω, φ, a norm and a state's sums have few entries, each of which is a sum. If only these violate the
+    budget, by at most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be
+    unlucky: in about one of a hundred draws, the reference's error is below half of its mean, or below a third for 16
+    entries.
     """
     return _check_case(lambda seed: _draw_encoding(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -545,7 +546,7 @@ class LinearInputs:
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """Cast every floating-point tensor to another dtype."""
+        """Cast every floating-point tensor to a different dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):

@@ -1,6 +1,6 @@
 """Blocks of diffusion transformers: one class whose options reproduce the blocks of published models.
 
-There are three ways to use text. Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv
+There are three ways to attend to text. Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv
 2403.03206). Patches attend to text (PixArt-α, arXiv 2310.00426). Or both share the weights of one sequence (FLUX,
 Lumina 2). Blocks are conditioned on a vector through adaLN-zero (DiT, arXiv 2212.09748).
 

@@ -219,14 +219,14 @@ class DiT(nn.Module):
         size, _, patch_size = name.partition("/")
         if size not in SIZES or not patch_size.isdecimal():
             raise ValueError(
-                f"name: expected SIZE/PATCH with a size of {', '.join(SIZES)}, such as 'XL/2', got {name!r}"
+                f"name: expected SIZE/PATCH, such as 'XL/2', with SIZE one of {', '.join(SIZES)}, got {name!r}"
             )
         return cls(**{"patch_size": int(patch_size), **SIZES[size], **kwargs})
 
     def _set_encoding(
         self, encoding: Encoding, kwargs: dict[str, Any], kinds: Sequence[AttentionKind], normalizer: NormalizerName
     ) -> Act | None:
-        """Build the encoding, and return the activation that linear layers use in place of its own."""
+        """Build the encoding, and return the activation that linear layers use instead of the encoding's own."""
         head_dim = self.embed_dim // self.num_heads
         self.encoding, feature_act = build_for_layers(
             encoding, kwargs, head_dim, self.num_heads, kinds, self.num_axes, normalizer
@@ -249,7 +249,7 @@ class DiT(nn.Module):
             )
         if self.text_width and not self.cross:
             raise ValueError(
-                "text_attention: expected 'cross', because a memory would forget text in the sequence like a frame, "
+                "text_attention: expected 'cross', because a memory would also forget text in the sequence, "
                 f"got {texts[0]!r}"
             )
         check_key_norm(self.memory, qk_norm, ("head", "heads"))

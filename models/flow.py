@@ -159,7 +159,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Return times from 1 to 0, (steps + 1,) float64.
 
-    shift: map t to shift · t / (1 + (shift - 1) t). Values above 1 take more steps near the noise. For images with m
+    shift: map t to shift · t / (1 + (shift - 1) t). Values above 1 spend more steps near the noise. For images with m
         pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:

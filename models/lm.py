@@ -147,7 +147,7 @@ def build_layers(config: LmConfig) -> EncodingStack:
     }  # fmt: skip
     if config.scheme is None:
         kwargs["heads"] = "own" if config.phase or config.learnable else "shared"
-    else:  # options that are not at their default override the scheme
+    else:  # non-default options override the scheme
         given = {
             name: getattr(config, name) != getattr(LmConfig, name) for name in ("base", "act", "learnable", "phase")
         }
@@ -288,7 +288,7 @@ class CausalLm(nn.Module):
     """Causal language model, tokens (B, N) → logits (B, N, vocab_size).
 
     Differentiable with respect to all parameters, including learned frequencies and phases. Logits have the dtype of
-    the weights, or of autocast. Frequencies stay float32 if the model is cast to another dtype.
+    the weights, or of autocast. Frequencies stay float32 if the model is cast to a different dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -371,8 +371,8 @@ class CausalLm(nn.Module):
     def rescale(self, scaling: Scaling | None) -> None:
         """Rescale the frequencies of all layers in place; None restores the trained ones.
 
-        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already in a
-        cache keep their old encoding, so create a new cache.
+        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already
+        cached keep their old encoding, so create a new cache.
         """
         if self.config.encoding != "none":
             set_scaling(self, scaling)

@@ -176,7 +176,7 @@ class TextEncoder(nn.Module):
 
 
 class LabelEncoder(nn.Module):
-    """Embedding of class labels (B,) to a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
+    """Embedding of class labels (B,) as a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
         num_classes: labels are 0 to num_classes - 1. The table has one more row, for the empty condition.

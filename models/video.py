@@ -1,11 +1,11 @@
 """Video transformers with relative positions in space and time, built on timm's VisionTransformer.
 
 ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is that of the
-image models. Blocks, head and weight names are also theirs; the patch embedding takes tubelets, and the grid has three
-axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
+image models. Blocks, head and weight names are the same, too; the patch embedding takes tubelets, and the grid has
+three axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
-training, or are interpolated to a grid of another size (``model.reference``).
+training, or are interpolated to a grid of a different size (``model.reference``).
 
 Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix tokens (class, registers), C embed_dim.
 """
@@ -109,8 +109,8 @@ class VideoState:
 
     num_frames: T, the number of grid frames so far. frame: height and width of a frame, in tokens. layers: an entry for
     each attention. For linear attention, this is its ``state``, see :func:`lrpe_md.linear_attention`. For softmax
-    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of as many frames as later frames see. Keys
-    are not encoded, because their positions depend on the window that sees them.
+    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of the frames that later frames can see.
+    Keys are not encoded, because their positions depend on the window that sees them.
     """
 
     num_frames: int
@@ -289,9 +289,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
 
         x: the next frames, (B, in_chans, frames, height, width). state: the state that the previous call returned; None
         starts a video. Returns tokens (B, T H W, C), with the prefix before those of the first chunk, and the state for
-        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention encodes the keys in
-        its window again, because it moves. The state has a constant size if all layers are linear, or softmax layers
-        have a ``window``.
+        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention re-encodes the keys
+        in its window, because it moves. The state has a constant size if all layers are linear, or softmax layers have
+        a ``window``.
 
         Differentiable, also through the state.
 
@@ -419,8 +419,8 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
         if (self.causal or self.memory or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
-                "keep: single tokens drop different patches in each frame, but factorised and causal attention and a "
-                "memory need drop_unit='tube'"
+                "keep: dropping single tokens removes different patches in each frame, but factorised and causal "
+                "attention and a memory need drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"keep: expected integers (n,) or (B, n), got {keep.dtype} {tuple(keep.shape)}")
@@ -481,7 +481,7 @@ def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Resample a table (1, C, T, H, W) to a grid of another size."""
+    """Resample a table (1, C, T, H, W) to a grid of a different size."""
     if tuple(table.shape[2:]) == tuple(size):
         return table
     return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)
@@ -493,7 +493,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
     time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the features of its image, except that prefix
     tokens have less weight among more tokens. A table that the model lacks is dropped. Frequencies that are missing
-    from the weights keep their values. The head is returned as it is, even if the classes differ.
+    from the weights keep their values. The head is returned unchanged, even if the classes differ.
 
     Raises:
         TypeError: not a state_dict, or a model that is not a :class:`LrpeVideoTransformer`.

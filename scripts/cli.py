@@ -46,7 +46,7 @@ EXAMPLES = (
 
 
 def is_here(name: str) -> bool:
-    """Return whether this copy of lrpe-md has a program. A wheel has no benchmarks and no developers' programs."""
+    """Return whether this copy of lrpe-md has a program. A wheel contains no benchmarks or developer tools."""
     return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 

@@ -1,12 +1,12 @@
-r"""Run the model tests of diffusers and transformers on their own models and on the same models after adaptation.
+r"""Run diffusers' and transformers' model tests on their own models and on the same models after adaptation.
 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice:
-with unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py).
-A test that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit
-status is 1. Slow tests, and tests of missing hardware or packages, are skipped as in the libraries' own runs. Set
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice: with
+unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py). A test
+that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit status is
+1. Slow tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set
 ``RUN_SLOW=1`` to run the slow ones.
 
 The tests need ``pip install pytest parameterized peft httpx``.
@@ -137,7 +137,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Update the CSV with new rows; keep its rows of other models."""
+    """Update the CSV with new rows; keep its rows for other models."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}
@@ -156,12 +156,12 @@ def write_rows(out: Path, rows: list[Row]) -> None:
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="CSV to update; rows of other models are kept.")],
-    diffusers: Annotated[Path | None, typer.Option(help="Path of a diffusers checkout.", exists=True)] = None,
-    transformers: Annotated[Path | None, typer.Option(help="Path of a transformers checkout.", exists=True)] = None,
+    diffusers: Annotated[Path | None, typer.Option(help="Path to a diffusers checkout.", exists=True)] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Path to a transformers checkout.", exists=True)] = None,
     only: Annotated[str | None, typer.Option(help="Run only this model, such as flux or llama.")] = None,
     tests: Annotated[str | None, typer.Option(help="Version to record; default: the one in setup.py.")] = None,
 ) -> None:
-    """Run the model tests of diffusers and transformers with stock and with adapted models."""
+    """Run diffusers' and transformers' model tests with stock and with adapted models."""
     known = [model for _, models in TESTS.values() for model in models]
     if only is not None and only not in known:
         raise HostTestsError(f"--only: expected one of {', '.join(known)}, got {only!r}")

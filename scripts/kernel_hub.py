@@ -8,9 +8,9 @@ This writes a kernel-builder project and its build:
     torch-ext/lrpe_md/               the library, with relative imports only
     build/torch-cuda/, ..            one variant per backend: the library, its own _ops.py, and metadata.json
 
-Each variant registers its operators in a namespace named after a hash of its content. A kernel can therefore run
-beside an installed lrpe_md and beside other versions of itself. Adapters, backbones and programs are left out, since
-a kernel may only import torch. To try it:
+Each variant registers its operators in a namespace named after a hash of its content. A kernel can therefore run next
+to an installed lrpe_md and other versions of itself. Adapters, backbones and programs are left out, since a kernel may
+only import torch. To try it:
 
     kernels.get_local_kernel(Path("build/kernel/build"))
 

@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 
-# Files that `make test` leaves out: compilers for GPUs, several processes, environments, browsers, whole trainings.
+# Files that `make test` leaves out: compilers for GPUs, several processes, environments, browsers, complete training
+# runs.
 SLOW = {
     "test_ablate.py", "test_ablate_driver.py", "test_aot.py", "test_benchmark_compiled.py",
     "test_benchmark_training.py", "test_examples.py", "test_generative_processes.py", "test_host_tests.py",
@@ -43,9 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Freeze objects between files, so that garbage collection does not traverse imports and compiler caches every
-    time.
-    """
+    """Freeze objects between files, so that garbage collection does not traverse imports and caches each time."""
     global last_file
     if item.path != last_file:
         last_file = item.path
@@ -95,10 +94,8 @@ def count_launches():
 
 @pytest.fixture
 def record_calls(monkeypatch):
-    """Return a function that makes modules record their calls of a function.
-
-    It returns the list to which each call adds ``describe(*args, **kwargs)``. Probes, which run in other threads, are
-    not recorded.
+    """Return a function that makes modules record their calls to another function. It returns a list to which each call
+    adds ``describe(*args, **kwargs)``. Probes, which run in other threads, are not recorded.
     """
 
     def record(function, *modules, describe):

@@ -2,7 +2,7 @@
 
 The tests run in a new environment with the packages of this one except lrpe_md. They are copied to a temporary folder,
 so that nothing of the checkout is imported. By default only those in QUICK run, which cover the public API. With
-``--all``, every test of tests/unit runs that does not read files of the checkout.
+``--all``, all tests in tests/unit run except those that read files of the checkout.
 """
 
 from __future__ import annotations

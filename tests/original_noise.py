@@ -1,4 +1,4 @@
-"""Print the table of docs/schemes.md: rounding errors of the presets' original code, measured against float64.
+"""Print the table in docs/schemes.md: rounding errors of the presets' original code, measured against float64.
 
 PYTHONPATH=tests python tests/original_noise.py
 """

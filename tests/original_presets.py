@@ -29,7 +29,7 @@ def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
 
 
 def original(name):
-    """Import a module of timm, transformers or diffusers."""
+    """Import a timm, transformers or diffusers module."""
     oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
     package = name.split(".")[0]
     pytest.importorskip(package, minversion=oldest[package])
@@ -227,7 +227,7 @@ def rope_vit_mixed(q, k, p, segments, options):
 
 
 def transnormer(q, k, p, segments, options):
-    """Encode as TransNormerLLM's Lrpe: theta = 10000^(-2 i / d) for i < d = heads · head_dim, split by head."""
+    """Encode like TransNormerLLM's Lrpe: theta = 10000^(-2 i / d) for i < d = heads · head_dim, split by head."""
     size = HEADS * p.head_dim
     theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
     angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
@@ -289,7 +289,7 @@ def gemma4_vision(q, k, p, segments, options):
 def llama4_vision(q, k, p, segments, options):
     module = original("transformers.models.llama4.modeling_llama4")
     (height, width), suffix = segments
-    size = max(height, width)  # it only supports squares
+    size = max(height, width)  # the original only supports squares
     config = SimpleNamespace(
         image_size=size,
         patch_size=1,
@@ -697,7 +697,7 @@ GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
 
 
 def sized(case, number):
-    """Return the case with grids of another size."""
+    """Return the case with grids of a different size."""
     sizes = GRIDS_OF.get(case.name, SIZES)
     return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
 

@@ -1,6 +1,6 @@
 """Run a test in several processes, forked from a server that has imported the slow modules once.
 
-Forks of the test's own process can't use autograd once it has.
+If the test's own process has used autograd, its forks can't.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ __all__ = ["free_port", "run_processes"]
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing uses."""
+    """Return an unused port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

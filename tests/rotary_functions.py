@@ -1,4 +1,4 @@
-"""Rotary functions in the styles of other code bases, re-implemented from their formulas, with arguments for a call.
+"""Rotary functions in the style of other code bases, re-implemented from their formulas, with arguments for a call.
 
 Tensors are small, and batch, heads and tokens have different sizes.
 """
@@ -201,7 +201,7 @@ def dinov3(x, sin, cos):
 
 
 def dinov3_with_prefix(q, k, rope):
-    """Rotate the patches after class and register tokens; q and k take the table's dtype meanwhile."""
+    """Rotate the patches after class and register tokens; meanwhile, q and k have the table's dtype."""
     sin, cos = rope
     out = []
     for x in (q, k):

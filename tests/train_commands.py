@@ -1,4 +1,4 @@
-"""Run ``lrpe-md train`` in this process, as a command line, and stop trainings in the middle."""
+"""Run ``lrpe-md train`` in this process, as a command line, and stop training in the middle."""
 
 from collections.abc import Callable, Mapping
 from itertools import count

@@ -3,7 +3,7 @@
     python docs/examples/ablate_own_model.py --encoding rotate --encoding cosine --encoding dinov3 --seeds 3
 
 The choices are none, rotate, cosine, mixed and all two-axis presets. Replace Net and the digits with your own model and
-data. `lrpe-md ablate` can also run trainings in parallel, resume after an interruption, and pair results by seed.
+data. `lrpe-md ablate` can also train models in parallel, resume after an interruption, and pair results by seed.
 """
 
 import argparse

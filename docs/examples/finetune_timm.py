@@ -1,4 +1,4 @@
-"""Fine-tune a timm RoPE ViT on a folder of images at another resolution, with the fused kernels.
+"""Fine-tune a timm RoPE ViT on a folder of images at a different resolution, with the fused kernels.
 
     python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
 

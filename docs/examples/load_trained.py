@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
     print(f"{len(model.blocks)} layers, images of {size[0]}x{size[1]}, {logits.shape[1]} classes")
     if args.picture:
         result = json.loads((args.run / "result.json").read_text(encoding="utf-8"))
-        x = resized(read_square(args.picture, result["read_size"])[None], size)  # as in the test of the training
+        x = resized(read_square(args.picture, result["read_size"])[None], size)  # as in the tests during training
         logits = model(x)
         print(result["classes"][logits.argmax()])
     return logits

@@ -1,9 +1,9 @@
 """Everything between a public call and the kernels or the reference.
 
-This folder uses each of these words for one thing:
+In this folder, each of these words has one meaning:
 
 - options: the user's choices (``core.call.Options``); call: the validated result, without x (``core.call.Call``).
-- spec: what to compute; layout: token counts and grid sizes, as integers; tables: the tensors beside x, ω first.
+- spec: what to compute; layout: token counts and grid sizes, as integers; tables: all tensors except x, ω first.
 - caller's tables: cos and sin that the caller passes instead of ω and positions (``core.call.CosSin``).
 - variant: all compile-time settings of a kernel (``core.call.Variant``); ``V`` in the kernels.
 - pass: forward, backward, or backward with dω (``encode.plan.Pass``).

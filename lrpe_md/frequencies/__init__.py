@@ -1,7 +1,7 @@
 """Frequencies: the angle per unit of position for each channel, built from theta to omega.
 
 ``omega`` (H or 1, C, K) holds one frequency per head, channel (or pair) and axis, in radians per unit of position. An
-axial omega has a single nonzero axis per channel, a mixed one is dense. Results are float64 by default, and
+axial omega has a single nonzero axis per channel; a mixed one is dense. Results are float64 by default, and
 differentiable with respect to tensor arguments.
 
 theta is a series of frequencies. :mod:`.scalings` edits it to extend a trained model. :func:`axial_omega` assigns one

@@ -106,7 +106,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or pass the axis that gets the remainder"
+            f"{num_channels}; or pass an axis that gets the remainder"
         )
     if remainder is not None:
         parts[remainder] += left
@@ -228,7 +228,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """Lay out the series members of each axis in consecutive blocks of channels: (H, C, K)."""
+    """Assign the series members of each axis to consecutive blocks of channels: (H, C, K)."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0
@@ -299,7 +299,7 @@ def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """Return theta[:, members]. A range gives a view; an index tensor would have to be copied to the device."""
+    """Return theta[:, members]. A range returns a view; an index tensor would have to be copied to the device."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]

@@ -57,8 +57,8 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
     """Return directions that are evenly spread for any number of channels, for K = 2 or 3: (C, K), float64.
 
     On the half circle, successive channels differ by the golden section. On the half sphere, height and azimuth follow
-    its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional embeddings"). Half is
-    enough, because v and -v rotate a pair by the same angle in opposite directions.
+    its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional embeddings"). Half of it
+    is enough, because v and -v rotate a pair by the same angle in opposite directions.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5

@@ -33,7 +33,7 @@ class _Model(NamedTuple):
 
     @property
     def original(self) -> float:
-        """Sequence length that the model was trained at."""
+        """Sequence length in training."""
         return self.fields.get("original_max_position_embeddings") or self.maximum
 
     @property

@@ -31,7 +31,8 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
     """Apply NTK-aware scaling: the base b becomes b · factor^(d / (d - 2)), d = 2E.
 
     On a geometric series, this equals θ_i · factor^(-i / (E - 1)), which does not need the base. The slowest frequency
-    is divided by ``factor``. Amplitude 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv 2309.00071.
+    is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv
+    2309.00071.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
@@ -56,8 +57,8 @@ def yarn_scaling(
     """Apply YaRN (Peng et al., arXiv 2309.00071).
 
     Frequencies with fewer than ``slow`` turns in ``original_length`` become θ / factor; those with more than ``fast``
-    stay θ. A linear ramp over the index joins the two; ``truncate`` rounds its ends outwards, as in the authors' code.
-    Amplitude 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
+    keep θ. A linear ramp over the index joins the two; ``truncate`` rounds its ends outwards, as in the authors' code.
+    The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
@@ -89,7 +90,7 @@ def longrope_scaling(
 ) -> tuple[Tensor, float]:
     """Apply LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i.
 
-    λ is ``long`` beyond the original length, else ``short``. Amplitude √(1 + ln factor / ln original_length).
+    λ is ``long`` beyond the original length, else ``short``. The amplitude is √(1 + ln factor / ln original_length).
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, length=length, original_length=original_length)
@@ -108,7 +109,7 @@ def llama3_scaling(
     """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
     With L0 = ``original_length``, wavelengths above L0 / low get θ / factor, and those below L0 / high keep θ. Between
-    them, the two are blended linearly in the number of turns over L0. Amplitude 1.
+    them, the two are blended linearly in the number of turns over L0. The amplitude is 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
@@ -123,8 +124,9 @@ def riflex_scaling(
 ) -> tuple[Tensor, float]:
     """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): set the intrinsic frequency to share · 2π / length.
 
-    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. Lengths within
-    the original period leave theta unchanged, as in the authors' code without finetuning. Use it for the time axis.
+    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. If the length
+    is within the original period, theta is unchanged, as in the authors' code without fine-tuning. Use it for the time
+    axis.
 
     Args:
         length: frames (of the latent grid) to generate.
@@ -133,7 +135,7 @@ def riflex_scaling(
         index: alternatively, its index in theta, from 0 (the authors' k - 1).
         share: 1 in the paper, 0.9 in the authors' code.
 
-    Amplitude 1.
+    The amplitude is 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(length=length, share=share)
@@ -160,7 +162,7 @@ def dype_ntk_scaling(
         factor: length divided by the training length; up to 1, theta is unchanged.
         time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
 
-    Amplitude 1.
+    The amplitude is 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, strength=strength)
@@ -188,7 +190,7 @@ def dype_yarn_scaling(
         factor: length divided by the training length; up to 1, theta is unchanged.
         time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
 
-    Amplitude 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
+    The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length)

@@ -62,7 +62,7 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
 
     Raises:
         TypeError: the scaling does not return a tensor and an amplitude.
-        ValueError: frequencies or an amplitude of another shape, or a non-finite amplitude.
+        ValueError: frequencies or an amplitude of a different shape, or a non-finite amplitude.
     """
     try:
         found = scaling(theta)
@@ -78,5 +78,5 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     fits = amplitude.shape in ((), theta.shape[-1:]) if isinstance(amplitude, Tensor) else is_finite_number(amplitude)
     if not fits:
         got = tuple(amplitude.shape) if isinstance(amplitude, Tensor) else repr(amplitude)
-        raise ValueError(f"scaling: expected an amplitude that is a finite number or ({theta.shape[-1]},), got {got}")
+        raise ValueError(f"scaling: expected the amplitude to be a finite number or ({theta.shape[-1]},), got {got}")
     return scaled, amplitude

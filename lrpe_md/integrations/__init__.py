@@ -1,4 +1,4 @@
-"""Adapters for models of timm, diffusers and transformers, and for your own models."""
+"""Adapters for timm, diffusers and transformers models, and for your own models."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -136,7 +136,7 @@ def attend_encoded(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Compute ``attend(*encode(q, k), v)``, and encode q and k again in the backward to save memory.
+    """Compute ``attend(*encode(q, k), v)``, and re-encode q and k in the backward to save memory.
 
     Softmax attention would keep the encoded q and k for its backward. Here they are recomputed from q and k, which the
     projection's output keeps in memory anyway. Everything else that the attention saves (output, sums, random state) is
@@ -233,11 +233,12 @@ class Carried:
 
 
 def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention of raw q, k, v (B, H, N, D), where tokens see their own frame and earlier ones.
+    """Compute softmax attention of raw q, k, v (B, H, N, D), in which tokens see their own frame and earlier ones.
 
-    Frames have ``context.block`` tokens each and follow the prefix, which sees only itself and is seen by all. Carried
-    keys are stored before encoding. The first frame of a window is always at position 0, and keys are encoded again as
-    the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv 2511.20649).
+    Frames have ``context.block`` tokens each and follow the prefix, which only sees itself and is visible to all
+    tokens. Carried keys are stored before encoding. The first frame of a window is always at position 0, and keys are
+    re-encoded as the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv
+    2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
     assert grid is not None
@@ -381,7 +382,8 @@ def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tens
     """Return the gate (B, H or 1, N) of the delta rule for keys (B, H, N, D) that were normalised over a head.
 
     The squared norm of such a key is about D. With this gate, the squared norms of a frame's or prefix's keys sum to at
-    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies keys by the root of this factor.
+    most about 1, so the state can't grow from frame to frame. SANA-WM multiplies keys by the square root of this
+    factor.
     """
     size = max(block, prefix)
     scale = k.new_full((k.shape[0], 1, k.shape[2]), 1 / (k.shape[3] * size), dtype=torch.float32)

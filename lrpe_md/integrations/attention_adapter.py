@@ -5,9 +5,9 @@
 
     adapt_attention(dit, "rotate", positions=lambda x, t, y: Grid((x.shape[2] // 2, x.shape[3] // 2)))
 
-The model's code and classes are unchanged. The model and its attentions get their own ``forward``. The model's forward
-computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that encodes
-q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
+The model's code and classes are unchanged. The model and its attention modules get their own ``forward``. The model's
+forward computes and stores the positions. The attention's forward runs the original under a ``TorchFunctionMode`` that
+encodes q and k. A compiler traces a copy of the original instead, because it rejects a mode inside a checkpoint.
 
 A checkpoint reruns parts of the model in the backward, after the model's forward has ended. The positions therefore
 travel with the tensors that autograd saves. Each saved tensor is packed with the positions of its forward, and
@@ -327,7 +327,7 @@ def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
 
 
 class _Attention(_Forward):
-    """Forward of an attention, which encodes q and k at its SDPA call."""
+    """Forward of an attention module, which encodes q and k at its SDPA call."""
 
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
@@ -398,7 +398,7 @@ class _Encode(TorchFunctionMode):
         return self.attention.encoder.attend(*args, **(kwargs or {}), path=self.attention.path or "the model")
 
     def _check(self, hooks: Any, grad_enabled: bool) -> None:
-        """Refuse to encode inside a checkpoint, whose recomputation would run without this mode."""
+        """Reject encoding inside a checkpoint, whose recomputation would run without this mode."""
         now, is_enabled = _checkpoint_state()
         is_checkpoint = now is not None and now[0].__module__ == "torch.utils.checkpoint"
         if grad_enabled and (not is_enabled or (is_checkpoint and now != hooks)):
@@ -507,7 +507,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
     """Set the positions from inside the forward of an adapted model.
 
     Use it in models that choose their tokens in the forward, such as an MAE after it draws the patches to keep. The
-    positions apply to all following attentions until the forward ends. Call it outside of checkpointed code.
+    positions apply to all subsequent attention modules until the forward ends. Call it outside of checkpointed code.
 
     Args:
         model: the model passed to :func:`adapt_attention`.

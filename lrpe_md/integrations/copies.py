@@ -457,7 +457,7 @@ class ForwardCopy:
                 self.function = self._copy(kind.forward)
 
     def refresh(self) -> None:
-        """Copy assignments made to the originals' globals since the last call."""
+        """Copy assignments to the originals' globals since the last call."""
         for space, original, changed in self._spaces:
             space.update({name: value for name, value in original.items() if name not in changed})
 

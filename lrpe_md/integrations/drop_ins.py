@@ -1,4 +1,4 @@
-"""Replacement of third-party rotary functions by equivalent ones that run our kernel.
+"""Replacement of third-party rotary functions with equivalent ones that run our kernel.
 
 The function is called with small tensors to find which table entry rotates which channel (:mod:`.probing`). Its
 replacement passes views of the caller's tables to :func:`lrpe_md.rotate` (:mod:`.plans`). Calls that do anything else

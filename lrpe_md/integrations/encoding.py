@@ -299,7 +299,7 @@ def _advise(kwargs: dict[str, Any]) -> str:
 
 
 def explain_misplaced_options(function: F) -> F:
-    """Raise an error that names ``encoding_kwargs`` if the function receives an option of the encoding itself."""
+    """Raise an error that names ``encoding_kwargs`` if the function itself receives an option of the encoding."""
     own = inspect.signature(function).parameters.keys()
     options = encoding_options("cosine") | encoding_options("rotate") | encoding_options("eva02")
     options -= {*own, "device", "dtype", "num_heads"}

@@ -145,7 +145,7 @@ def _group_hunyuan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | Non
 
 
 class _Processor(NamedTuple):
-    """Description of the norms of a diffusers processor."""
+    """Description of a diffusers processor's norms."""
 
     group: Callable[[Any, Any, Any], _Groups | None]  # attention, text and tables → the norms to fuse, or None
     over_heads: bool = False  # each norm is over all heads

@@ -31,8 +31,8 @@ def norm_of(
 ) -> Norm | None:
     """Return the norms of q and k as one Norm, or None if they must be called as modules.
 
-    The parameters remain in the modules. At call time, the norms must be of a known class, without hooks, without an
-    instance-level forward, and with weights on q's device.
+    The parameters remain in the modules. At call time, the norms must belong to a known class, without hooks, without
+    an instance-level forward, and with weights on q's device.
 
     Args:
         dtype: dtype of q and k.

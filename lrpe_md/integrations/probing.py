@@ -55,7 +55,7 @@ Tensors = tuple[list[Tensor], list[Tensor]]
 def quietly(function: Callable[[], Any]) -> Any:
     """Call a function in a separate thread, without the caller's autocast, modes, transforms or compiler.
 
-    The default dtype is float32 meanwhile, and the random state is preserved.
+    Meanwhile, the default dtype is float32, and the random state is preserved.
     """
 
     def body() -> Any:
@@ -259,7 +259,7 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
-        """Return the output for an x that is one in these of the changed channels and zero elsewhere."""
+        """Return the output for an x that is one in these changed channels and zero elsewhere."""
         ones = zeros.clone()
         ones[..., start : start + width][..., channels] = 1
         return call(ones).to(x.dtype)
@@ -335,7 +335,7 @@ class Reading:
         raise IndexError(number)
 
     def turn(self, pairs: Pairs) -> Turn:
-        """Find the table entries that hold cos and sin, or the angles that they are computed from."""
+        """Find the table entries that contain cos and sin, or the angles that they are computed from."""
         rotates = ~((pairs.cos == 1) & (pairs.sin == 0)).all(-1)
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))

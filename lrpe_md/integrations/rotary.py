@@ -1,7 +1,8 @@
 """Replace the functions that rotate q and k in third-party models with our kernels.
 
-Nothing here depends on a library. Each function that a module looks up by name is passed to :func:`drop_in`, and the
-supported ones are replaced in a copy of the module's methods. The kernel reads the cos and sin that the model computes.
+Nothing here depends on a particular library. Each function that a module looks up by name is passed to :func:`drop_in`,
+and the supported ones are replaced in a copy of the module's methods. The kernel reads the cos and sin that the model
+computes.
 """
 
 from __future__ import annotations

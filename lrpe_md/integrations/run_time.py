@@ -1,7 +1,7 @@
-"""Change frequencies, amplitudes and places of a whole model between two steps of a diffusion or a stream.
+"""Change frequencies, amplitudes and places of a whole model between two steps of diffusion or streaming.
 
 This works for models with our encodings (``adapt``, ``models.vit``, ``models.video``, ``models.dit``, ``models.lm``).
-It also works for models of other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
+It also works for models from other libraries whose tables follow a known formula (:mod:`.table_modules`): timm's ViTs
 with fixed frequencies, diffusers' FLUX, Wan, HunyuanVideo and models with the same rotary modules, and vision towers of
 transformers. Scale language models in their configuration.
 """
@@ -65,7 +65,7 @@ def set_scaling(model: Any, scaling: Scalings) -> None:
 def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """Prepare the changes of :func:`set_scaling`, so that ``prepare_scaling(..).apply()`` in a loop costs one launch.
 
-    The result depends on the present frequencies and device: prepare again after an optimizer step or ``.to``.
+    The result depends on the current frequencies and device: prepare again after an optimizer step or ``.to``.
 
         steps = [prepare_scaling(dit, (partial(dype_ntk_scaling, factor=2.0, time=t),) * 2) for t in times]
         for step, t in zip(steps, times):

@@ -51,7 +51,7 @@ class TableFrequencies(RotateMd):
         return omega
 
     def difference(self, where: Grid | Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the change of the angles (N, C), and the amplitudes (1, C)."""
+        """Return the change in the angles (N, C), and the amplitudes (1, C)."""
         if self.moved and not isinstance(where, Grid):
             raise ValueError(
                 f"places: expected None for axes {list(self.moved)} of a model that receives coordinates; change "

@@ -1,7 +1,7 @@
 """Relative positions for timm's VisionTransformer: ``adapt(model, "cosine")`` converts it to the class in this module.
 
-Weights and their names are timm's; learned frequencies (``encoding.*``) and decays (``*.decay.logit``) are the only
-additional keys of the state_dict. ``lrpe_md.models.vit`` registers new models with timm.
+Weights and their names are the same as in timm; learned frequencies (``encoding.*``) and decays (``*.decay.logit``) are
+the only additional keys of the state_dict. ``lrpe_md.models.vit`` registers new models with timm.
 
 The backbone owns the encoding, computes the positions once per forward, and passes both to its blocks. timm's blocks
 pass ``attn_mask`` unchanged to their attention, so this argument carries a :class:`Context` that includes the mask. No
@@ -77,14 +77,14 @@ class LrpeAttention(Attention):
     """timm's attention, with the same parameters, which encodes q and k as the :class:`Context` specifies.
 
     Without a Context (``attn_mask`` is None or a mask) it is timm's attention. ``attention`` is "softmax" or "linear";
-    ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` say how the state forgets.
-    ``feature_act`` replaces the encoding's activation.
+    ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the state
+    forgets. ``feature_act`` replaces the encoding's activation.
 
     The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output. It
     therefore keeps five units of B·N·C, where attention without an encoding keeps three. ``copy_v`` copies v to keep
-    only three, for one extra unit of reads and writes per layer. It has no effect if the encoding has an activation or
-    learned frequencies, which need the projection's output. ``keep_encoded=False`` keeps only the projection's output,
-    with any encoding, and encodes q and k again in the backward. It is not available with
+    only three, at the cost of one extra unit of reads and writes per layer. It has no effect if the encoding has an
+    activation or learned frequencies, which need the projection's output. ``keep_encoded=False`` keeps only the
+    projection's output, with any encoding, and re-encodes q and k in the backward. It is not available with
     ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, or under checkpointing, which
     recomputes the whole block.
     """
@@ -136,7 +136,7 @@ class LrpeAttention(Attention):
         return self._project(x, gate)
 
     def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
-        """Return whether the backward encodes again. False in a torch.fx trace, where x is a proxy."""
+        """Return whether the backward re-encodes q and k. False in a torch.fx trace, where x is a proxy."""
         return (
             not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
             and isinstance(x, Tensor)

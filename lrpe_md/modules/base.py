@@ -50,7 +50,7 @@ def _log_magnitude(theta: Tensor) -> Tensor:
 def check_unwritten(out: Any) -> None:
     """Reject ``out``, which linear attention does not support."""
     if out is not None:
-        raise ValueError("out: expected None with attend, which receives q and k unencoded and writes neither")
+        raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
 
 
 class FrequencyModule(nn.Module):
@@ -65,9 +65,10 @@ class FrequencyModule(nn.Module):
     * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns θ.
     * ``omega``: ω itself, if channels have directions.
 
-    These keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are rebuilt when a
-    module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it matches that of a
-    model without an encoding. State_dicts from before version 0.3, with θ or unflattened tensors, still load.
+    Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
+    rebuilt when a module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it
+    matches that of a model without an encoding. A state_dict from before version 0.3, with θ or unflattened tensors,
+    still loads.
 
     FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before
     ``fully_shard(model, mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers:
@@ -322,9 +323,9 @@ class FrequencyModule(nn.Module):
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
         """Multiply the trained frequencies by ``ratio`` and the amplitude by ``amplitude``, in place.
 
-        This runs a few small operators without synchronising. New values cause no recompile or recapture, but the first
-        call adds buffers that an existing compiled or captured program does not read. Call ``module.adjust()`` once
-        before compiling or capturing. The buffers are not in the state_dict.
+        This runs a few small operators without synchronising. New values don't trigger recompiling or recapturing, but
+        the first call adds buffers that an existing compiled or captured program does not read. Call
+        ``module.adjust()`` once before compiling or capturing. The buffers are not in the state_dict.
 
         Args:
             ratio: broadcasts to ω (H or 1, C, K), on its device; None: as trained. Learned frequencies stay trainable.
@@ -377,9 +378,9 @@ class FrequencyModule(nn.Module):
     def set_places(self, axis: int, places: Tensor | None) -> None:
         """Place index i of a grid axis at ``places[i]`` from now on; None restores the grid's own positions.
 
-        If the length is unchanged, this happens in place, without a recompile, recapture or synchronisation. It affects
-        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`).
-        Coordinates are not affected.
+        If the length is unchanged, this happens in place, without recompiling, recapturing or synchronising. It affects
+        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`). Coordinates
+        are not affected.
 
         Args:
             axis: axis number, 0 the slowest (time in videos).

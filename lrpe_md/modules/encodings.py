@@ -101,21 +101,17 @@ class RotateMd(SeriesModule):
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
     existing code require a specific one:
 
-    | convention of | ``pairs`` | ``axis_order`` |
-    | --- | --- | --- |
-    | the defaults here | "half" | "minor_first" |
-    | the LRPE document | | "minor_first" |
-    | Llama, Qwen and most text models of transformers | "half" | |
-    | RoFormer, GPT-J, the LLaMA release of Meta | "interleaved" | |
-    | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX | "interleaved" | "major_first" |
-    | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first" |
-    | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
+    | convention of | ``pairs`` | ``axis_order`` | | --- | --- | --- | | the defaults here | "half" | "minor_first" | |
+    the LRPE document | | "minor_first" | | Llama, Qwen and most transformers text models | "half" | | | RoFormer,
+    GPT-J, the LLaMA release of Meta | "interleaved" | | | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX |
+    "interleaved" | "major_first" | | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" |
+    "minor_first" | | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
 
     "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
     its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your
     own has the opposite defaults, "interleaved" and "major_first".
 
-    The arguments are those of :class:`CosineMd`, except for these:
+    The arguments are the same as for :class:`CosineMd`, except for these:
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
@@ -171,7 +167,7 @@ class Rotate1d(RotateMd):
     device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
     positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B, N, 1)).
 
-    The arguments are those of :class:`RotateMd`, except for these:
+    The arguments are the same as for :class:`RotateMd`, except for these:
 
     Args:
         scale_base, scale_centre: for xPos: q grows and k shrinks with position, see :func:`lrpe_md.xpos.scale_xpos`.
@@ -219,7 +215,7 @@ class Rotate1d(RotateMd):
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
         """Change the frequencies in place, for example to change the length scaling at run time.
 
-        Compiled code and captured CUDA graphs use the new values without a recompile. See
+        Compiled code and captured CUDA graphs use the new values without recompiling. See
         :func:`lrpe_md.rope_frequencies`.
 
         Args:
@@ -356,7 +352,7 @@ class PresetMd(FrequencyModule):
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.
 
-    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``,
+    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``, but
     :class:`RotateMd` has "half" and "minor_first".
 
     Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.

@@ -117,7 +117,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Options for the state of a backbone's linear attention layers: how it absorbs a block, and how it forgets.
+    """Options for the state of a backbone's linear attention layers: how a block updates it, and how it forgets.
 
     A block is a frame of a video, or a token of a language model.
 
@@ -223,7 +223,7 @@ class LinearAttention(nn.Module):
         decay: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:
-        """Return o (B, H_q, N, D_v) in q's dtype, or (o, state). For arguments see :func:`lrpe_md.linear_attention`.
+        """Return o (B, H_q, N, D_v) in q's dtype, or (o, state). Arguments: see :func:`lrpe_md.linear_attention`.
 
         A decay that you pass replaces the module's own. Differentiable with respect to q, k, v, gate, state, decay, the
         norm's weights, and the learned parameters of the encoding and the decay.

@@ -30,7 +30,7 @@ def scale_xpos(
     """Scale pair i of q at position n by ζ_i^((n - centre) / scale_base), and of k by the inverse.
 
     ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
-    It runs in PyTorch: an extra pass over q and k unless compiled, and an extra rounding in 16-bit dtypes.
+    It runs in PyTorch: an extra pass over q and k unless compiled, and an extra rounding step in 16-bit dtypes.
 
     Args:
         q, k: (B, H, N, D) each.

@@ -37,7 +37,7 @@ class Subject:
     Attributes:
         preset: positions, pairs, and the frequencies to draw.
         frequencies: frequencies by axis order, the subject's own first. Empty for a module or a tensor, whose ω can't
-            be built for another map or order.
+            be built for a different map or order.
         seed: seed of random directions.
     """
 
@@ -57,7 +57,7 @@ class Subject:
     def _can_build(self, map: str, order: str) -> bool:
         try:
             self.omega(map, order)
-        except Exception:  # a user's function may raise anything for another number of channels
+        except Exception:  # a user's function may raise any exception for a different number of channels
             return False
         return True
 
@@ -86,7 +86,7 @@ def published(
 ) -> Subject:
     """Return the subject of one of :func:`lrpe_md.list_presets`, or of a scheme; None selects the scheme's default.
 
-    name: title of the figure; None: the scheme's.
+    name: title of the figure; None: the scheme's name.
     """
     found, described = find_scheme(scheme)
     seeded = "seed" in described.frequencies.takes
@@ -102,7 +102,7 @@ def published(
 def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the size of a sequence, an image or, if the first axis only counts frames, a video.
 
-    If the grids of the scheme don't accept it, return another of them.
+    If the grids of the scheme don't accept it, return another size.
 
     Raises:
         ValueError: the scheme accepts none of the default sizes.
@@ -179,8 +179,8 @@ def lay_out_tokens(
 ) -> TokenLayout:
     """Return the layout of text tokens and a grid at ``positions(text, shape)`` (:meth:`lrpe_md.Preset.positions`).
 
-    row_major: False if the positions come in another order, such as blocks that are merged later; they are then sorted
-        into the grid's order.
+    row_major: False if the positions are in a different order, such as blocks that are merged later; they are then
+        sorted into the grid's order.
     """
     shape = tuple(shape)
     alone = positions(shape)
@@ -222,7 +222,7 @@ def of_head(omega: Tensor, head: int) -> Tensor:
 
 
 def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
-    """Return Θ (N, C) in radians from omega (C, K); learned phases are taken as zero."""
+    """Return Θ (N, C) in radians from omega (C, K); learned phases are treated as zero."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
 
@@ -238,8 +238,8 @@ def similarity(theta: Tensor, token: int) -> Tensor:
 
     - rotate: for equal content that all pairs share equally on average
       (Men et al., arXiv 2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3);
-    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens of
-      different content if the channels are alike on average (arXiv 2307.09270, arXiv 2509.10534).
+    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens
+      with different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """
     return (theta - theta[token]).cos().mean(-1)
 
@@ -262,7 +262,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
     They are evenly spaced in the logarithm of their angle over the grid, down to a quarter of a turn if there are
-    slower ones, plus the slowest. Among similar channels the axes alternate. No two have the same frequencies, and all
+    slower ones, plus the slowest. Among similar channels, the axes alternate. No two have the same frequencies, and all
     of them rotate.
     """
     step = (omega * layout.steps).abs()

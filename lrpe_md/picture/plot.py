@@ -49,8 +49,8 @@ def show(
 
     Raises:
         ImportError: matplotlib is missing.
-        TypeError: a scheme of another type.
-        ValueError: an unknown name, an ω of another shape, or a shape or head that the scheme does not support.
+        TypeError: a scheme of a different type.
+        ValueError: an unknown name, an ω of a different shape, or a shape or head that the scheme does not support.
     """
     try:
         from .dark import darken

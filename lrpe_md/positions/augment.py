@@ -23,7 +23,7 @@ class AugmentPositions(nn.Module):
 
     Each call draws once for the whole batch and all layers. First, each token is moved individually (``perturb``, which
     turns a grid into a table). Then all tokens are shifted, each axis is stretched, and all axes are stretched by the
-    same factor. These last three steps keep a grid a grid. Its scale and shift are tensors, so nothing is recompiled.
+    same factor. These last three steps map a grid to a grid. Its scale and shift are tensors, so nothing is recompiled.
     ``torch.compile`` can capture the draws; CUDA graphs cannot, so call this outside of them.
 
     Args:

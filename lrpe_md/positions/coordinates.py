@@ -28,7 +28,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 def _mask_coords(coords: Tensor, which: Tensor) -> Tensor:
     """Set coordinates to zero where ``which`` is False."""
-    if coords.dtype in _SIGNED:  # few operators of torch 2.11 support these dtypes
+    if coords.dtype in _SIGNED:  # few operators in torch 2.11 support these dtypes
         return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
     return torch.where(which, coords, 0)
 
@@ -36,7 +36,7 @@ def _mask_coords(coords: Tensor, which: Tensor) -> Tensor:
 def larger(a: Any, b: Any) -> Any:
     """Return ``max`` of sizes that may be symbolic, without adding a guard.
 
-    Under Dynamo, ``torch.sym_max`` of torch 2.11 rejects plain numbers."""
+    Under Dynamo in torch 2.11, ``torch.sym_max`` rejects plain numbers."""
     return max(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_max(a, b)
 
 
@@ -191,7 +191,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
 
     def explicit(self) -> Coordinates:
-        """Give prefix and suffix tokens rows too, marked as unrotated."""
+        """Add rows for prefix and suffix tokens, marked as unrotated."""
         if self.prefix == self.suffix == 0:
             return self
         ends = (self.prefix, self.suffix)

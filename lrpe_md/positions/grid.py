@@ -3,7 +3,7 @@
 Positions s have one row per token and one column per axis. Axes are ordered like a tensor's shape, slowest first: for a
 video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
 
-Operations that are affine on each axis keep a grid a grid, so no table of positions is stored, whatever the size:
+Operations that are affine on each axis map a grid to a grid, so no table of positions is stored, whatever the size:
 ``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Operations apply in order, each to the previous
 result. Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
 """
@@ -400,7 +400,7 @@ def relative_times(num_frames: int, horizon: int, *, device: torch.device | str 
 
     Block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3): the newest frame is at most at
     horizon - 1, earlier frames shift back with it, and times below 0 become 0. Use it as ``places`` of
-    :meth:`Grid.along` and of the modules. For a cut to another scene (eq. 4) add ``times[i:] += gap``.
+    :meth:`Grid.along` and of the modules. To cut to another scene (eq. 4), run ``times[i:] += gap``.
 
     Raises:
         ValueError: num_frames or horizon below 1.

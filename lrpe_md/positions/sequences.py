@@ -252,7 +252,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
 
 
 def refuse_mixing(dim: int | None) -> None:
-    """Raise for a softmax over the sequence of packed tokens."""
+    """Raise an error for a softmax over the sequence of packed tokens."""
     if dim == -2:
         raise ValueError(
             "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"

@@ -228,7 +228,7 @@ SCHEMES: dict[str, Scheme] = {
     "minimax_m3_vl": Scheme(
         """The vision tower of MiniMax-M3-VL (transformers ``MiniMaxM3VLVisionRotaryEmbedding``).
 
-        t, h and w have a third of the pairs each. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
+        t, h and w each have a third of the pairs. Channels after 6⌊D/6⌋ are not rotated, and the others (78 of 80) use
         the half layout. Tokens are ordered in blocks of 2×2, as in Qwen2-VL (option ``merge``).
         """,
         80, Axial((1, 1, 1), remainder="cut"), pairs="half", grid=f.merged_video, row_major=False,
@@ -236,7 +236,7 @@ SCHEMES: dict[str, Scheme] = {
     "qwen2_5_omni": Scheme(
         """TMRoPE of Qwen2.5-Omni's thinker (arXiv 2503.20215; transformers ``Qwen2_5OmniRotaryEmbedding``).
 
-        Like ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart (options
+        It is like ``qwen2_vl``, but t is time: ⌊i · interval · 25⌋ for frames ``interval`` seconds apart (options
         ``interval`` and ``rate``). Audio is treated as text with 25 tokens per second.
         """,
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.whole_seconds, tokens=DIAGONAL,
@@ -281,8 +281,8 @@ SCHEMES: dict[str, Scheme] = {
     "hidream": Scheme(
         """HiDream-I1 (arXiv 2505.22705; diffusers ``HiDreamImageEmbedND``), float64.
 
-        Positions are (0, h, w). The first axis has half of the pairs, h and w a quarter each. Text is at zero and comes
-        after the image.
+        Positions are (0, h, w). The first axis has half of the pairs, and h and w each have a quarter. Text is at zero
+        and comes after the image.
         """,
         128, Axial((2, 1, 1)), grid=f.video, tokens=Tokens(0, "zero"),
     ),
@@ -408,7 +408,7 @@ SCHEMES: dict[str, Scheme] = {
         128, Axial((1,)), pairs="half", grid=f.flattened, tokens=LINE, after=(0,), whole=True,
     ),
     "mrope_interleave": Scheme(
-        """MRoPE-I (arXiv 2510.23095): frequencies of ``qwen3_vl``; h and w of an image start at zero.
+        """MRoPE-I (arXiv 2510.23095): frequencies as in ``qwen3_vl``, but an image's h and w start at zero.
 
         t continues after the tokens before the image. The next segment starts after the largest position in the image.
         The option ``stride`` scales t.
@@ -419,7 +419,7 @@ SCHEMES: dict[str, Scheme] = {
     "mhrope": Scheme(
         """MHRoPE (arXiv 2510.23095): each key head has one axis and all frequencies: 2, 3 and 3 of 8.
 
-        Positions are those of ``mrope_interleave``.
+        Positions are the same as in ``mrope_interleave``.
         """,
         128, Axial((2, 3, 3), 5e6, axis_map="head"), pairs="half", num_heads=8, grid=f.strided, tokens=DIAGONAL,
         after=(0,), advance=(0, 1, 2),
@@ -434,7 +434,7 @@ SCHEMES: dict[str, Scheme] = {
         after=(0, 1, 2), advance=(0,),
     ),
     "hope": Scheme(
-        """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE without the frequencies of t.
+        """HoPE (arXiv 2505.20444; hrlics/HoPE): VideoRoPE with all temporal frequencies set to zero.
 
         In training, each video had a random ``stride`` between 0.5 and 1.5.
         """,
@@ -452,7 +452,7 @@ SCHEMES: dict[str, Scheme] = {
         128, Axial((2, 3, 3), 1e6, axis_map="chunk"), pairs="half", grid=f.circle, tokens=DIAGONAL, after=(0, 1, 2),
     ),
     "ilrope": Scheme(
-        """IL-RoPE of Mogao (arXiv 2505.05472): frequencies of ``qwen3_vl``, positions of ``mrope_interleave``.
+        """Mogao's IL-RoPE (arXiv 2505.05472): frequencies as in ``qwen3_vl``, positions as in ``mrope_interleave``.
 
         The frames of a video continue the count of the tokens before it; h and w start at zero in each frame.
         """,
@@ -460,7 +460,7 @@ SCHEMES: dict[str, Scheme] = {
         advance=(0, 1, 2),
     ),
     "omnirope": Scheme(
-        """Omni-RoPE of OmniGen2 (arXiv 2506.18871): sections of ``qwen2_vl``, positions of ``mrope_interleave``.
+        """OmniGen2's Omni-RoPE (arXiv 2506.18871): sections as in ``qwen2_vl``, positions as in ``mrope_interleave``.
 
         The segment after an image starts after the image's largest position.
         """,

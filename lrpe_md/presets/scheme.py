@@ -93,7 +93,7 @@ class Axial:
 
     @property
     def takes(self) -> set[str]:
-        """Names of the arguments of :func:`preset` that this scheme supports."""
+        """Names of the :func:`preset` arguments that this scheme supports."""
         base = {"base"} if self.base is not None else set()
         shared = self.num_axes > 1 and self.axis_map != "even_odd"  # it always splits evenly
         return {"scaling"} | base | ({"split"} if shared else set())
@@ -529,7 +529,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Call ``make``, and blame its errors on head_dim, the only possible cause."""
+    """Call ``make``, and attribute its errors to head_dim, the only possible cause."""
     try:
         return make()
     except ValueError as error:

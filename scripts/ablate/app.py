@@ -1,4 +1,4 @@
-"""Compare positional encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
+"""Compare position encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
@@ -15,9 +15,9 @@
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
 Pass data as you would to the training commands; --set changes any of their options. Each result is saved as soon as its
-training ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
-consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences to a
-baseline, parameters, time and memory. With --smoke everything is tiny and runs on a CPU.
+training run ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
+consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences from a
+baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: a list by task)",
+            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
             help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable. (default: those of the task's list of encodings)"
+            "softmax, add, decay or delta; repeatable. (default: depends on the task)"
         ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and longer training.")
+        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
     baseline: Annotated[
         str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
@@ -136,7 +136,7 @@ def run(
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Write config.json, or add the comparison to the folder's if its trainings match; also check the baseline."""
+    """Check the baseline and write config.json, or add to the folder's comparison if the training options match."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -168,7 +168,7 @@ def select_encodings(
 def training_fields(
     task: Task, assignments: list[str] | None, device: str, full: bool, smoke: bool, attentions: Iterable[str] = ("",)
 ) -> dict[str, Any]:
-    """Return the fields of the training's configuration.
+    """Return the fields of the training configuration.
 
     attentions: the compared attentions; with ``smoke``, the models have as many layers as they need.
     """

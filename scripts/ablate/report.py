@@ -47,9 +47,9 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
-    baseline: see :func:`choose_baseline`. It is kept for later reports; None means the last one that was given.
+    baseline: see :func:`choose_baseline`. It is stored for later reports; None means the last one that was passed.
 
-    If trainings of the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
+    If runs with the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
     """
     files = sorted(folder.glob("runs/*.json"))
     if not files and not (folder / "results.csv").exists():
@@ -80,7 +80,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
     }
     if samples:
         write_comparison(folder / "samples.png", samples)
-    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # which has no differences
+    if chosen not in trained and len(trained) > 1 and task.layout != "lengths":  # without differences
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
         )
@@ -92,7 +92,7 @@ def committed(task: str) -> Path:
 
 
 def folders() -> list[Path]:
-    """List the folders of scripts/results that hold a comparison."""
+    """List the folders of scripts/results that contain a comparison."""
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
@@ -113,7 +113,7 @@ def render(folder: Path) -> str:
     pictures += [(by[task.layout], plot) for plot in task.plots]
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
-    note = read_json(folder / "config.json").get("note", "")  # on results of an earlier version
+    note = read_json(folder / "config.json").get("note", "")  # for results of an earlier version
     return page(f"Comparison: {name}", COMMAND, shown, f"{text.rstrip()}\n\n{note}\n" if note else text)
 
 

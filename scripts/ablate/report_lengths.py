@@ -32,13 +32,13 @@ def mean_and_std(results: Any, key: str) -> Any:
 
 
 def ranking(results: Any) -> list[str]:
-    """Sort the names, best at the longest length first."""
+    """Sort the names by the result at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the table, best at the longest length first; the baseline is one of its rows."""
+    """Render the table, sorted by the result at the longest length; the baseline is one of its rows."""
     settings = config["settings"]
     training = settings["training"]
     trained = training["length"]
@@ -65,7 +65,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
         f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
-        "per training."
+        "per run."
     ]
     return "\n".join(lines) + "\n"
 

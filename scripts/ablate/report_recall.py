@@ -32,7 +32,7 @@ def longest(results: pd.DataFrame) -> str:
 
 
 def intervals(results: Any) -> pd.DataFrame:
-    """Return mean and half of Student's 95% interval over the seeds, by question, attention, encoding and size."""
+    """Return mean and half-width of the 95% interval over the seeds, by question, attention, encoding and size."""
     found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
@@ -70,7 +70,7 @@ def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) 
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the tables, best at the longest clip first."""
+    """Render the tables, sorted by the accuracy on the longest clips."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
     interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
@@ -79,15 +79,15 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
         f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Each column is a size of clips, frames × height × width tokens. The first is "
+        f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
         f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. Each training ran {how_long(training)}, with batch size {training['batch']}, in "
+        f"frames count. Each model was trained for {how_long(training)}, with batch size {training['batch']}, in "
         f"{precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and as many "
-        f"ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The model has "
-        f"{training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
+        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and "
+        f"as many others ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The "
+        f"model has {training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:
@@ -112,7 +112,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
-    """Return the variants to plot as (attention, encoding), best at the longest clip first.
+    """Return the variants to plot as (attention, encoding), sorted by the accuracy on the longest clips.
 
     If there are more than six, keep only the best positions of each memory, and the best six of those.
     """
@@ -127,7 +127,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Move values upwards, in their order, until neighbours are at least ``gap`` apart."""
+    """Move values up, keeping their order, until neighbours are at least ``gap`` apart."""
     placed, last = np.zeros(len(values)), -np.inf
     for i in np.argsort(values, kind="stable"):
         placed[i] = last = max(values[i], last + gap)

@@ -31,7 +31,7 @@ def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline of the same attention, paired by seed that both have.
+    """Compare each encoding with the baseline of the same attention, paired by the seeds that both have.
 
     Returns:
         by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
@@ -78,12 +78,12 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
     for positions in POSITIONS:
         rows = [[*key, *(cell((*key, positions, size)) for size in columns)] for key in ranking if key[0] != baseline]
         shown = [row for row in rows if any(row[2:])]
-        lines += [f"Positions {positions}:", "", *table([*KEYS, *columns], shown, len(KEYS))]
+        lines += [f"{positions.capitalize()} positions:", "", *table([*KEYS, *columns], shown, len(KEYS))]
     return lines
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the trainings: the largest rise of the loss over all seeds, and medians of the other columns."""
+    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of the other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -125,7 +125,7 @@ def how_run(training: dict[str, Any]) -> str:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the tables, best at the training size first."""
+    """Render the tables, sorted by the result at the training size."""
     settings = config["settings"]
     task, training = TASKS[settings["task"]], settings["training"]
     digits = 1 if task.higher else 4
@@ -138,13 +138,13 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size, the only size that the model saw in training. Rows are sorted by that column. Each training "
-        f"ran {how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
+        "training size, the only size used in training. Rows are sorted by that column. Each model was trained for "
+        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += [f"Positions {positions}: {meaning}.", "", *_accuracy(part, ranking, digits)]
+        lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
     if task.note:
         lines += [task.note, ""]
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:

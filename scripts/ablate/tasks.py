@@ -1,4 +1,4 @@
-"""The six training tasks of ``ablate``: what each compares, trains and measures."""
+"""The six training tasks of ``ablate``, and what each compares, trains and measures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison: more encodings by attention, more seeds, longer trainings."""
+    """Settings of a task's longer comparison: more encodings for each attention, more seeds, longer training."""
 
     compared: dict[str, tuple[str, ...]]
     seeds: int
@@ -57,20 +57,14 @@ class Task:
     """One training task.
 
     Args:
-        config, run: configuration class and function of the training.
-        compared: encodings of the default comparison, by attention.
-        smoke: options of a tiny training run on a CPU.
-        values: extracts the measured values from the result of ``run``.
-        measure: name of the measured value; higher: whether a higher value is better.
-        layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
-        series: column of results.csv that names each series of values of a training.
-        plots: report file → name of its plot.
-        defaults: fields that differ from the training's defaults; on_gpu: those that apply only on a GPU.
-        by_encoding: fields of single encodings.
-        full: settings of the longer comparison, if there is one.
-        data: default data.
-        kept: files of a training's folder that the report shows.
-        note: a line below the tables.
+        config, run: configuration class and function of the training. compared: encodings of the default comparison, by
+        attention. smoke: options of a tiny training run on a CPU. values: extracts the measured values from the result
+        of ``run``. measure: name of the measured value; higher: whether a higher value is better. layout: layout of the
+        report, "sizes", "lengths" or "recall"; see :mod:`.report`. series: column of results.csv that names each series
+        of values of a training run. plots: report file → name of its plot. defaults: fields that differ from the
+        training's defaults; on_gpu: those that apply only on a GPU. by_encoding: fields of single encodings. full:
+        settings of the longer comparison, if there is one. data: default data. kept: files of a run's folder that the
+        report shows. note: a line below the tables.
     """
 
     config: type[Training]
@@ -256,7 +250,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings that determine results; the runs of a folder share the task, the data and the training.
+    """The settings that determine results; all runs of a folder share the task, the data and the training options.
 
     schemes: fingerprints of the compared schemes that are registered, by encoding.
     """
@@ -310,7 +304,7 @@ class Comparison:
         for name in schemes.keys() & trained:
             if before.get(name) != schemes[name]:
                 raise typer.BadParameter(
-                    f"--encoding {name}: --out {out} contains runs of another definition of this scheme; choose "
+                    f"--encoding {name}: --out {out} contains runs with another definition of this scheme; choose "
                     "another folder, or register the scheme under another name"
                 )
         both = {
@@ -323,7 +317,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the contents of config.json: the settings of all trainings and tests, without the paths to data."""
+        """Return the contents of config.json: the settings of all runs and tests, without the paths to data."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)

@@ -25,7 +25,7 @@ All = Annotated[bool, typer.Option("--all", help="Also write the modifications t
 
 @app.command(epilog="Example: lrpe-md adapters table --library timm > timm.csv")
 def table(library: Library = None) -> None:
-    """Test every rotary model and write one CSV row each to stdout."""
+    """Test every rotary model and write one CSV row per model to stdout."""
     rows = write(row for name in _check(library) for row in try_library(name))
     raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
 

@@ -2,8 +2,8 @@
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-Every function and static method in their model files with a rotary name is tested. A supported function is called
-with the supported kinds of arguments at other sizes, in float32 and bfloat16, and compared with the original.
+It tests every function and static method with a rotary name in their model files. A supported function is called with
+the supported kinds of arguments at other sizes, in float32 and bfloat16, and compared with the original.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {2: (4, 9), 3: (3, 4, 9), 1: (9,)}
 
 
 class Row(NamedTuple):
-    """Result of one function: taken, refused (with the reason), or wrong (taken, but its results differ)."""
+    """Result of one function: taken, refused (with the reason), or wrong (taken, but with different results)."""
 
     library: str
     module: str

@@ -200,7 +200,8 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Load all weights of an attention or a router together, because its forward may read those of linear layers."""
+    """Load all weights of an attention or router module together, because its forward may read its children's
+    weights."""
     import accelerate
 
     names = sorted({type(part).__name__ for part in _named(model, _WHOLE, by_class=True)})
@@ -298,7 +299,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
-    """Yield the outcomes of a library's adaptable models, or of those with these names."""
+    """Yield the outcomes of a library's adaptable models, or only of the models with these names."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():

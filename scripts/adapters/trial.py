@@ -33,7 +33,7 @@ __all__ = [
 
 ROTARY = re.compile(r"[Rr]otary|RoPE")
 UNKNOWN = "found no such function"
-BOUND = 1e-5  # on outputs and gradients; relative if the largest of each kind is above 1
+BOUND = 1e-5  # for outputs and gradients; relative if the largest of each kind is above 1
 LIBRARIES = ("timm", "diffusers", "transformers")
 Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: no rotary code
 
@@ -61,7 +61,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """One row of the table. ``reason`` says why a model was refused or untried, or which parts were not adapted."""
+    """One row of the table. ``reason``: why a model was refused or not tried, or which parts were not adapted."""
 
     library: str
     model: str
@@ -186,7 +186,7 @@ def _has_rotary(model: nn.Module) -> bool:
 
 
 def distance(found: Result, stock: Result) -> float:
-    """Return the largest difference of outputs and gradients; relative if the largest of each kind is above 1."""
+    """Return the largest difference between outputs or gradients; relative if the largest of its kind is above 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
     names = list(stock.gradients)

@@ -1,4 +1,4 @@
-"""Build and call a tiny random model of each rotary class of diffusers, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each rotary diffusers class, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build and call a tiny version of each rotary model of timm, for ``lrpe-md adapters``."""
+"""Build and call a tiny version of each rotary timm model, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
 
 
 def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
-    """Build a NaFlexViT with this rotary encoding; ``kwargs`` are timm's."""
+    """Build a NaFlexViT with this rotary encoding; ``kwargs`` are timm arguments."""
     shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
     return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
 

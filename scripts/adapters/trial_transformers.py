@@ -1,4 +1,4 @@
-"""Build and call a tiny random model of each model type of transformers, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each transformers model type, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def shrink(model_type: str, own: dict[str, Any]) -> Any:
 
 
 def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Override ``given`` by ``own``, recursing into nested configurations."""
+    """Override ``given`` with ``own``, recursing into nested configurations."""
     merged = dict(given)
     for name, value in own.items():
         inside = name.endswith("config") and isinstance(value, dict) and isinstance(given.get(name), dict)

@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the value of each row by key (the last one for repeated keys); empty for a file of another kind."""
+    """Return the value of each row by key (the last one for repeated keys); empty for a file of a different kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)
@@ -78,7 +78,7 @@ def load(text: str, kind: Kind) -> Any:
 
 
 def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Find rows in both whose value grew by more than the tolerance, without those of other implementations."""
+    """Find rows in both whose value grew by more than the tolerance, except those of other implementations."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)

@@ -2,9 +2,9 @@
 
     lrpe-md bench compiled
 
-q and k are so small that the GPU waits for the host. Three variants are timed: kernels that Inductor launches itself,
+q and k are so small that the GPU waits for the host. It times three variants: kernels that Inductor launches itself,
 the registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. They take turns in one
-run, so that machine noise affects all alike. Look at the ratio to the triton_op.
+run, so that machine noise affects all of them equally. The number to look at is the ratio to the triton_op.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def compile_alone(graph: Any, inputs: Any) -> Any:
 
 
 def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
-    """Compile a call; return it and the lrpe-md operators in the generated code."""
+    """Compile a call; return it and the lrpe-md operators that the generated code calls."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -140,7 +140,7 @@ def measure(map: str, which: str, device: torch.device, blocks: int, calls: int)
 
 def main(
     map: Annotated[str | None, typer.Option(help=f"Map: {', '.join(MAPS)}. (default: both)")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Number of blocks of calls per measurement.")] = 30,
+    blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
     smoke: Annotated[bool, typer.Option("--smoke", help="Time only a few calls to test that everything runs.")] = False,

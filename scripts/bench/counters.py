@@ -2,8 +2,8 @@
 
     lrpe-md bench counters        needs ncu, and permission to read GPU counters
 
-Each pass of ``bench operators`` runs once with cold caches. The CSV has its duration, the bytes of memory traffic, and
-the utilisation of memory, L2 cache and schedulers. On vit224, a compiled kernel with precomputed tables and an
+Each pass of ``bench operators`` runs once with cold caches. The CSV contains each pass's duration, memory traffic in
+bytes, and utilisation of memory, L2 cache and schedulers. On vit224, a compiled kernel with precomputed tables and an
 element-wise kernel of equal traffic serve as baselines. `make results` turns the CSV into a table.
 """
 

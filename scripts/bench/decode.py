@@ -5,12 +5,12 @@
 
 Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in the memory layout of a projection (B, N, H, D). The
 cache holds 4,096 tokens, and its next free row is read on the device. "half" rotates half of the channels. Values are
-left out, since all implementations store them alike. For implementations that use tables, cos and sin are precomputed,
-as a model computes them once for all layers; lrpe-md computes the angles itself.
+left out, since all implementations store them in the same way. For implementations that use tables, cos and sin are
+precomputed, because a model computes them once for all layers; lrpe-md computes the angles itself.
 
 Measures: "gpu" is the GPU time of one call with a cold L2 cache; "graph" is the time per call of 64 calls in a CUDA
 graph; "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the
-bytes that must move: q and k, read and written. Before it is timed, q and the cache are checked against float64.
+bytes that must move: q and k, read and written. Before timing, q and the cache are checked against float64.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Inputs:
         return None if self.shape.rotary_dim == self.shape.head_dim else self.shape.rotary_dim
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (1, N, R) in the layout of transformers."""
+        """Return cos and sin (1, N, R) in transformers' layout."""
         angles = self.rows[:, None].double() * self.omega[0, :, 0].double()
         both = torch.cat([angles, angles], dim=-1)[None]
         return both.cos().to(dtype), both.sin().to(dtype)
@@ -184,7 +184,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """Describe the first result that is further from float64 than 16-bit tables and outputs explain, or return ""."""
+    """Describe the first result whose error is larger than 16-bit tables and outputs explain, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",
@@ -294,7 +294,7 @@ def main(
             break
         try:
             measure(run, name, shape, by)
-        except Exception as error:  # such as an unavailable kernel; go on with the next
+        except Exception as error:  # for example, an unavailable kernel; continue with the next
             run.add(workload=name, impl=by, note=describe_error(error))
         release_memory(where)
         torch.compiler.reset()

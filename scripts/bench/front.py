@@ -1,4 +1,4 @@
-"""Plots of the README: speed compared with other libraries, and encodings at sizes unseen in training."""
+"""Plots of the README: speed compared with other libraries, and encodings at sizes not seen in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary models of other libraries for ``scripts.bench training``: published widths, few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``: published widths, few layers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Hosted:
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
     """Import another checkout's package under another name, so that both versions run in one process.
 
-    The package is copied into a temporary folder on the path, where compiler processes find it, too. Its operators get
+    The package is copied into a temporary folder on the path, where compiler processes also find it. Its operators get
     a separate namespace.
 
     Raises:

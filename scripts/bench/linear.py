@@ -6,10 +6,10 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move: 4·BHND elements
-forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before it is timed,
-values and gradients of one sample are checked against float64; wrong results are not timed.
+forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before timing, values
+and gradients of one sample are checked against float64; wrong results are not timed.
 
-With --other, each pass of lrpe-md is timed beside that of another checkout of this repository:
+With --other, each pass of lrpe-md is timed alternately with that of another checkout of this repository:
 
     lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
 
@@ -203,7 +203,7 @@ def main(
                 measure_sana(run, name, by, OURS, smoke)
             else:
                 measure(run, name, shrink(case) if smoke else case, by)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(workload=name, map=chosen, impl=by, mask=case.mask, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

@@ -281,7 +281,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """A workload of diffusers: a module, copies of its inputs, and the positions for both implementations."""
+    """A diffusers workload: a module, copies of its inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]
@@ -357,6 +357,6 @@ def missing(impls: list[str]) -> dict[str, str]:
         module = SANA_MODULE if impl == STOCK else PEERS[impl].module if impl in PEERS else None
         try:
             importlib.import_module(module or __name__)
-        except Exception as error:  # its own imports may raise anything
+        except Exception as error:  # its own imports may raise any exception
             found[impl] = describe_error(error)
     return found

@@ -67,8 +67,8 @@ def linear_table(rows: Any) -> str:
     works = list(dict.fromkeys(measured.workload))
     lines = [
         "**Linear attention.** The table lists the share of the copy's speed, and milliseconds in brackets. The "
-        "forward must move 4·BHND elements, the backward 7·BHND. Times are medians in bfloat16 with a cold L2 cache. "
-        f"{where(measured)}.",
+        "forward must move 4·BHND elements, and the backward 7·BHND. Times are medians in bfloat16 with a cold L2 "
+        f"cache. {where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",

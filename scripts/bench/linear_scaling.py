@@ -6,7 +6,7 @@
 A step is the same as in ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and fused AdamW.
 The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT
 without text. The batch has enough samples for 65,536 tokens, and at least one. A step that runs out of memory is
-repeated with activation checkpointing, which its note says. Each row is saved at once, with milliseconds (median),
+repeated with activation checkpointing, and its note says so. Each row is saved at once, with milliseconds (median),
 tokens per second and peak memory of a step. A row is skipped, with a note, if it runs out of memory or is expected to
 take more than --cap seconds.
 """
@@ -158,7 +158,7 @@ class Run:
 
 
 def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, float]:
-    """Return milliseconds and peak bytes of a step, given the expected seconds of a step."""
+    """Return milliseconds and peak bytes of a step. expected: seconds that a step should take."""
     if expected < ONCE:
         trainee.step()
     synchronize(run.device)
@@ -185,7 +185,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
         found = {"ms": ms, "tokens_per_s": 1e3 * batch * workload.tokens / ms, "peak_gib": peak / 2**30}
     except torch.OutOfMemoryError:
         found = {"note": NO_ROOM}
-    except Exception as error:  # such as an unsupported backend; go on with the next
+    except Exception as error:  # for example, an unsupported backend; continue with the next
         found = {"note": describe_error(error)}
     del trainee
     if run.mode == "compiled":
@@ -195,7 +195,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
 
 
 def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: Sizes, deadline: float) -> bool:
-    """Measure a backbone and attention from few tokens to many; return whether the time was sufficient."""
+    """Measure a backbone and attention from few tokens to many; return whether there was enough time."""
     expected, recomputed, before = 0.0, False, 0
     for tokens in sizes:
         if time.monotonic() > deadline:

@@ -103,7 +103,7 @@ class LinearPlace(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
-        """Put this tile into the table; if it does not fit, raise instead of trying a smaller one."""
+        """Put this tile into the table; if it does not fit, raise an error instead of trying a smaller one."""
         kept, shrink = TILES[self.stage], linear_launch.shrink
         tiles = list(kept)
         tiles[self.width] = tile

@@ -46,10 +46,10 @@ def release_memory(device: torch.device) -> None:
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
     """Return GPU times in milliseconds with a cold L2 cache, for as many calls as take about ``rep`` ms.
 
-    This extends triton.testing.do_bench in two ways. The GPU spins between clearing the cache and the call, so that the
-    host has queued the call before it starts; otherwise short kernels would be timed with their launch latency. Second,
-    calls cycle through the functions, each with its own tensors, because data loaded with an evict-last policy (as
-    torch.compile does) stays in the cache.
+    This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
+    that the host has queued the call before it starts; otherwise the times of short kernels would include their launch
+    latency. Second, calls cycle through the functions, each with its own tensors, because data loaded with an
+    evict-last policy (as torch.compile does) stays in the cache.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:

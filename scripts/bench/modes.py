@@ -68,7 +68,7 @@ def host_times(
 ) -> list[list[float]]:
     """Return microseconds per call of each function, for each block of calls between synchronisations.
 
-    The functions take turns, so that machine noise affects all alike.
+    The functions take turns, so that machine noise affects all of them equally.
     """
     times: list[list[float]] = [[] for _ in fns]
     gc.collect()

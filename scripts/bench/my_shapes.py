@@ -159,7 +159,7 @@ def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer],
 
 
 def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
-    """Return the number of copies of the inputs that calls cycle through; refuse sizes that don't fit."""
+    """Return the number of copies of the inputs that calls cycle through; reject sizes that don't fit."""
     needed, one = max(shapes.bytes_needed(each) for each in maps)
     if needed > free:
         fits = shapes.batch * free // needed
@@ -203,13 +203,13 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
             continue
         try:
             linear.measure(run, str(shapes), case, impl)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(**key, note=describe_error(error))
         release_memory(run.device)
 
 
 def collect(session: Session, run: Run | None) -> Found:
-    """Collect the rows of both CSVs as times."""
+    """Convert the rows of both CSVs to times."""
     found = Found()
     for row in session.rows:
         if row.get("op"):

@@ -5,9 +5,9 @@
     lrpe-md bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
-inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of q
-and k together these are 2 forward (read and write), 3 backward (also the outputs' gradients) and 5 for both. Pass
-"backward" computes the gradients of q, k and γ, "backward_omega" also that of ω. Before it is timed, values and
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of the
+size of q and k, that is 2 for the forward (read and write), 3 for the backward (also the outputs' gradients), and 5 for
+both. Pass "backward" computes the gradients of q, k and γ, "backward_omega" also that of ω. Before timing, values and
 gradients of a small case are checked against float64; wrong results are not timed.
 """
 
@@ -235,7 +235,7 @@ def main(
             break
         try:
             measure(run, name, case, by)
-        except Exception as error:  # such as out of memory; go on with the next
+        except Exception as error:  # for example, out of memory; continue with the next
             run.add(workload=name, over=what, impl=by, note=describe_error(error))
         release_memory(where)
     console.print(f"{len(run.rows)} rows in {out}", highlight=False)

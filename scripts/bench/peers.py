@@ -64,7 +64,7 @@ def large_inputs(case: Case, device: torch.device) -> Inputs:
     else:
         xs = [torch.randn(batch, heads, num_tokens, case.head_dim, dtype=case.dtype, **options)]
     grads = []
-    for x, h in zip(xs, case.heads, strict=True):  # in the memory layout of the outputs
+    for x, h in zip(xs, case.heads, strict=True):  # with the memory layout of the outputs
         tokens_first = case.grad_layout == "bnhd"
         size = (batch, num_tokens, h) if tokens_first else (batch, h, num_tokens)
         grad = torch.randn(*size, case.out_dim, dtype=case.dtype, **options)
@@ -99,7 +99,7 @@ def torch_eager(inputs: Inputs) -> Forward:
 
 
 def make_call(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> Call:
-    """Build the call description that the functions below the public API take."""
+    """Build the call description that the functions below the public API expect."""
     case: Any = inputs.case
     options = Options(case.map, case.act, case.dim, case.pairs, case.rotary_dim)
     return validate(options, xs, omega, inputs.positions)
@@ -120,7 +120,7 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ (H or 1, N, C), exact to float32."""
+    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
     theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin

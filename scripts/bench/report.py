@@ -171,8 +171,8 @@ class Pivot(NamedTuple):
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
         "**RMS norm and rotation of q and k.** The table lists the share of the copy's speed, and milliseconds in "
-        "brackets. The forward must move 2 times the bytes of q and k, the backward 3 times. The norm is over the "
-        "channels of one head or of all heads.",
+        "brackets. The forward must move twice the bytes of q and k, and the backward three times. The norm is "
+        "over the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
@@ -310,7 +310,7 @@ def passes(rows: pd.DataFrame) -> list[str]:
         "The tables list shares of the copy's speed: medians in bfloat16 with a cold L2 cache. For each element of q "
         "and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
-        "of cos and sin are computed beforehand. The backward is `torch.autograd.grad` on a retained graph. "
+        "of cos and sin are precomputed. The backward is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
         "A copy of the same number of bytes shows what share a plain copy reaches at this size.",
         "",
@@ -465,7 +465,7 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose the peers of an operator to plot: those measured in most places, then the fastest.
+    """Choose the peers of an operator to plot: those with the most measurements first, then the fastest.
 
     The tables show all of them.
     """

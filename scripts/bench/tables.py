@@ -6,8 +6,8 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles divided by the time with tables in the same run. ``share`` is the
-speed relative to a copy that reads and writes as many bytes as q and k have. Before it is timed, a small case of each
-form is checked against float64.
+speed relative to a copy that reads and writes as many bytes as q and k have. Before timing, a small case of each form
+is checked against float64.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, fl
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
     form: Annotated[str | None, typer.Option(help=f"Forms of tables: {'; '.join(FORMS)}. (default: all)")] = None,
-    at_least: Annotated[float, typer.Option(help="Fail if tables reach less than this fraction of the speed.")] = 0.0,
+    at_least: Annotated[float, typer.Option(help="Minimum speed of tables relative to computed angles.")] = 0.0,
     limit: Annotated[float, typer.Option(help="Time budget in seconds; no measurement starts after it.")] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),
@@ -122,7 +122,7 @@ def main(
                 break
             try:
                 measure(run, name, each, shrink(WORKLOADS[name]) if smoke else WORKLOADS[name], angles_ms)
-            except Exception as error:  # such as out of memory; go on with the next
+            except Exception as error:  # for example, out of memory; continue with the next
                 run.add(workload=name, form=each, note=describe_error(error))
             release_memory(where)
     finish(run, at_least)

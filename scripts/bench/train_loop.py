@@ -186,7 +186,7 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
 def main(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Published size and patch, such as B/2; repeatable. (default: B/2 and XL/2)"),
+        typer.Option(help="Published model size and patch size, such as B/2; repeatable. (default: B/2 and XL/2)"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 64,
     workers: Annotated[int, typer.Option(min=0, help="Number of threads that prepare batches.")] = 4,

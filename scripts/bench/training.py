@@ -25,11 +25,11 @@ ViTs) and video (a layer of a video transformer) have:
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion` with their default sizes
-and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They have the encodings of their
+and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They use the encodings of their
 scripts, compared with none. dit also has rotate-norms-first, which normalises q and k in separate launches.
 
-wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are models of diffusers,
-transformers and timm with random bfloat16 weights, published widths and few layers. They have stock, adapted (by
+wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are diffusers, transformers and
+timm models with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted (by
 `adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
 
 The command appends a row to the CSV for each model, mode and encoding. It contains:
@@ -199,7 +199,7 @@ def host_ms(trainee: Trainee) -> float:
 def observed_step(trainee: Trainee) -> tuple[str, float]:
     """Return the attention kernel that PyTorch uses in a step, and the step's :func:`peak_bytes`.
 
-    Call it for the second step: the first one compiles, and from the third on CUDA graph replay hides calls and
+    Call it for the second step: the first one compiles, and from the third on, CUDA graph replay hides calls and
     allocations.
     """
     with profile(activities=[ProfilerActivity.CPU]) as prof:

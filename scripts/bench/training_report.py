@@ -38,7 +38,7 @@ def training(file: Path) -> str:
     rows = read(file)
     timm = "timm-axial and timm-mixed are compared with timm-none, timm's RoPE-ViT without RoPE. "
     timm *= "timm-none" in set(rows.encoding)
-    again = "-again stands for `keep_encoded=False`, which encodes q and k again in the backward pass. "
+    again = "-again stands for `keep_encoded=False`, which re-encodes q and k in the backward pass. "
     again *= bool(rows.encoding.str.endswith("-again").any())
     lines = [
         "**Training steps.** The table lists the overhead in time and in peak memory, compared with the same model "

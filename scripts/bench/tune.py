@@ -5,17 +5,17 @@
     lrpe-md bench tune --only "linear keys" --only "linear queries"
     lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
 
-A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with given cos and
-sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of 14×14 and
-64×64 tokens with head_dim 64; those for more on 21×30×52 with 128; those for up to 16 on 64×64 with head_dim 72 and 80,
-whose channels are processed in blocks. Frequencies or tables are both shared and per head. A row of linear attention
-("linear ..") is keyed by pass and has tiles for six state sizes. They are timed in a whole forward or backward, on
-vit224 or windows (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a
-cold L2 cache.
+A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with the caller's
+cos and sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of
+14×14 and 64×64 tokens with head_dim 64; those for more on 21×30×52 with 128; those for up to 16 on 64×64 with head_dim
+72 and 80, whose channels are processed in blocks. Each is timed with shared and with per-head frequencies or tables. A
+row of linear attention ("linear ..") is keyed by pass and has tiles for six state sizes. They are timed in a whole
+forward or backward, on vit224 or windows (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are
+medians of GPU time with a cold L2 cache.
 
 A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest; the lowest score is
 best. The search first tries all shapes with the table's registers and stages. It then varies these for the three best
-shapes, and finally times the leaders and the table's tile again in turns. The CSV has every time.
+shapes, and finally times the leaders and the table's tile again in turns. The CSV contains every time.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """Return candidates of the same shape with other registers and stages, or with rows requested first."""
+        """Return candidates of the same shape with other registers and stages, or with rows loaded first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Models of ``scripts.bench training``: ViTs, a layer of a video transformer, the train scripts' models."""
+"""Models of ``scripts.bench training``: ViTs, a layer of a video transformer, and the train scripts' models."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """The `train image` model for images and classes like Fashion-MNIST's."""
+    """The `train image` model for images and classes like those of Fashion-MNIST."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)
@@ -228,7 +228,7 @@ NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before t
 
 
 class DiffusionBackbone(Backbone):
-    """The `train diffusion` model; captions have half to all of the script's maximal length."""
+    """The `train diffusion` model; captions have between half and all of the script's maximum length."""
 
     @property
     def baselines(self) -> dict[str, str]:

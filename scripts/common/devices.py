@@ -26,7 +26,7 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """Return the user's lock file for a device ("cuda" or "cpu"). A training holds it while it runs alone."""
+    """Return the user's lock file for a device ("cuda" or "cpu"). A training run holds it while it runs alone."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 
@@ -34,7 +34,7 @@ def turn_of(kind: str) -> Path:
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device.
 
-    From pinned memory the copy is asynchronous; otherwise the host would wait for all queued work.
+    From pinned memory, the copy is asynchronous; otherwise, the host would wait for all queued work.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Refuse to write results and pages from an installed wheel, because they would land in site-packages."""
+    """Reject writing results and pages from an installed wheel, because they would end up in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 

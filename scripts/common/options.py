@@ -19,7 +19,7 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
 def positive(value: float | None) -> float | None:
-    """Refuse values that are not above 0; infinity is allowed."""
+    """Reject values that are not above 0; infinity is allowed."""
     if value is not None and not value > 0:
         raise typer.BadParameter(f"expected a number above 0, got {value:g}")
     return value
@@ -29,14 +29,14 @@ LIMIT: Any = typer.Option(callback=positive, help="Time budget in seconds; no me
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse infinity and NaN, which typer's min and max let through."""
+    """Reject infinity and NaN, which typer's min and max let through."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {value}")
     return value
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the wanted names without duplicates; refuse unknown ones."""
+    """Return the wanted names without duplicates; reject unknown ones."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
@@ -67,7 +67,7 @@ _SHELL_TERMS = {
 
 
 def in_shell_terms(text: Any, separator: str = ",") -> str:
-    """Reword an error of the library for a command line: options instead of arguments, values as the user types them.
+    """Reword an error from the library for a command line: options instead of arguments, values as the user types them.
 
     separator: between numbers that belong together.
     """

@@ -47,7 +47,7 @@ SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
-    """Split more than :data:`SERIES` encodings over several plots, those of the cosine map apart from the others.
+    """Split more than :data:`SERIES` encodings over several plots, with the cosine map's in separate plots.
 
     The reference is in every plot. Variants of an encoding stay together if they fit.
     """
@@ -94,7 +94,7 @@ def _base(name: str) -> str | None:
 
 
 def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each library; those without a colour of their own get the unused ones, in order."""
+    """Return a colour for each library; those without an assigned colour get the unused ones, in order."""
     own = {name: next((c for known, c in LIBRARIES.items() if name.startswith(known)), None) for name in libraries}
     free = iter([color for color in OKABE_ITO if color not in own.values()])
     used: set[str] = set()

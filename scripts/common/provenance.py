@@ -36,7 +36,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
-    """Return the columns that say where a row was measured. ``commit`` replaces git's answer."""
+    """Return the columns that say where a row was measured. ``commit`` overrides the commit that git reports."""
     found = versions("torch", "triton", "timm").items()
     return {
         "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",

@@ -104,7 +104,7 @@ def main(
 
 
 def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
-    """Run jobs in new processes, and print their reports as they come."""
+    """Run jobs in new processes, and print their reports as they arrive."""
     results: list[Result] = []
     waiting = iter(jobs)
     running: dict[Future[Result], Job] = {}
@@ -204,7 +204,7 @@ def limit_time(seed: int, config: Any) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first error of a chain, and where it was raised."""
+    """Return the first error in a chain, and where it was raised."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     place = traceback.extract_tb(error.__traceback__)[-1]

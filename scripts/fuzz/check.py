@@ -4,7 +4,7 @@ It runs the formula :data:`SAMPLES` more times with random relative errors in ea
 rounding (:class:`~.formula.Rounding`). Then it measures how much each element of each result changes. This estimates
 the effect of rounding on the element, which is large only where terms cancel. An element may differ by :data:`LARGEST`
 times the standard deviation, taken from the element and its row, plus one unit in its last place. For the root mean
-square over all elements the factor is :data:`MEAN`. A wrong token, sign or index in float32 exceeds these bounds by
+square over all elements, the factor is :data:`MEAN`. A wrong token, sign or index in float32 exceeds these bounds by
 orders of magnitude, and memory that no kernel wrote is NaN.
 """
 
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Make torch.empty and similar functions return NaN, so that memory that no kernel writes is noticed."""
+    """Make torch.empty and similar functions return NaN, so that unwritten memory is noticed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -201,7 +201,7 @@ class MapConfig(Config):
 
 @dataclass(frozen=True)
 class Where:
-    """Positions in the forms that the library and the formula take."""
+    """Positions in the forms that the library and the formula expect."""
 
     positions: Any
     coords: Tensor  # (B or 1, N, K) float64
@@ -276,7 +276,7 @@ def pad(values: Tensor) -> Tensor:
 
 
 def arrange(values: Tensor, layout: str) -> Tensor:
-    """Lay values (B, H, N, D) out in memory; gaps between them are NaN."""
+    """Lay out values (B, H, N, D) in memory; gaps between them are NaN."""
     b, h, n, d = values.shape
     if layout == "tokens first":
         return pad(values.transpose(1, 2)).transpose(1, 2)

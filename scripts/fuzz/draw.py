@@ -205,7 +205,7 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the places of q and k, and the numbers of tokens, which are used if there is no place."""
+    """Draw the positions of q and k, and the numbers of tokens, which are used if there are no positions."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()

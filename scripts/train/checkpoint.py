@@ -1,4 +1,4 @@
-"""Checkpoints: one file with whole tensors and a digest of its content."""
+"""Checkpoints: one file with unsharded tensors and a digest of its content."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling other data can raise anything
+    except Exception as error:  # unpickling other data can raise any exception
         raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint from this version; choose another --out")

@@ -1,4 +1,4 @@
-"""Conditions of a diffusion training: captions, class labels, precomputed text features, or none.
+"""Conditions of a diffusion run: captions, class labels, precomputed text features, or none.
 
 A condition provides the inputs of each sample and builds their encoder. Checkpoints store its ``settings``, so that
 :func:`build_encoder` can rebuild the encoder without the data.
@@ -50,7 +50,7 @@ class Condition(Protocol):
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build the encoder of a condition from its settings. The checkpoint has its weights and the empty features."""
+    """Build the encoder of a condition from its settings. Its weights and the empty features are in the checkpoint."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])
@@ -116,7 +116,7 @@ class Captions:
         return sent(self.tokens.numpy()[indices], device)
 
     def describe_held_out(self, held_out: Iterable[int]) -> str:
-        """Name held-out captions that several images share, which the model never sees; "" if there are none.
+        """Report held-out captions that several images share, which the model never sees; "" if there are none.
 
         held_out: numbers of the held-out samples.
         """
@@ -127,7 +127,7 @@ class Captions:
         return f"Held out all images of {len(counts)} captions for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
-        """Return how many captions :attr:`tokens` cuts, and how to keep them whole; "" if it cuts none."""
+        """Report how many captions :attr:`tokens` truncates, and how to avoid that; "" if it truncates none."""
         lengths = [1 + len(caption.encode()) for caption in self.names]  # a token marks the start
         cut = sum(length > self.size.length for length in lengths)
         if not cut:

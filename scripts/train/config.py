@@ -59,12 +59,12 @@ def option(default: Any, text: str, **about: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Options of every training."""
+    """Options of every training command."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
-        1000, "Number of optimiser steps. A finished run continues if you raise it.", least=1, panel=OPTIMISER
+        1000, "Number of optimiser steps. A finished run continues if you increase it.", least=1, panel=OPTIMISER
     )
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
@@ -89,7 +89,7 @@ class Training:
     )
     clip: float = option(1.0, "Gradient clipping norm; 0 disables clipping.", least=0, off=True, panel=OPTIMISER)
     ema: float = option(
-        0.999, "EMA decay of the weights that are evaluated; 0 disables averaging.", least=0, below=1,
+        0.999, "EMA decay of the evaluated weights; 0 disables averaging.", least=0, below=1,
         panel=OPTIMISER,
     )  # fmt: skip
     weights: str = option(
@@ -102,7 +102,7 @@ class Training:
     )
     sharding: str = option("ddp", "Training with several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
-        0, "Number of workers that prepare batches ahead; 0 prepares them in the main process.", free=True, least=0,
+        0, "Number of workers that prepare batches in advance; 0 uses the main process.", free=True, least=0,
         off=True, panel=RUN,
     )  # fmt: skip
     seed: int = option(0, "Random seed (initialisation, data order, noise).", least=0, below=SEEDS, panel=RUN)
@@ -187,7 +187,7 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule for another number of steps, which --seconds determines."""
+        """Return the schedule for a different number of steps, which --seconds determines."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ class Training:
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return an option of every training with a different default and, if one is passed, a different help text."""
+    """Return a common training option with a different default and, if one is passed, a different help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 
@@ -249,7 +249,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Reject a value of an option outside of its range, or a number that is not finite."""
+    """Reject an option's value if it is outside of its range, or a number that is not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf
@@ -278,7 +278,7 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
 
 
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
-    """Return the values of --dim and --heads, nearest to these arguments, with which a model can be built.
+    """Return the values of --dim and --heads closest to these arguments with which a model can be built.
 
     Returns:
         option → its values, such as {"dim": "64 or 128", "heads": "3"}; without an option that has no such value.

@@ -209,7 +209,7 @@ class Backbone:
 
     @property
     def names(self) -> list[str]:
-        """All names: the table's, presets and registered schemes. Not every model supports every preset."""
+        """All names: those in the table, presets and registered schemes. Not every model supports every preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property
@@ -252,7 +252,7 @@ class Backbone:
         known = known if self.options is None else known & self.options
         for key in options.keys() - known:
             raise typer.BadParameter(
-                f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it takes "
+                f"{option} {text}: {name} has no option {key!r}{suggest(key, known)}; it accepts "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
         if options.get("act", "none") is None:

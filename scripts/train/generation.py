@@ -1,4 +1,4 @@
-"""Evaluate a generative training: held-out loss, samples of held-out conditions, and a distance to the data."""
+"""Evaluate a generative run: held-out loss, samples for held-out conditions, and a distance to the data."""
 
 from __future__ import annotations
 

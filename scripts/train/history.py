@@ -1,4 +1,4 @@
-"""history.csv: the losses of a training, one row per log, written while it trains."""
+"""history.csv: the losses of a training run, one row per log, written while it trains."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HISTORY = "history.csv"
 
 
 class HistoryFile:
-    """A CSV file that grows with the history of a training.
+    """A CSV file that grows with the history of a training run.
 
-    A checkpoint stores the history too. Rows that a killed process wrote after its last checkpoint disappear when the
-    next process calls :meth:`write`.
+    The checkpoint also stores the history. Rows that a killed process wrote after its last checkpoint disappear when
+    the next process calls :meth:`write`.
 
     Args:
         path: the file.

@@ -66,7 +66,7 @@ def main(
         str, typer.Option(help="Boolean field of the caption table; rows where it is true are left out.")
     ] = "",
     label: Annotated[
-        str, typer.Option(help="Field that holds the class, in a table, in .json files of shards, or in a data set.")
+        str, typer.Option(help="Field that holds the class, in a table, in .json files of shards, or in a dataset.")
     ] = "",
     limit: Annotated[int, typer.Option(min=0, help="Number of images or videos to use; 0 uses all.")] = 0,
     flip: Annotated[bool, typer.Option(help="Also encode mirrored images, for `train diffusion --flip`.")] = False,

@@ -109,7 +109,7 @@ def begin(config: Training) -> Accelerator:
 
 
 class Trainer:
-    """A running training: model, optimiser, schedule, EMA and the current step.
+    """A training run in progress: model, optimiser, schedule, EMA and the current step.
 
     Args:
         config: training options.

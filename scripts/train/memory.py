@@ -30,10 +30,10 @@ HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 class MemoryAttention(LrpeAttention):
     """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
 
-    The gate, the sigmoid of a linear layer, is how strongly a token writes. The norm of the keys starts with the weight
-    1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same key. With
-    the delta rule, :func:`limit_gate` keeps the state stable. The delta rule of a :class:`lrpe_md.Memory` has no gate
-    and weights all keys of a frame equally.
+    The gate, the sigmoid of a linear layer, sets how strongly a token writes. The norm of the keys starts with the
+    weight 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same
+    key. With the delta rule, :func:`limit_gate` keeps the state stable. The delta rule of a :class:`lrpe_md.Memory` has
+    no gate and weights all keys of a frame equally.
     """
 
     rule: Rule

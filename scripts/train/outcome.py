@@ -1,4 +1,4 @@
-"""Evaluate a finished training at other sizes, and write result.json."""
+"""Evaluate a finished run at other sizes, and write result.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = {
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
     """Call ``fit``, and return the common entries of all results: model, training and machine.
 
-    A finished training keeps those of its result.json.
+    A finished run keeps the entries in its result.json.
     """
     before = _read_result(trainer) if trainer.is_finished else {}
     since, first = time.perf_counter(), trainer.step
@@ -50,7 +50,7 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
 
 
 def _read_result(trainer: Trainer) -> dict[str, Any]:
-    """Read the result.json of a finished training; {} if it has none for this number of steps."""
+    """Read the result.json of a finished run; {} if it has none for this number of steps."""
     try:
         found = json.loads((trainer.config.out / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing or damaged, so it is written again
@@ -109,7 +109,7 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Set each way to place tokens at another size on the model, and yield its name.
+    """Set each way to place tokens at a different size on the model, and yield its name.
 
     "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid."""
     for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):

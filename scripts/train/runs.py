@@ -1,4 +1,4 @@
-"""Load the model of a training from the folder of its run."""
+"""Load a trained model from the folder of its run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["load_clip", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """Return the task of a run, or None if it is none of `train`. The models of `digits` are those of `image`."""
+    """Return the task of a run, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
     arguments = settings.get("model")
     if not isinstance(arguments, dict):
         return None
@@ -71,7 +71,7 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
     task = task_of(state["settings"])
     if task is None:
         raise ValueError(
-            f"folder: expected a run of `lrpe-md train`, got {folder}, a run of another training; build its model "
+            f"folder: expected a run of `lrpe-md train`, got {folder}, which another script wrote; build its model "
             f"yourself, and load {EXPORT} with safetensors"
         )
     return restore(BUILDERS[task](state["settings"]), state, average=average).to(device)
@@ -94,7 +94,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
     """
     settings = _read(Path(folder), average=True)["settings"]
     if task_of(settings) != "video":
-        raise ValueError(f"folder: expected a run of `lrpe-md train video`, got {folder}, a run of another training")
+        raise ValueError(f"folder: expected a run of `lrpe-md train video`, got {folder}, which another script wrote")
     return video.read_clip(Path(path), settings)
 
 
@@ -108,5 +108,5 @@ def _read(folder: Path, average: bool) -> dict[str, Any]:
             return {"settings": settings, "model": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
     wanted = f"checkpoint.pt or {EXPORT}" if average else "checkpoint.pt, because average=False"
     raise FileNotFoundError(
-        f"folder: expected a run with {wanted}, got {folder}; pass the --out of a training that has saved a checkpoint"
+        f"folder: expected a run with {wanted}, got {folder}; pass the --out of a run that has saved a checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Generate text, images or videos with the checkpoint of a training.
+"""Generate text, images or videos with the checkpoint of a training run.
 
 lrpe-md train sample runs/lm --prompt "**ROMEO**" --tokens 400
 lrpe-md train sample runs/emoji --prompt "red heart" --prompt "sleeping cat" --size 48x64 --out sheet.png
@@ -42,7 +42,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return the task of a training's folder, and its checkpoint on the CPU."""
+    """Return the task of a run's folder, and its checkpoint on the CPU."""
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
@@ -79,17 +79,17 @@ def main(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed of the text, or of the first image.")
+        int, typer.Option(min=0, max=SEEDS - 1, help="Random seed for the text, or for the first image.")
     ] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     tokens: Annotated[int | None, typer.Option(min=1, help="Text: number of bytes to generate. (default: 400)")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, callback=finite, help="Text: temperature; 0 takes the most likely byte. (default: 0.8)"),
+        typer.Option(min=0, callback=finite, help="Text: temperature; 0 chooses the most likely byte. (default: 0.8)"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(max=1, callback=positive, help="Text: cumulative probability to sample from. (default: 0.95)"),
+        typer.Option(max=1, callback=positive, help="Text: top-p of nucleus sampling. (default: 0.95)"),
     ] = None,
     scaling: Annotated[str | None, typer.Option(help="Text: length scaling: linear, ntk or yarn.")] = None,
     size: Annotated[
@@ -117,13 +117,13 @@ def main(
         str | None, typer.Option(help="Images: text model that encodes prompts, for runs with --text-features.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Images: number to write to --npz, cycling through prompts or classes.")
+        int | None, typer.Option(min=1, help="Images: how many to write to --npz, cycling through prompts or classes.")
     ] = None,
     npz: Annotated[
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model. Uses averaged weights if the training kept them."""
+    """Generate text or images with a trained model. Uses averaged weights if the run saved them."""
     on, (task, state) = choose_device(device), read_run(run)
     options = own_options(
         task,

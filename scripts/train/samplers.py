@@ -1,4 +1,4 @@
-"""Samplers by name: Euler's and Heun's methods of :mod:`models.flow`, and schedulers of diffusers."""
+"""Samplers by name: Euler's and Heun's methods from :mod:`models.flow`, and diffusers schedulers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEncoder:
-    """Load a text model of transformers and its tokenizer from a folder or a hub id.
+    """Load a transformers text model and its tokenizer from a folder or a hub id.
 
     Raises:
         typer.BadParameter: no such model can be read from there.
@@ -60,7 +60,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
 
 
 def count_tokens(model: PretrainedEncoder, captions: list[str]) -> list[int]:
-    """Return the number of tokens of each caption. One more than the maximum means that the model cuts the caption."""
+    """Return the number of tokens of each caption; one more than the maximum if the model truncates the caption."""
     tokens = model.tokenizer(captions, truncation=True, max_length=model.max_length + 1)["input_ids"]
     return [len(ids) for ids in tokens]
 

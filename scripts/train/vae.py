@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers, from pixels to latents and back."""
+"""diffusers autoencoders, from pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 64  # images encoded or decoded at a time
 
 
 def load_vae(name: str) -> Any:
-    """Load an AutoencoderKL of diffusers in float32.
+    """Load a diffusers AutoencoderKL in float32.
 
     name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
 
@@ -40,7 +40,7 @@ def load_vae(name: str) -> Any:
 
 
 def locate_vae(name: str) -> str:
-    """Return the absolute path of a folder, which any program finds; a hub id stays."""
+    """Return the absolute path of a folder, so that any program finds it; a hub id is unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -89,7 +89,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         device: where it runs.
 
     Raises:
-        typer.BadParameter: no VAE, one with another number of channels, or "auto" if its weights have changed since.
+        typer.BadParameter: no VAE, one with other channels, or "auto" if its weights have changed since.
     """
     found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
     if found.channels != latents["channels"]:
@@ -98,7 +98,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         )
     if vae == "auto" and "weights" in latents and latents["weights"] != found.digest:
         raise typer.BadParameter(
-            f"--vae: the weights in {latents['vae']} have changed since it encoded the latents; run `train latents` "
+            f"--vae: the weights in {latents['vae']} have changed since they encoded the latents; run `train latents` "
             "again, or pass --vae to decode with another VAE"
         )
     found.scale, found.shift = latents["scale"], latents["shift"]

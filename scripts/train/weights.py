@@ -1,4 +1,4 @@
-"""Load initial weights (a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
+"""Load initial weights (from a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def start_from(
 ) -> str:
     """Load all weights that fit into the model, and print those that do not.
 
-    settings: settings of this training; if the run that made the weights had another encoding, that is printed, too.
-    options: names of the settings that describe the model.
+    settings: settings of this run; if the weights come from a run with a different encoding, a line says so. options:
+    names of the settings that describe the model.
 
     The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
     be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
@@ -60,7 +60,7 @@ def start_from(
         a digest of the weights.
 
     Raises:
-        typer.BadParameter: a missing file, a file without weights, or weights of another architecture; the model is
+        typer.BadParameter: a missing file, a file without weights, or weights of a different architecture; the model is
             left unchanged.
     """
     found, before = _read(path)
@@ -71,7 +71,7 @@ def start_from(
         if isinstance(module, FrequencyModule):
             module.upgrade_state_dict(found, f"{name}.")
             own.update({key: value for key, value in found.items() if key == f"{name}.sign"})
-    # Skip a head with another number of rows, because its classes differ.
+    # Skip a head with a different number of rows, because its classes differ.
     fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     wrong = [
         f"{name} is {tuple(found[name].shape)} in the file and {tuple(own[name].shape)} in the model"
@@ -145,7 +145,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found: Any = load_state_dict(str(file), weights_only=True)
     except typer.BadParameter:
         raise
-    except Exception as error:  # readers can raise anything for other data
+    except Exception as error:  # readers can raise any exception for other data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
             f"can't be read ({first_line(error)})"
@@ -169,7 +169,7 @@ def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collection[str], heads: int | None) -> str:
-    """Return which options of a training build the model of the run with the settings ``before``.
+    """Return which training options build the model of the run with the settings ``before``.
 
     heads: the run's number of heads if it differs.
     """
@@ -219,12 +219,12 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
         if math.isqrt(table.shape[1]) ** 2 != table.shape[1]:
             found["pos_embed"] = table[:, prefix:]
     own = model.state_dict().keys()
-    for name in ("weight", "bias"):  # with a mean over tokens, the norm comes after it
+    for name in ("weight", "bias"):  # if the model averages tokens, the norm comes after the mean
         if f"fc_norm.{name}" in own and f"norm.{name}" in found:
             found.setdefault(f"fc_norm.{name}", found.pop(f"norm.{name}"))
     fit = inflate_unchecked if isinstance(model, LrpeVideoTransformer) else checkpoint_filter_fn
     filtered = fit(found, model)
-    # Remove entries that the filter added from the model.
+    # Remove the entries that the filter took from the model.
     added = {name for name in own - found.keys() if name.startswith("encoding.") or name.endswith(".decay.logit")}
     return {name: value for name, value in filtered.items() if name not in added}
 

@@ -1,4 +1,4 @@
-"""Interface between a task and the loop, and the training from there to result.json."""
+"""Interface between a task and the loop, and the path from there to result.json."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Work:
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
-    """Run or resume one training and its evaluation; return the content of result.json."""
+    """Run or resume training and evaluation; return the content of result.json."""
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:

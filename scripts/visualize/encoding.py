@@ -25,7 +25,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("
 
 
 def draw_relative(path: Path) -> None:
-    """Draw the similarity of two patches to every other patch: the same pattern, moved."""
+    """Draw the similarity of two patches to every other patch: the same pattern, shifted."""
     grid = Grid(GRID)
     omega = axial_omega(geometric_theta(HEAD_DIM // 4, 100.0), HEAD_DIM // 2, 2)
     x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)

@@ -27,17 +27,17 @@ class Similarity(NamedTuple):
     """Similarity of one token to all others: (N,), or (H, W) of an image or of the token's frame."""
 
     values: torch.Tensor
-    token: tuple[int, ...]  # its place in the values
+    token: tuple[int, ...]  # its index in the values
     head: int | None  # the head, if heads have different frequencies
 
 
 def choose_token(layout: TokenLayout) -> tuple[int, ...]:
-    """Return a token at a third of each axis: the centre is a singular point of positions on circles."""
+    """Return a token at a third of each axis: the centre is a singular point for positions on circles."""
     return tuple(n // 3 for n in layout.shape)
 
 
 def over_grid(made: Preset) -> Similarity:
-    """Return the similarity that varies most over the grid, among the heads."""
+    """Return the similarity of the head in which it varies most over the grid."""
     layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 

@@ -178,7 +178,7 @@ def main(
         float | None,
         typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Head width D. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels per head. (default: the preset's; 64)")] = None,
     heads: Annotated[
         int | None,
         typer.Option(
@@ -187,7 +187,7 @@ def main(
         ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed of random directions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
     shape: Annotated[
         str | None,
         typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)"),

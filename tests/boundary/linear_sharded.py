@@ -22,7 +22,7 @@ BATCH, HEADS, TOKENS, ALL = Shard(0), Shard(1), Shard(2), Replicate()
 
 
 def inputs(mesh, *, q_tokens: int = 15, k_tokens: int = 15, batch: int = 2, key_heads: int = 2) -> dict[str, Tensor]:
-    """Return inputs of map "cosine" with head_dim 8 and two axes; v has another head_dim."""
+    """Return inputs of map "cosine" with head_dim 8 and two axes; v has a different head_dim."""
     q, k = normal(mesh, batch, 4, q_tokens, 8), normal(mesh, batch, key_heads, k_tokens, 8)
     v, gate = normal(mesh, batch, key_heads, k_tokens, 6), normal(mesh, batch, 1, k_tokens).abs()
     omega, phase = normal(mesh, 1, 8, 2), normal(mesh, 1, 8)
@@ -36,7 +36,7 @@ def with_state(mesh, tensors: dict[str, Tensor], normalizer: str = "unrotated") 
 
 
 def attend(tensors: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return o, and without directions="both" S and Σ."""
+    """Return o and, unless directions is "both", S and Σ."""
     tensors = dict(tensors)
     q, k, v = (tensors.pop(name) for name in ("q", "k", "v"))
     state = tuple(tensors.pop(name) for name in ("S", "sums") if name in tensors)
@@ -137,7 +137,7 @@ def linear_memory(mesh, impl):
 
 
 def memory(mesh, size: tuple[int, ...] | None, **sizes: Any) -> dict[str, Tensor]:
-    """Return inputs with decays of this size, and gates of which some are 0.
+    """Return inputs with decays of this size, and gates, some of which are 0.
 
     Gates and angles are small, so that no state grows and no denominator is close to 0.
     """
@@ -152,12 +152,12 @@ FORGETTING = tuple(itertools.product(("add", "delta"), ("forward", "both")))
 
 
 def choose_impl(mesh, impl: str) -> str:
-    """Return the implementation to ask for: there are no kernels for float64 on a GPU."""
+    """Return the implementation to request, because there are no float64 kernels on a GPU."""
     return "auto" if mesh.device_type == "cuda" else impl
 
 
 def each_normalizer(mesh, tensors, where, **options):
-    """Compare with each normaliser; forward also with states in and out."""
+    """Compare each normaliser, in the forward also with initial and final states."""
     for normalizer in NORMALIZER_NAMES:
         given = dict(tensors)
         if normalizer == "none":
@@ -171,7 +171,7 @@ def each_normalizer(mesh, tensors, where, **options):
 
 @case
 def linear_memory_tokens(mesh, impl):
-    """Shard whole frames of a memory that forgets: an exchange of the maps of the ranks."""
+    """Shard whole frames of a memory that forgets, in which the ranks exchange their maps."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     ends = {"positions": Grid((4, 3), prefix=2, suffix=2), "block": 3}  # 2 + 3 * 4 + 2 tokens
     for rule, directions in FORGETTING:
@@ -180,7 +180,7 @@ def linear_memory_tokens(mesh, impl):
             each_normalizer(mesh, memory(mesh, size, q_tokens=16, k_tokens=16), where, **ends, **options)
         tensors = memory(mesh, (1, 1, 4), q_tokens=16, k_tokens=16)
         same(mesh, tensors, {**where, "gate": TOKENS, "decay": ALL, "phase": ALL}, **ends, **options)
-        tensors["q"] = tensors["q"] * 0.9  # and a gate of bools
+        tensors["q"] = tensors["q"] * 0.9  # and a boolean gate
         gate, tensors["k"] = tensors.pop("gate") > 0, tensors["k"] - 1
         same(mesh, tensors, where, gate=gate, **ends, **options)
         if options != {"rule": "add", "directions": "forward"}:
@@ -191,7 +191,7 @@ def linear_memory_tokens(mesh, impl):
 
 @case
 def linear_decay_of_tokens(mesh, impl):
-    """Shard causal tokens unevenly, with decays by head and by token; frames of one token have prefix and suffix."""
+    """Shard causal tokens unevenly, with decays per head and per token; one-token frames have a prefix and a suffix."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     table = normal(mesh, 12, 2)
     for size in ((2,), (1, 2, 15)):
@@ -261,7 +261,7 @@ def linear_memory_compiled(mesh, impl):
 
 @partial(case, world_size=1)
 def linear_memory_of_one_rank(mesh, impl):
-    """Run the kernels that form the map of a rank, in the precision of a GPU.
+    """Run the kernels that compute a rank's map, in a GPU's precision.
 
     All gradients of the returned state pass through that map. Errors are at most twice those of the call on plain
     tensors, up to the rounding of the sums.
@@ -290,7 +290,7 @@ def linear_memory_of_one_rank(mesh, impl):
 
 @partial(case, world_size=3)
 def linear_three_ranks(mesh, impl):
-    """Shard frames unevenly; a rank has the prefix alone, or no tokens; every rank refuses the same cut."""
+    """Shard frames unevenly; a rank has only the prefix, or no tokens; all ranks reject the same split."""
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     for rule, directions in FORGETTING:
         for grid in (
@@ -313,7 +313,7 @@ def linear_three_ranks(mesh, impl):
 
 @case
 def linear_tokens(mesh, impl):
-    """Shard tokens unevenly: the state needs one all-reduce, causal masks the sum over earlier ranks."""
+    """Shard tokens unevenly: the state needs one all-reduce, and causal masks need the sum over earlier ranks."""
     tensors = inputs(mesh)
     where = {**dict.fromkeys(QKV, TOKENS), "omega": ALL}
     table = normal(mesh, 12, 2)
@@ -350,7 +350,7 @@ def linear_a_rank_without_tokens(mesh, impl):
 
 
 def have_second_derivatives(mesh):
-    """Return whether ``DTensor.to_local`` has second derivatives; torch 2.11 does not."""
+    """Return whether ``DTensor.to_local`` has second derivatives, which torch 2.11 lacks."""
     x = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()
     (first,) = torch.autograd.grad(x.to_local().pow(3).sum(), [x], create_graph=True)
     return torch.autograd.grad(first.sum(), [x], allow_unused=True)[0] is not None
@@ -432,6 +432,6 @@ def linear_errors(mesh, impl):
             linear_attention(*qkv, **{**options, **changes})
     three = [distribute_tensor(torch.cat([tensors[n], tensors[n][:, :1]], 1), mesh, [HEADS]) for n in "kv"]
     six = distribute_tensor(torch.cat([tensors["q"], tensors["q"][:, :2]], 1), mesh, [HEADS])
-    with pytest.raises(ValueError, match=r"k: expected a multiple of 2 heads, .*, got 3"):
+    with pytest.raises(ValueError, match=r"k: expected a multiple of 2 heads .*, got 3"):
         linear_attention(six, *three, **options)
     assert dist.get_world_size() == 2

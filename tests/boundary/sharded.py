@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lrpe_md import Coordinates, CosineMd, Grid, Norm, Rotate1d, RotateMd, cosine, rotate
 
-CASES: dict[int, dict[str, Callable[[Any, str], None]]] = {1: {}, 2: {}, 3: {}}  # by number of processes
+CASES: dict[int, dict[str, Callable[[Any, str], None]]] = {1: {}, 2: {}, 3: {}}  # number of processes: cases
 GRID = Grid((2, 3), prefix=1)
 
 
@@ -110,7 +110,7 @@ def same(mesh: Any, placements: Any, encode: Callable[..., Any], plain: dict[str
 
 @case
 def batch(mesh, impl):
-    """Shard the batch evenly, unevenly and with an empty rank; positions and origins by sample follow."""
+    """Shard the batch evenly, unevenly and with an empty rank; per-sample positions and origins are sharded, too."""
     omega, phase = normal(mesh, 2, 4, 2), normal(mesh, 1, 4)
     origin = torch.tensor([[1, 2], [30, 4], [5, 60]], device=mesh.device_type)
     for n in (3, 1):
@@ -138,7 +138,7 @@ def kernel(mesh, impl):
 
 @case
 def tables(mesh, impl):
-    """Shard cos and sin like x or keep them whole and plain, with gradients; the kernels run without gradients."""
+    """Shard cos and sin like x, or keep them as plain tensors, with gradients; the kernels run without gradients."""
 
     def encode(*xs, cos, sin, prefix=1, impl="reference", norm=None):
         return rotate(*xs, tables=(cos, sin), prefix=prefix, norm=norm, impl=impl)
@@ -160,7 +160,7 @@ def tables(mesh, impl):
     rows = {"cos": (normal(mesh, 5, 8), [Shard(0)]), "sin": (normal(mesh, 5, 8, seed=1), [Replicate()])}
     same(mesh, [Shard(2)], encode, {}, q=q, k=k, **rows)
     x, by_head = distribute_tensor(normal(mesh, 1, 6, 7, 8), mesh, [Shard(1)]), normal(mesh, 1, 3, 7, 8)
-    with pytest.raises(ValueError, match=r"tables: expected a multiple of 2 heads, .* got 3"):
+    with pytest.raises(ValueError, match=r"tables: expected a multiple of 2 heads .* got 3"):
         rotate(x, tables=(by_head, by_head))
 
 
@@ -176,7 +176,7 @@ def heads(mesh, impl):
     same(mesh, [Shard(1)], encode, {"omega": omega}, q=q, k=k, phase=(phase, [Shard(0)]))
     same(mesh, [Shard(1)], encode, {"phase": phase}, q=q, k=k, omega=(omega, [Shard(0)]))
     same(mesh, [Shard(1)], encode, {}, q=q, k=k, omega=(omega[:1], [Shard(1)]), phase=(phase, [Replicate()]))
-    # Every rank holds the only key head; then heads that the ranks don't divide.
+    # First, every rank has the only key head. Then the ranks don't divide the heads.
     same(mesh, [[Shard(1)], [Replicate()]], encode_shared, {"omega": omega[:1]}, q=q, k=k[:, :1])
     same(mesh, [Shard(1)], encode_shared, {"omega": omega[:1]}, q=q[:, :3], k=k[:, :1])
 
@@ -208,7 +208,7 @@ def norms(mesh, impl):
         same(mesh, [p], partial(encode, over="heads"), {"omega": omega, **groups}, q=q, k=k)
     same(mesh, [Shard(2)], partial(encode, over="heads", impl=impl), {"omega": omega, **groups}, q=q, k=k)
     shard = distribute_tensor(q, mesh, [Shard(1)])
-    with pytest.raises(ValueError, match=r"norm: over='heads' takes the mean over all heads .* x\.redistribute"):
+    with pytest.raises(ValueError, match=r"norm: over='heads' needs all heads .* x\.redistribute"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(over="heads"))
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     weight = distribute_tensor(normal(mesh, 8), other, [Replicate()] * 2)
@@ -246,7 +246,7 @@ def tokens(mesh, impl):
 
 @case
 def coordinates_learn(mesh, impl):
-    """Differentiate by coordinates, amplitude and scale, which only the reference supports."""
+    """Differentiate with respect to coordinates, amplitude and scale, which only the reference supports."""
     omega = normal(mesh, 1, 4, 2)
     for p, shape in ((Shard(0), (7, 2)), (Shard(2), (7, 2)), (Shard(2), (2, 7, 2)), (Shard(1), (2, 7, 2))):
         same(
@@ -385,7 +385,7 @@ def refused(mesh, impl):
 
 @case
 def sequence_parallel(mesh, impl):
-    """Give each rank a slice of plain tensors, and sum the gradients of the frequencies by hand."""
+    """Pass each rank a slice of plain tensors, and sum the frequency gradients by hand."""
     rank, cut = mesh.get_local_rank(), 3
     start, length = (0, cut) if rank == 0 else (cut, 7 - cut)
     q, k = normal(mesh, 2, 4, 7, 8), normal(mesh, 2, 2, 7, 8)

@@ -142,7 +142,7 @@ def test_vmap(map, device):
 
 
 def test_gradient_to_coordinates(device):
-    """The kernels do not differentiate by coordinates, so auto selects the reference."""
+    """The kernels don't compute gradients of coordinates, so auto selects the reference."""
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64, device=device)
     omega = torch.rand(1, 2, 3, dtype=torch.float64, device=device)
     coords = torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True)
@@ -211,7 +211,7 @@ def test_compile_once_for_all_image_sizes(map, impl, device):
         scale = torch.tensor([4 / height, 6 / width], dtype=torch.float64, device=device)
         y, expected = compiled(x, (height, width), scale), f(x, (height, width), scale)
         torch.testing.assert_close(y, expected)
-        dy = torch.randn_like(y)  # rotations preserve squares, whose gradient to ω would consist of rounding errors
+        dy = torch.randn_like(y)  # rotations preserve squares, whose gradient with respect to ω would be rounding error
         for a, b in zip(*(torch.autograd.grad(t, (x, omega), dy) for t in (y, expected)), strict=True):
             torch.testing.assert_close(a, b)
     assert len(graphs) == 1
@@ -487,7 +487,7 @@ def test_negative_views(map, device):
 
 
 def test_masked_sequence_softmax(map, device):
-    """Apply softmax to a channel that begins with more -inf than a block has tokens."""
+    """Apply softmax to a channel that begins with more -inf values than a block has tokens."""
     x = torch.randn(1, 1, 4096, 4, dtype=torch.float64, device=device)
     x[:, :, :2500, 1] = float("-inf")
     omega = torch.rand(1, 4 if map == "cosine" else 2, 1, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
 """Integration of linear attention with PyTorch: derivatives, transforms, compilers, modes.
 
-``triton`` is the registered operator under compilers and the launcher in eager mode. On a CPU the launcher is replaced
-by a fake, so that the tests cover only the boundary. ``auto`` is the reference on a CPU and the kernels on a GPU.
+``triton`` is the registered operator under compilers and the launcher in eager mode. On a CPU, the launcher is replaced
+by a fake, so that the tests only cover the boundary. ``auto`` is the reference on a CPU and the kernels on a GPU.
 """
 
 from itertools import product
@@ -69,12 +69,12 @@ def map(request):
 
 
 def exact_dtype(device, impl="triton"):
-    """Return float64 where it is supported; the GPU's kernels do not."""
+    """Return float64 if it is supported; the GPU's kernels don't support it."""
     return torch.float32 if (device, impl) == ("cuda", "triton") else torch.float64
 
 
 def assert_near(a, b, msg=None):
-    """Compare within the rounding of float32 products, far below the effect of an omitted or doubled term."""
+    """Compare up to the rounding error of float32 products, far below the effect of an omitted or doubled term."""
     torch.testing.assert_close(a, b, msg=msg, **({"rtol": 1e-3, "atol": 1e-4} if a.dtype == torch.float32 else {}))
 
 
@@ -132,7 +132,7 @@ def test_gradcheck_and_gradgradcheck(map, impl, changes, device):
 
 @pytest.mark.parametrize("learned", ["q", "v", "omega", "phase", "gate", "S", "sums", "gate sums"])
 def test_single_gradients(learned, device):
-    """Differentiate by one input at a time; the list of gradients has no gaps."""
+    """Differentiate with respect to one input at a time; the list of gradients has no gaps."""
     call, args = example("cosine", device, exact_dtype(device))
     names = ("q", "k", "v", *NAMES)
     for t, name in zip(args, names, strict=True):
@@ -211,7 +211,7 @@ def test_gradients_to_coordinates_and_amplitude(device):
     q, k, v = (t.to(exact_dtype(device)) for t in (q, k, v))
     with pytest.raises(ValueError, match="coords"):
         f(coords, amplitude, "triton")
-    with pytest.raises(ValueError, match="coords"):  # of the keys only
+    with pytest.raises(ValueError, match="coords"):  # only for the keys
         linear_attention(q, k, v, omega=omega, positions=(coords.detach(), coords), impl="triton")
 
 
@@ -275,7 +275,7 @@ def test_compile_once_for_all_image_sizes(map, impl, mask, device):
     torch.manual_seed(0)
     backend, graphs = graph_counter()
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
-    for height, width in ((8, 9), (5, 13), (21, 7), (64, 2)):  # a single chunk would give another graph
+    for height, width in ((8, 9), (5, 13), (21, 7), (64, 2)):  # a single chunk would need another graph
         qkv = [torch.randn(2, h, height * width + 1, 8, device=device, requires_grad=True) for h in (4, 2, 2)]
         y, expected = compiled(*qkv, (height, width)), f(*qkv, (height, width))
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
@@ -531,7 +531,7 @@ def test_cached_call_is_not_validated_again(case, monkeypatch, device):
 
 
 def test_cache_distinguishes_options(device):
-    """Repeat calls in the presence of all others; the cache compares options by value and type."""
+    """Repeat calls after all others; the cache compares options by value and type."""
     there = {"dtype": exact_dtype(device), "device": device}
     q, k, v = (torch.randn(1, 2, 6, 4, **there) for _ in range(3))
     omega = torch.rand(1, 4, 1, **there)

@@ -159,7 +159,7 @@ def test_export(over, device):
 
 @pytest.mark.parametrize("over", ["head", "heads"])
 def test_cached_call_uses_new_weights(over, device):
-    """The cache holds no weights, and validates weights of another form again."""
+    """The cache contains no weights, and weights of a different form are validated again."""
     q = torch.randn(1, 4, 6, 8, device=device)
     omega, grid = torch.randn(1, 4, 2, device=device), Grid((2, 3))
     size = (4, 8) if over == "heads" else (8,)

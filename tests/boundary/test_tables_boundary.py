@@ -1,4 +1,4 @@
-"""Integration of given tables with PyTorch: derivatives, transforms, compilers, operators.
+"""Integration of the caller's tables with PyTorch: derivatives, transforms, compilers, operators.
 
 On a CPU, ``triton`` is the interpreter in eager mode and the registered operator under compilers. ``auto`` is the
 reference on a CPU and the kernels on a GPU.

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "diffusion.md").read_text(encoding=
 
 
 def find_block(language, part):
-    """Return the block of code that contains this text."""
+    """Return the code block that contains this text."""
     (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.S) if part in text]
     return found
 

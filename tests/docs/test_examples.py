@@ -95,7 +95,7 @@ def test_finetune_timm(tmp_path):
 
     kwargs = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 2}
     plain = timm.create_model("vit_small_patch16_rope_mixed_224", dynamic_img_size=True, **kwargs)
-    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # loads without this library
+    plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # this works without this library
 
 
 def test_video_clips(tmp_path):
@@ -134,7 +134,7 @@ def test_stream_video(tmp_path, capsys):
     assert [line.partition(":")[0] for line in printed] == [f"after {n} frames" for n in (10, 100, 1000)]
     assert f"the state takes {sizes[9] / 1024:.0f} KiB; keys and values of all frames would take 320 KiB" in printed[0]
     assert f"the state takes {sizes[9] / 1024:.0f} KiB; keys and values of all frames would take 32000" in printed[2]
-    # two heads of 32 channels: sums of three layers and their normalisers, then keys and values of 16 patches a frame
+    # two heads of 32 channels: sums of three layers and their normalisers, then keys and values of 16 patches per frame
     assert sizes[-1] == 4 * (3 * 2 * (32 * 32 + 32) + 2 * 2 * 3 * 16 * 32)
 
     write_video(tmp_path / "clip.mp4", moving_square(6, 32, 3))
@@ -275,7 +275,7 @@ def test_the_recipe_runs(recipe):
     targets = {node.target for node in names["program"].graph.nodes if node.op == "call_function"}
     operators = {target for target in targets if isinstance(target, torch._ops.OpOverload)}
     assert {operator.namespace for operator in operators} <= {"aten", "prims"}
-    again.reference = None  # without the reference, positions are not rescaled to the trained grid
+    again.reference = None  # without the reference, positions are not rescaled to the training grid
     assert (again(images) - model(images)).abs().max() > 1e-5  # rounding is 100 times smaller
     again.reference = (14, 14)
 

@@ -11,7 +11,7 @@ from lrpe_md import Grid, rotate
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 7)], ids=str)
 def test_the_kernel_in_80_lines(shape, nan_filled):
-    """Errors from float64 at large positions are within the library kernel's."""
+    """At large positions, the error is no larger than the library kernel's."""
     example = load("rotary_kernel")
     torch.manual_seed(0)
     omega, grid = torch.randn(1, 8, 2) * 40, Grid(shape, prefix=2)

@@ -15,7 +15,7 @@ COMMAND = ["--steps", "60", "--batch", "32", "--warmup", "5", "--lr", "2e-3", "-
 
 @pytest.fixture
 def app(tmp_path, monkeypatch):
-    """Import the program as a file of its own, as a user has it."""
+    """Import the program from a separate file, like a user's."""
     (program,) = blocks(PAGE)
     (tmp_path / "train_waves.py").write_text(program)
     monkeypatch.syspath_prepend(tmp_path)

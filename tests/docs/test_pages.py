@@ -108,7 +108,7 @@ def test_readme_fits_one_page():
 
 
 def test_rows_of_the_readme_run():
-    """The rows of "you have, you write" that need only q, k and v."""
+    """The rows of "you have, you write" that only need q, k and v run."""
     import torch
 
     import lrpe_md
@@ -143,7 +143,7 @@ STEPS = {  # rows of the README: our row of the table of training steps, and tim
 
 
 def column(page, name):
-    """Return a column of the table that has it, by the first cell of each row."""
+    """Return the column with this name, as a dict by the first cell of each row."""
     lines = (PAGES / page).read_text(encoding="utf-8").splitlines()
     (start,) = (i for i, line in enumerate(lines) if name in cells(line))
     rows = [cells(line) for line in lines[start : lines.index("", start)]]
@@ -202,7 +202,7 @@ def test_links_of_pictures_in_the_readme():
 
 
 def test_code_fits_on_the_page():
-    """Code of guides fits beside both menus, or the page hides the table of contents."""
+    """Code in the guides fits next to both menus, or the page hides the table of contents."""
     wide = dict.fromkeys(("architecture.md", "diffusion.md", "video.md", "your-own-code-base.md"), 150)
     for path in (README, *DOCS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -216,7 +216,7 @@ def test_recommendation_matches_results():
     for path in (README, DOCS / "which-encoding.md"):
         assert advice in " ".join(path.read_text(encoding="utf-8").split())
     text = (PAGES / "ablate-image.md").read_text(encoding="utf-8")
-    extrapolated, rescaled = text.split("Difference from ")[0].split("Positions rescaled")
+    extrapolated, rescaled = text.split("Difference from ")[0].split("Rescaled positions")
     rows = [
         {tuple(cells(line)[:2]): [float(c.split()[0]) for c in cells(line)[2:]] for line in part.splitlines()
          if re.match(r"\| [\w-]+ \| (softmax|linear) \| \d", line)}
@@ -288,7 +288,7 @@ def test_plots_have_a_copy_for_dark_pages():
     linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
     linked = {target for target in linked if "complete-runs" not in target}  # samples of models, like photographs
     found = {path.name for place in (ROOT / "scripts", DOCS) for path in place.rglob("*-dark.*")}
-    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs stay as they are
+    names = {Path(target).name for target in linked} - {"samples.png"}  # photographs don't change
     assert {f"{Path(name).stem}-dark{Path(name).suffix}" for name in names} <= found
 
 

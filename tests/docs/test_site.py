@@ -128,7 +128,7 @@ def test_light_dark_and_narrow(browse, scheme, width):
 
 @in_browser
 def test_code_is_not_cut(browse):
-    """Code of the guides fits on a laptop and wraps on a phone."""
+    """Code in the guides fits on a laptop screen and wraps on a phone."""
     cut = "[...document.querySelectorAll('pre > code')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
     for width in (390, 1280):
         page, _ = browse(viewport={"width": width, "height": 800})

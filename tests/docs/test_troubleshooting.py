@@ -1,4 +1,4 @@
-"""Errors on the troubleshooting page are those that the library raises."""
+"""The library raises the errors on the troubleshooting page."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def blocks_that_do_not_fit():
     )  # fmt: skip
 
 
-CASES = {  # beginning of a symptom: how to get it
+CASES = {  # beginning of a symptom: how to reproduce it
     "positions: expected 197 tokens": lambda: encode(Grid((14, 14))),
     "positions: expected 4 tokens": lambda: encode(swap=True),
     "positions: expected the module's num_axes": lambda: encode(Grid((1, 14, 14), prefix=1)),
@@ -71,7 +71,7 @@ CASES = {  # beginning of a symptom: how to get it
     "model: expected a model that calls": lambda: adapt_rotary(torch.nn.Linear(2, 2)),
     "encoding: expected": lambda: adapt(timm_vit(), "rotat"),
 }
-SOURCES = {  # beginning of a symptom: a part of it that the source of a package has
+SOURCES = {  # beginning of a symptom: a part of it that occurs in a package's source
     "expected it to be installed": ("lrpe_md", "expected it to be installed; pip install 'lrpe-md["),
     "impl: 'triton' needs tensors": ("lrpe_md", "impl: 'triton' needs tensors on a GPU"),
     "triton is not installed": ("lrpe_md", "triton is not installed, so the slower reference runs on this GPU"),

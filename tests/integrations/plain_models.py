@@ -1,6 +1,6 @@
 """Small models without relative positions, in the style of DiT, SiT, U-ViT, MAE and nanoGPT, with edited twins.
 
-A twin has the same weights and names, and an ``encoding``: its forwards hand the positions on to the attentions,
+A twin has the same weights and names, and an ``encoding``: its forwards pass the positions on to the attention modules,
 which encode q and k themselves. ``checkpointing`` is None, or ``use_reentrant`` of a checkpoint around each block.
 """
 
@@ -25,7 +25,7 @@ def encode(model, i, q, k, positions):
 
 
 def shift(x):
-    """Stands for what an attention's file has beside the attention."""
+    """Stand-in for other code in the file of an attention module."""
     return x
 
 
@@ -51,7 +51,7 @@ class EditedAttention(Attention):
 
 
 class Runs(nn.Module):
-    """Runs blocks, each under a checkpoint where the model says so."""
+    """Model that runs its blocks, each under a checkpoint if the model has checkpointing."""
 
     checkpointing = None
 
@@ -106,7 +106,7 @@ class Dit(Runs):
         return self.final(x)
 
     def forward_with_cfg(self, x, t, y):
-        """Run guidance as samplers do, without ``__call__``."""
+        """Run guidance like samplers, without ``__call__``."""
         return self.forward(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, y * 0]))
 
 
@@ -130,7 +130,7 @@ def dit_positions(x, t, y):
 
 
 def sit(edited):
-    """SiT has DiT's blocks with timm's attention."""
+    """Build a SiT, which has DiT's blocks with timm's attention."""
     from timm.layers.attention import Attention as TimmAttention
 
     class EditedTimmAttention(TimmAttention):
@@ -174,7 +174,7 @@ class UvitBlock(nn.Module):
 
 
 class Uvit(Runs):
-    """Time and label are tokens before the patches; blocks on the way out see those on the way in."""
+    """U-ViT, with time and label tokens before the patches, and skip connections from early blocks to late ones."""
 
     attention: type = UvitAttention
 
@@ -235,7 +235,7 @@ class MaeAttention(Attention):
 
 
 class Mae(Runs):
-    """The encoder sees the class token and the patches that are kept; the decoder, with other heads, all of them."""
+    """MAE whose encoder sees the class token and the kept patches. Its decoder sees all patches and has other heads."""
 
     attention: type = MaeAttention
 
@@ -255,7 +255,7 @@ class Mae(Runs):
         return x.gather(1, ids_keep[..., None].expand(-1, -1, DIM)), ids_restore, ids_keep
 
     def choose(self, ids_keep):
-        """Say which patches are kept."""
+        """Choose the patches to keep."""
 
     def restore(self, x, ids_restore):
         masked = self.mask_token.expand(x.shape[0], ids_restore.shape[1] + 1 - x.shape[1], -1)
@@ -275,8 +275,7 @@ class Mae(Runs):
 
 
 class PlacedMae(Mae):
-    """MAE whose user wrote one method for adapt_attention: the method that draws also returns the positions of the
-    kept patches."""
+    """MAE with a user's method for adapt_attention, which draws patches and returns the positions of the kept ones."""
 
     def choose(self, ids_keep):
         set_positions(self, Grid(self.size, prefix=1).take(ids_keep))

@@ -1,4 +1,4 @@
-"""Program of the two processes of test_sharded_models.py: adapted models under FSDP's mixed precision."""
+"""Program that test_sharded_models.py runs in two processes: adapted models under FSDP's mixed precision."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lrpe_md.integrations.rotary import exchanged_names, parts
 
 BY_RULE = {"qwen image": "QwenImageTransformer2DModel", "skyreels": "SkyReelsV2Transformer3DModel"}  # of diffusers
 NAMES = ["llama", "Qwen2VL", "wan", "flux", "hunyuan video", "dinov3", "mixed", *BY_RULE]
-CHECKPOINTED = ["qwen3", "tower", "wan", "flux", "qwen image", "dinov3", "naflexvit"]  # one of each adapter
+CHECKPOINTED = ["qwen3", "tower", "wan", "flux", "qwen image", "dinov3", "naflexvit"]  # one for each adapter
 BLOCKS = ("blocks", "layers", "layer", "transformer_blocks", "single_transformer_blocks")
 
 
 def run(rank: int, folder: str) -> None:
-    """A process: all models, and a file that says which failed."""
+    """Test all models in one process, and write a file that lists the failures."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -54,7 +54,7 @@ def run(rank: int, folder: str) -> None:
 
 
 def shard_2(model: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP2, a group a block."""
+    """Shard with FSDP2, one group per block."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for path, part in model.named_modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and path.split(".")[-1] in BLOCKS:
@@ -64,7 +64,7 @@ def shard_2(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def shard_1(model: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP1, buffers cast, too."""
+    """Shard with FSDP1, which also casts buffers."""
     half = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     return FullyShardedDataParallel(model, mixed_precision=half, use_orig_params=True, device_id=torch.device("cpu"))
 
@@ -77,7 +77,7 @@ def by_rule(name: str) -> tuple[Any, Any, Any]:
 
 
 def tower() -> tuple[Any, Any, Any]:
-    """A vision tower of transformers: Qwen3-VL's."""
+    """Build Qwen3-VL's vision tower from transformers."""
 
     def call(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
         return model(**given).last_hidden_state
@@ -102,7 +102,7 @@ def of_name(name: str) -> tuple[Any, Any, Any]:
 
 
 def checkpoint(model: Any) -> nn.Module:
-    """Activation checkpointing by the library's own switch."""
+    """Enable activation checkpointing with the library's own method."""
     for switch in ("set_grad_checkpointing", "enable_gradient_checkpointing", "gradient_checkpointing_enable"):
         if hasattr(model, switch):
             getattr(model, switch)()
@@ -111,7 +111,7 @@ def checkpoint(model: Any) -> nn.Module:
 
 
 def differentiate(model: nn.Module, call: Any, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and the gradients of all parameters end to end."""
+    """Return the output, and the gradients of all parameters, concatenated."""
     y = call(model, x)
     y.float().square().mean().backward()
     given = [p.grad for p in model.parameters() if p.grad is not None]
@@ -120,7 +120,7 @@ def differentiate(model: nn.Module, call: Any, x: Any) -> tuple[torch.Tensor, to
 
 
 class Recorded:
-    """The tables of each call of :func:`lrpe_md.rotate` that a model makes; those of probes are left out."""
+    """Recorder of the tables in each call of :func:`lrpe_md.rotate` by a model, without those of probes."""
 
     def __init__(self) -> None:
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -146,7 +146,7 @@ def is_same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> b
 
 
 def checkpointed(name: str, shard: Any, mesh: Any) -> None:
-    """The backward turns by the same tables again; outputs and gradients are no worse than the original's."""
+    """Check that the backward uses the same tables, and that results are as accurate as the original's."""
     build, call, x = of_name(name)
     torch.manual_seed(0)
     model, x = build(), x()
@@ -155,7 +155,7 @@ def checkpointed(name: str, shard: Any, mesh: Any) -> None:
         found = differentiate(shard(checkpoint(adapt_rotary(copy.deepcopy(model))), mesh), call, x)
     try:
         theirs = differentiate(shard(checkpoint(model), mesh), call, x)
-    except CheckpointError:  # of torch 2.11: recomputed, some of it is not cast to 16 bits as before
+    except CheckpointError:  # in torch 2.11, recomputation doesn't cast everything to 16 bits
         theirs = None
     half = len(seen.tables) // 2
     assert half > 0
@@ -167,7 +167,7 @@ def checkpointed(name: str, shard: Any, mesh: Any) -> None:
 
 
 def rotary_model(name: str, shard: Any, mesh: Any) -> None:
-    """Sharded, the outputs are no worse than the original's, and it can be restored."""
+    """Check that a sharded model's outputs are as accurate as the original's, and that it can be restored."""
     build, call, x = of_name(name)
     torch.manual_seed(0)
     model, x = build(), x()
@@ -196,7 +196,7 @@ class _Attention(nn.Module):
 
 
 def modules(name: str, shard: Any, mesh: Any) -> None:
-    """Our own modules under FSDP1: what the error says to do helps, for fixed and for learned frequencies."""
+    """Check that the error's advice works for our modules under FSDP1, with fixed and learned frequencies."""
     x = torch.randn(1, 2, 6, 16)
     half = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
     for options in ({}, {"learnable": True}, {"amplitude": 1.5}, {"phase": True}):
@@ -219,7 +219,7 @@ def modules(name: str, shard: Any, mesh: Any) -> None:
 
 
 def vit(name: str, shard: Any, mesh: Any) -> None:
-    """``adapt``: tables of positions that 16 bits would round."""
+    """Test ``adapt`` with tables of positions that 16 bits would round."""
     torch.manual_seed(0)
     model = models.library("timm").create_model(
         "vit_tiny_patch16_224", img_size=(16, 16 * 300), depth=2, embed_dim=64, num_heads=2, patch_drop_rate=0.5
@@ -232,7 +232,7 @@ def vit(name: str, shard: Any, mesh: Any) -> None:
         assert isinstance(positions, (Coordinates, Grid))
         columns = positions.coords[..., 1]
         assert columns.dtype == torch.float32
-        assert columns.unique().numel() == 150  # every second, each where it was
+        assert columns.unique().numel() == 150  # every second one, at its original position
     assert len(seen) == 2
 
 

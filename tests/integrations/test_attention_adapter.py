@@ -1,4 +1,4 @@
-"""adapt_attention: an encoding in models that have none, against the same models with edited forwards."""
+"""adapt_attention adds an encoding to models without one, compared with the same models with edited forwards."""
 
 import copy
 import inspect
@@ -32,7 +32,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @dataclass(frozen=True)
 class Style:
-    """A model, its edited twin, where its tokens are, and inputs of a size."""
+    """A model, its edited twin, the positions of its tokens, and inputs of a given size."""
 
     build: Any
     edited: Any
@@ -97,14 +97,14 @@ def to_double(inputs):
 
 
 def run_all(model, inputs):
-    """Several forwards before a backward."""
+    """Run several forwards before a backward."""
     return [y for each in inputs for y in tensors(model(*each))]
 
 
 def run(call, inputs, model=None):
     """Return outputs and the gradients of all parameters, by name."""
     model = call if model is None else model
-    torch.manual_seed(3)  # of what the model draws
+    torch.manual_seed(3)  # for the model's random draws
     outputs = tensors(call(*inputs))
     model.zero_grad()
     sum(y.square().sum() for y in outputs).backward()
@@ -127,7 +127,7 @@ def test_equals_edited_forwards(name, encoding, device):
     scheme, kwargs = ENCODINGS[encoding]
     model, twin = style.pair(scheme, device, **kwargs)
     assert any(n.startswith("encoding") for n, _ in model.named_parameters())
-    for size in style.sizes:  # the second is another than it began with
+    for size in style.sizes:  # the second size differs from the first
         inputs = to(style.inputs(size), device)
         assert_same_bits(run(model, inputs), run(twin, inputs))
 
@@ -135,19 +135,19 @@ def test_equals_edited_forwards(name, encoding, device):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", STYLES)
 def test_checkpointing(name, reentrant):
-    """Also of several forwards before a backward: each part that runs again has the positions of its own."""
+    """Each recomputed part has the positions of its own forward, also if several forwards precede a backward."""
     style = STYLES[name]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = twin.checkpointing = reentrant
     inputs = [style.inputs(size) for size in style.sizes]
-    if name != "gpt":  # as many tokens at other places
+    if name != "gpt":  # the same number of tokens at other positions
         inputs.append(style.inputs((12, 8)))
     found, expected = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
     assert_same_bits(found, expected)
 
 
 def assert_within_budget(found, same, exact):
-    """Outputs and gradients are as near to float64 as the edited model's."""
+    """Check that outputs and gradients are as close to float64 as the edited model's."""
     pairs = [(str(i), a, b, c) for i, (a, b, c) in enumerate(zip(found[0], same[0], exact[0], strict=True))]
     pairs += [(name, grad, same[1][name], exact[1][name]) for name, grad in found[1].items()]
     violations = [budget_violation(name, a[None], b[None], c[None].double()) for name, a, b, c in pairs]
@@ -155,7 +155,7 @@ def assert_within_budget(found, same, exact):
 
 
 def run_exactly(twin, inputs):
-    """The same in float64, but for what is drawn."""
+    """Run the same in float64, with the same random draws."""
     return run(copy.deepcopy(twin).double(), to_double(inputs))
 
 
@@ -164,14 +164,14 @@ def run_exactly(twin, inputs):
 
 @pytest.mark.parametrize(("name", "reentrant"), [("dit", False), ("uvit", True), ("mae", None), ("gpt", None)])
 def test_compiled(name, reentrant):
-    """One graph for all sizes after the first, a checkpoint in it, too."""
+    """There is one graph for all sizes after the first, also with a checkpoint in it."""
     style = STYLES[name]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = reentrant
     graphs = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # whose graphs take their time
+    for size in style.sizes if name == "mae" else (*style.sizes, style.more):  # MAE's graphs take long to compile
         inputs = style.inputs(size)
         assert_within_budget(run(compiled, inputs, model), run(twin, inputs), run_exactly(twin, inputs))
     assert graphs.frame_count <= 2
@@ -185,24 +185,24 @@ def compile_blocks(model):
 
 
 def test_blocks_compiled_one_by_one():
-    """They share what is compiled, and checkpoints run them again with their own positions."""
+    """Blocks share compiled code, and checkpoints rerun them with their own positions."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
     model.checkpointing = False
     torch._dynamo.reset()
     graphs = compile_blocks(model)
-    inputs = [style.inputs(size) for size in ((8, 12), (12, 8))]  # as many tokens
+    inputs = [style.inputs(size) for size in ((8, 12), (12, 8))]  # the same number of tokens
     found, same = (run(partial(run_all, m, inputs), (), m) for m in (model, twin))
     exact = run(partial(run_all, wide := copy.deepcopy(twin).double(), [to_double(x) for x in inputs]), (), wide)
     assert_within_budget(found, same, exact)
-    assert graphs.frame_count <= 3  # by grid; and the first block's input is a view
+    assert graphs.frame_count <= 3  # one per grid, and one because the first block's input is a view
     hidden, condition = model.embed(*inputs[0])
     with pytest.raises(Exception, match=r"positions|Observed exception"):
         model.blocks[0](hidden, condition)  # outside of the model's forward
 
 
 def test_compiled_blocks_are_not_mixed_up():
-    """Layers have their own encodings, and two models share a class."""
+    """Layers have separate encodings, and two models share a class."""
     style = STYLES["dit"]
     pairs = [style.pair("mixed"), style.pair("rotate", base=7.0), style.pair("rotate", base=70.0)]
     torch._dynamo.reset()
@@ -214,7 +214,7 @@ def test_compiled_blocks_are_not_mixed_up():
 
 
 def test_what_is_compiled_follows_patches(monkeypatch):
-    """Patched globals of an attention's forward, and a patched forward, take effect after compiling."""
+    """Patches of an attention's forward, or of its globals, take effect after compiling."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate")
     inputs = style.inputs((8, 12))
@@ -283,7 +283,7 @@ LIBRARIES = {
 
 @contextmanager
 def edited_sdpa(encoding, grid):
-    """Every attention encodes q and k: as if all forwards were edited."""
+    """Encode q and k in every attention, as if all forwards were edited."""
     original = F.scaled_dot_product_attention
 
     def attend(query, key, value, **kwargs):
@@ -326,7 +326,7 @@ def test_models_of_libraries(library):
 
 
 def test_copies_and_files():
-    """They run forwards of their own, with frequencies of their own."""
+    """Copies run their own forwards, with their own frequencies."""
     style = STYLES["dit"]
     model, twin = style.pair("rotate", learnable=True)
     inputs = style.inputs((8, 12))
@@ -346,7 +346,7 @@ def test_copies_and_files():
 
 
 def test_only_this_model_changes():
-    """Its class, other models, PyTorch's function and the names of the weights stay."""
+    """The class, other models, PyTorch's function and the names of the weights don't change."""
     style = STYLES["dit"]
     model, stock = style.build(), style.build()
     stock.load_state_dict(model.state_dict())
@@ -443,7 +443,7 @@ def test_hooks_on_saved_tensors():
 
 
 def test_sharded(tmp_path):
-    """FSDP2 and DDP, with checkpoints."""
+    """FSDP2 and DDP work, with checkpoints."""
     style = STYLES["dit"]
     inputs = style.inputs((8, 12))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
@@ -486,7 +486,7 @@ def test_encodings(kind):
 
 @pytest.mark.parametrize("form", ["grid", "coordinates", "tensor"])
 def test_fixed_positions(form):
-    """The same for all inputs, also in what is called beside the forward."""
+    """Fixed positions apply to all inputs, also outside of the model's forward."""
     style = STYLES["dit"]
     grid = Grid((4, 6))
     table = grid.coordinates(dtype=torch.float32)
@@ -519,7 +519,7 @@ def test_learned_frequencies_are_trained():
 
 
 def invalid(change=None, encoding="rotate", positions=plain.dit_positions, **options):
-    """A call of adapt_attention on a DiT."""
+    """Call adapt_attention on a DiT with invalid arguments."""
     model = plain.Dit()
     if change is not None:
         change(model)
@@ -569,7 +569,7 @@ def test_models_that_are_adapted_or_compiled():
 
 
 class Manual(plain.Attention):
-    """Attention written out, without SDPA."""
+    """Attention written by hand, without SDPA."""
 
     def forward(self, x):
         q, k, v = self.split(x)
@@ -584,7 +584,7 @@ class Cross(plain.Attention):
 
 
 class Flat(plain.Attention):
-    """Attention with heads and samples in one axis."""
+    """Attention that merges heads and samples into one axis."""
 
     def forward(self, x):
         q, k, v = (t.flatten(0, 1) for t in self.split(x))
@@ -592,7 +592,7 @@ class Flat(plain.Attention):
 
 
 class Inside(plain.Attention):
-    """Block with its own checkpoint."""
+    """Block with a checkpoint inside."""
 
     def attend(self, *qkv):
         return F.scaled_dot_product_attention(*qkv)
@@ -639,7 +639,7 @@ def test_timm_without_fused_attention():
 
 
 def test_attentions_whose_forward_is_not_called():
-    """A model that takes its attention's weights and calls the function itself."""
+    """The model reads its attention's weights and calls SDPA itself."""
 
     class Direct(plain.DitBlock):
         def forward(self, x, c):
@@ -668,7 +668,7 @@ def test_positions_that_are_not_known():
     model = invalid()
     model(*inputs).sum().backward()
     hidden, condition = model.embed(*inputs)
-    with pytest.raises(RuntimeError, match="got no positions"):  # those of the last forward are not taken
+    with pytest.raises(RuntimeError, match="got no positions"):  # the positions of the last forward are not reused
         model.blocks[0](hidden, condition)
 
 

@@ -1,6 +1,6 @@
-"""Models that were changed before they are adapted, or are changed afterwards: they compute what the original does.
+"""Models that are changed before or after adapting give the same results as the original.
 
-A case is a model and a change. Each is tried in both orders: change, adapt and adapt, change.
+A case is a model and a change. Each is tested in both orders: change, then adapt; and adapt, then change.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 IDS = torch.arange(3, 15)[None]
-BOUND = 1e-5  # of the largest output, and of the largest gradient
+BOUND = 1e-5  # relative to the largest output, and to the largest gradient
 
 
 def shake(model):
-    """Weights large enough that positions matter."""
+    """Make the weights large enough for positions to matter."""
     torch.manual_seed(0)
     for p in model.parameters():
         p.data.mul_(3.0) if p.ndim == 2 else p.data.add_(torch.rand_like(p) * 0.5)
@@ -81,7 +81,7 @@ class Learned(nn.Module):
 
 
 class ByLength(Learned):
-    """A rotary module whose frequencies follow the length, with nothing in the configuration that says so."""
+    """A rotary module whose frequencies depend on the length, which the configuration doesn't mention."""
 
     def forward(self, x, position_ids):
         if int(position_ids.max()) >= 8:
@@ -107,7 +107,7 @@ def each_norm(change):
 
 
 class LowRank(nn.Module):
-    """LoRA of a linear layer."""
+    """LoRA for a linear layer."""
 
     def __init__(self, base):
         super().__init__()
@@ -183,7 +183,7 @@ def test_copies_of_changed_models(copied):
 
 
 def test_amplitudes_of_a_model_s_own():
-    """PhiMoE's rotary module takes its amplitude from short_mscale and long_mscale."""
+    """PhiMoE's rotary module reads its amplitude from short_mscale and long_mscale."""
     scaled = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.3, "long_mscale": 1.3}
     sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 131072}
@@ -193,7 +193,7 @@ def test_amplitudes_of_a_model_s_own():
 
 
 def test_adapted_after_a_long_input():
-    """A model with dynamic frequencies has rewritten its buffer by then."""
+    """By then, a model with dynamic frequencies has rewritten its buffer."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     stock = tiny("Llama", max_position_embeddings=64, rope_parameters=dynamic)
     model, long = copy.deepcopy(stock), torch.arange(100)[None] % 99
@@ -218,7 +218,7 @@ def test_stages_of_a_pipeline():
 
 
 def test_memory_attention_of_sam2():
-    """Its cross-attention leaves some keys unrotated, and repeats the table."""
+    """SAM 2's cross-attention leaves some keys unrotated, and repeats the table."""
     from transformers.models.sam2_video import modeling_sam2_video as sam
 
     config = transformers.Sam2VideoConfig()
@@ -274,7 +274,7 @@ def test_group_offload_of_a_diffusion_model(when, tmp_path):
 
 
 def test_another_default_dtype_does_not_spoil_the_process():
-    """Runs in its own process: what is cached for a function must not depend on the default dtype."""
+    """The cache of a function must not depend on the default dtype, so this runs in a separate process."""
     pytest.importorskip("diffusers")
     code = """
 import torch
@@ -301,7 +301,7 @@ assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def attention_that_calls(turn):
-    """An attention of a user's own with a method that calls the known function."""
+    """Build a user's attention with a method that calls the known function."""
 
     class Attention(modeling_llama.LlamaAttention):
         def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
@@ -359,7 +359,7 @@ def test_ways_to_call_a_function(name):
 
 
 def turn_wrongly(q, k, cos, sin, unsqueeze_dim=1):
-    """Looks like the known function, and is no rotation: one sign is another."""
+    """Compute something that looks like the known function but is not a rotation: one sign differs."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     half = q.shape[-1] // 2
     return tuple(x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
@@ -377,7 +377,7 @@ def test_what_is_no_rotation_is_left(monkeypatch):
 
 
 def test_a_model_of_which_a_part_is_left():
-    """It is named by a warning, and by the report."""
+    """A warning and the report name the part."""
     both = nn.ModuleDict({"one": tiny("Llama"), "two": tiny("Mistral")})
     mistral = sys.modules[type(both["two"]).__module__]
     known = mistral.apply_rotary_pos_emb
@@ -433,12 +433,12 @@ def count_calls(call, in_package=False):
 
 
 def test_few_calls_in_python():
-    """Counts the calls to adapt a model whose functions are cached, and to run it."""
+    """Adapting a model whose functions are cached, and running it, takes few calls."""
     pytest.importorskip("diffusers")
     from lrpe_md.scripts.adapters import trial_diffusers
 
     model = trial_diffusers.build("LTXVideoTransformer3DModel")
-    adapt_rotary(model)  # functions are tried once
+    adapt_rotary(model)  # functions are probed once
     assert count_calls(lambda: adapt_rotary(model)) <= 1500
     given = trial_diffusers.inputs(model)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""Compiled, an adapted model breaks no graph that the stock model keeps; test_rotary_models.py and
-test_diffusers_models.py have those of diffusers and timm's Eva."""
+"""Adapting adds no graph breaks to compiled models. test_rotary_models.py and test_diffusers_models.py test others."""
 
 import copy
 from functools import partial
@@ -29,7 +28,7 @@ def naflex(rope_type):
     from lrpe_md.scripts.adapters import trial_timm
 
     given = trial_timm.patches(3 * 4**2)
-    # Learned positions, of which timm makes the tables outside of graphs, too, are left out.
+    # Learned positions are left out, because timm also makes their tables outside of graphs.
     return trial_timm.build_naflex(rope_type, pos_embed="none"), lambda m: m(given)
 
 

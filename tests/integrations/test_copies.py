@@ -1,4 +1,4 @@
-"""Copies of functions that look up others by name: globals, modules, closures, imports, functions inside functions."""
+"""Copies of functions that look up other functions in globals, modules, closures, imports and nested functions."""
 
 import copy
 import functools
@@ -110,7 +110,7 @@ def ours_for(function):
 
 
 def exchange(function):
-    """Take functions whose names end in rope, and partials of them."""
+    """Replace functions whose names end in rope, and partials of them."""
     if isinstance(function, functools.partial):
         return exchange(function.func)
     return ours_for(function) if function.__name__.endswith("rope") else None
@@ -159,7 +159,7 @@ def test_other_packages_helpers_are_left(library):
 
 
 class Exchange:
-    """Can be pickled, as a recipe's must."""
+    """An exchange that can be pickled, as a recipe requires."""
 
     def __call__(self, function):
         return exchange(function)
@@ -226,7 +226,7 @@ def test_names_that_rotary_functions_have():
 
 
 def test_compiled(library):
-    """A copy costs no graph break, and a change of what it looks up is seen."""
+    """A copy causes no graph break, and follows changes of the functions that it looks up."""
     exec("import torch\ndef turn_all(x):\n    return torch.sin(scale_rope(x))\n", vars(library))
     exec("def scale_rope(x):\n    return x\n", vars(library))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""diffusers' models, their processors and their tables: adapted they compute what they did."""
+"""Adapted diffusers models give the same results, with various processors and tables."""
 
 import copy
 import importlib
@@ -20,7 +20,7 @@ from lrpe_md.scripts.adapters import trial_diffusers
 TABLE = Path(__file__).parents[2] / "scripts" / "results" / "adapters" / "diffusers.csv"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SPREAD = [  # one of each way in which rotary code differs
+SPREAD = [  # one model for each variant of rotary code
     "BriaFibo2Transformer2DModel", "ChronoEditTransformer3DModel", "CogView4Transformer2DModel",
     "CosmosTransformer3DModel", "ErnieImageTransformer2DModel", "Flux2Transformer2DModel",
     "HiDreamImageTransformer2DModel", "HunyuanImageTransformer2DModel", "LTXVideoTransformer3DModel",
@@ -63,7 +63,7 @@ def test_the_committed_table():
 
 
 def compare(model, call=trial_diffusers.call):
-    """Adapted as stock, restored as before."""
+    """Check that the adapted model agrees with the stock one, and that restoring undoes the change."""
     stock = call(model)
     found = call(adapt_rotary(model))
     assert is_adapted(model)
@@ -74,7 +74,7 @@ def compare(model, call=trial_diffusers.call):
 
 
 def test_a_theta_that_is_written_afterwards_is_followed():
-    """Also after the model was adapted."""
+    """This also works after the model was adapted."""
     model = trial_diffusers.build("Flux2Transformer2DModel")
     first = compare(model)
     model.pos_embed.theta = 77
@@ -88,7 +88,7 @@ def test_a_theta_that_is_written_afterwards_is_followed():
 
 def test_kept_tables_of_another_theta_are_followed():
     first = compare(trial_diffusers.build(QWEN))
-    model = trial_diffusers.build(QWEN)  # as yet without tables in a cache
+    model = trial_diffusers.build(QWEN)  # without cached tables yet
     for name, start in (("pos_freqs", 0), ("neg_freqs", -4096)):
         rows = torch.arange(start, start + 4096, dtype=torch.float64)
         angles = [torch.outer(rows, 500.0 ** -(torch.arange(0, dim, 2).double() / dim)) for dim in (4, 6, 6)]
@@ -106,7 +106,7 @@ def test_frequencies_that_are_scaled_by_hand_are_followed():
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_processor_of_the_users_is_followed(power):
-    """Its changes to the tables take effect: here it doubles the angles."""
+    """The processor's changes to the tables take effect; here it doubles the angles."""
     model = trial_diffusers.build(QWEN)
     base = type(model.transformer_blocks[0].attn.processor)
 
@@ -143,7 +143,7 @@ def test_a_rotary_module_of_the_users_is_followed():
 
 
 def test_axes_that_do_not_fill_a_head():
-    """The library's own error, adapted or not."""
+    """The library raises its own error, whether the model is adapted or not."""
     torch.manual_seed(0)
     model = trial_diffusers.build("Flux2Transformer2DModel")
     model.pos_embed.axes_dim = (4, 4, 4, 2)
@@ -158,7 +158,7 @@ def test_axes_that_do_not_fill_a_head():
 
 @pytest.mark.parametrize("name", [QWEN, WAN, "FluxTransformer2DModel"])
 def test_processors_that_are_set_afterwards(name):
-    """They are the library's; adapted again, they are taken."""
+    """New processors run the library's code until the model is adapted again."""
     model = trial_diffusers.build(name)
     kinds = {path: type(part) for path, part in parts(model).items() if path.endswith("processor")}
     stock = trial_diffusers.call(model)
@@ -174,7 +174,7 @@ def test_processors_that_are_set_afterwards(name):
 
 
 def test_an_ip_adapter():
-    """Its processor is a module, with weights of its own."""
+    """The IP-Adapter's processor is a module with its own weights."""
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
     torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_an_ip_adapter():
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_fork_in_a_module_of_another_name(where, tmp_path, monkeypatch):
-    """Trainers vendor code like this: the same code under another module name."""
+    """The same code under another module name, as in trainers that vendor it, is recognised."""
     import diffusers.models.transformers.transformer_flux as flux
 
     source = Path(flux.__file__).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""drop_in: somebody else's rotary function with our kernel in it, equal in outputs, dtypes and gradients."""
+"""drop_in replaces third-party rotary functions with our kernel; outputs, dtypes and gradients are equal."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ H, N, D = rf.H, rf.N, rf.D
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The calls of rotate so far."""
+    """Return the list of calls of rotate so far."""
     found = []
     rotate = plans.rotate
 
@@ -50,7 +50,7 @@ def cast(value, dtype):
 
 
 def run_both(function, ours, args, kwargs, launches):
-    """Outputs of the original, and of ours, which must have launched our kernel."""
+    """Return the outputs of the original and of the drop-in, which must have launched our kernel."""
     expected = function(*copy.deepcopy(args), **kwargs)
     ours(*args, **kwargs)  # probes
     launches.clear()
@@ -73,7 +73,7 @@ def drop(name):
 
 
 def call_of(name):
-    """A call, with the function whose drop-in is kept from test to test."""
+    """Return a function and the arguments of a call; its drop-in is reused in all tests."""
     call = rf.calls()[name]
     return drop(name).original, call.args, call.kwargs
 
@@ -119,7 +119,7 @@ def test_gradients(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision(name, launches):
-    """The original's dtype, and at least as near to the exact result as the original."""
+    """Results have the original's dtype, and are at least as close to the exact result."""
     function, args, kwargs = call_of(name)
     low = cast(args, torch.bfloat16)
     expected, found = run_both(function, drop(name), low, kwargs, launches)
@@ -142,7 +142,7 @@ def test_triton(name, launches):
 
 @pytest.mark.parametrize("name", SOME)
 def test_strides(name, launches):
-    """Slices of a projection, and tables that are expanded."""
+    """Slices of a projection and expanded tables work."""
     function, args, kwargs = call_of(name)
 
     def stride(t):
@@ -218,7 +218,7 @@ def test_in_place_goes_to_the_original(launches):
 
 
 def test_offsets_share_one_plan(launches):
-    """Decoding: one more each step, without another probe."""
+    """Decoding increases the offset at each step without probing again."""
     ours = drop_in(rf.flash_attn)
     x, cos, sin = torch.randn(2, 1, 4, 32), torch.randn(40, 16), torch.randn(40, 16)
     for offset in range(1, 8):
@@ -268,13 +268,13 @@ def one_row(x, cos, sin):
 
 
 def from_the_third_row(x, cos, sin):
-    """Neither the first rows of longer tables nor the last ones."""
+    """Rotate by rows that are neither the first nor the last ones of longer tables."""
     start, tokens = min(2, len(cos) - x.shape[-2]), x.shape[-2]
     return x * cos[start : start + tokens] + rf.quarter_turn(x) * sin[start : start + tokens]
 
 
 def after_two_tokens(x, cos, sin):
-    """The first two tokens pass, and not all that the tables have no rows for."""
+    """Leave at most two tokens unrotated at the start, although the tables may lack rows for more tokens."""
     start = min(2, x.shape[-2] - len(cos))
     part = x[..., start : start + len(cos), :]
     part = part * cos + rf.quarter_turn(part) * sin
@@ -282,7 +282,7 @@ def after_two_tokens(x, cos, sin):
 
 
 def complex_rows(x, grid_ids, freqs_cis):
-    """Its arguments look like those of a function that turns samples by grids."""
+    """Rotate with arguments that look like those of a function that rotates samples by their grids."""
     z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(z * freqs_cis[grid_ids].unsqueeze(2)).flatten(3).type_as(x)
 
@@ -332,7 +332,7 @@ def test_a_tensor_that_scales_is_refused():
 
 
 def einsum_rotation(x, matrices):
-    """2 × 2 matrices by a product, which autocast does in bfloat16."""
+    """Rotate by a product with 2 × 2 matrices, which autocast computes in bfloat16."""
     return torch.einsum("nrij,bhnrj->bhnri", matrices, x.unflatten(-1, (-1, 2))).flatten(-2)
 
 
@@ -411,7 +411,7 @@ def test_a_changed_module_runs_itself(change, launches):
 
 
 class WithSettings(nn.Module):
-    """Numbers and flags of its own change what it computes."""
+    """Module whose own numbers and flags change what it computes."""
 
     def __init__(self):
         super().__init__()
@@ -434,7 +434,7 @@ def test_settings_of_an_object(launches):
 
 
 class Storing:
-    """Keeps what it was called with."""
+    """Module that stores its arguments."""
 
     def __init__(self):
         self.seen, self.sizes, self.last = [], {}, None
@@ -452,7 +452,7 @@ def test_a_probe_leaves_nothing_in_an_object():
 
 
 def test_functions_for_gpus_alone_are_probed_there(monkeypatch, launches):
-    """Here the other device is the CPU by another name."""
+    """Here the other device is the CPU under another name."""
     call = _Probed.call
 
     def on_gpu_alone(self, *args):
@@ -490,7 +490,7 @@ def test_signature():
 
 
 def test_optional_tensors():
-    """A k that may be None, and tables with defaults."""
+    """k may be None, and tables may have defaults."""
 
     def function(q, k=None, cos=None, sin=None):
         q = q * cos + rf.quarter_turn(q) * sin
@@ -550,7 +550,7 @@ def test_the_random_state_is_left(launches):
 
 @pytest.mark.parametrize("name", [*SOME, "torchtune, positions", "lightning", "timm, half"])
 def test_compile(name, launches):
-    """Compiles to one graph, also for kinds of arguments that are new."""
+    """The drop-in compiles to one graph, also for new kinds of arguments."""
     torch._dynamo.reset()
     function, args, kwargs = call_of(name)
     compiled = torch.compile(drop_in(function), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Attention that keeps no encoded q and k, and the gradient of a projection in one piece."""
+"""Attention that re-encodes q and k in the backward, and joint gradients of projections."""
 
 import itertools
 from functools import partial
@@ -33,7 +33,7 @@ def views(qkv):
 
 
 def call(device, map="rotate", act="none", learn=False, impl="auto", heads=1, dtype=torch.float32, **attention):
-    """A projection, frequencies, and the attention of the projection as a function of both and of how it is done."""
+    """Return a function that computes attention in several ways, and its arguments: a projection, and frequencies."""
     torch.manual_seed(0)
     qkv = torch.randn(B, N, 3, H, D, device=device, dtype=dtype, requires_grad=True)
     omega = torch.rand(heads, D // 2 if map == "rotate" else D, 2, device=device, requires_grad=learn)
@@ -52,7 +52,7 @@ def call(device, map="rotate", act="none", learn=False, impl="auto", heads=1, dt
 def gradients(run, args, **how):
     torch.manual_seed(1)  # of dropout
     y = run(*args, **how)
-    torch.rand(())  # the backward's dropout is that of its forward
+    torch.rand(())  # the backward uses the dropout of its forward
     return y, *torch.autograd.grad(y.square().sum(), [a for a in args if a.requires_grad])
 
 
@@ -81,7 +81,7 @@ def kept_bytes(run, args):
 
 
 def kept_bytes_compiled(run, args):
-    """The same of a compiled function, whose node shows its tensors to hooks alone in torch 2.11."""
+    """Count the same bytes for a compiled function, whose node only shows its tensors to hooks in torch 2.11."""
     found = {}
 
     def note(t):
@@ -115,7 +115,7 @@ def test_the_projection_alone_is_kept(act, device):
     again = kept_bytes(run, args)
     omega = args[1].untyped_storage().nbytes()
     assert usual - again == 2 * UNIT
-    assert again - floor <= omega + 1024  # and the floor is a projection, an output and its sums
+    assert again - floor <= omega + 1024  # and the minimum is a projection, an output and its sums
     assert floor < 5 * UNIT
 
 
@@ -195,7 +195,7 @@ def test_transforms_and_other_hooks_take_the_plain_way(device):
 
 @pytest.mark.parametrize(("map", "act", "learn"), list(itertools.product(MAPS, ["none", "silu"], [False, True])))
 def test_the_gradient_is_written_in_place(map, act, learn, device, monkeypatch):
-    """dq and dk by the kernels, dv by a copy; nothing is stacked."""
+    """The kernels write dq and dk, a copy writes dv, and nothing is stacked."""
     run, args = call(device, map, act, learn, impl="triton", dtype=torch.float32)
     expected = gradients(run, args, split=views)
     copies = count_copies(monkeypatch)
@@ -206,7 +206,7 @@ def test_the_gradient_is_written_in_place(map, act, learn, device, monkeypatch):
 
 
 def count_copies(monkeypatch):
-    """A list that grows by each; nothing may be stacked."""
+    """Return a list that records each copy, and fail if anything is stacked."""
     copies, copy = [], torch.Tensor.copy_
     monkeypatch.setattr(torch, "stack", lambda *args, **kwargs: pytest.fail("stacked"))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other, *a: copies.append(other) or copy(self, other, *a))
@@ -241,7 +241,7 @@ def test_the_gradient_of_a_packed_projection(map, batched, num_key_heads, device
 @pytest.mark.parametrize("shape", [(6, 6), (20, 20)], ids=["one pass", "two"])
 @pytest.mark.parametrize("map", [*MAPS, None])
 def test_the_gradient_of_linear_attention_is_written_in_place(map, shape, options, device, monkeypatch):
-    """dq, dk and dv by the kernels."""
+    """The kernels write dq, dk and dv."""
     torch.manual_seed(0)
     qkv = torch.randn(1, shape[0] * shape[1] + 1, 3, 2, D, device=device, requires_grad=True)
     omega = None if map is None else torch.rand(1, D // 2 if map == "rotate" else D, 2, device=device)
@@ -263,7 +263,7 @@ def test_the_gradient_of_linear_attention_is_written_in_place(map, shape, option
 @pytest.mark.parametrize(("attention", "copies_a_block"), [("softmax", 1), ("linear", 0)])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_the_gradient_of_a_vision_transformer(impl, attention, copies_a_block, device, monkeypatch):
-    """The default, which keeps what it encoded; by the kernels in place, by the reference in one piece."""
+    """By default, encoded tensors are kept. The kernels write the gradient in place; the reference doesn't."""
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=48, depth=2, embed_dim=32, num_heads=2, num_classes=3, pos_embed="none"
@@ -284,7 +284,7 @@ def test_the_gradient_of_a_vision_transformer(impl, attention, copies_a_block, d
 
 @pytest.mark.parametrize("used", ["twice", "k alone", "v alone", "changed"])
 def test_gradients_that_are_not_in_place(used, device):
-    """Autograd adds, leaves out or replaces gradients on the way back to the projection."""
+    """Autograd may add, omit or replace gradients on the way back to the projection."""
     torch.manual_seed(0)
     qkv = torch.randn(B, N, 3, H, D, device=device, requires_grad=True)
     omega = torch.rand(1, D // 2, 2, device=device)
@@ -307,7 +307,7 @@ def test_gradients_that_are_not_in_place(used, device):
     "how impl options", [("none", False), ("silu", True)], ["reference", "triton"], [{}, {"masked": True}]
 )
 def test_compiled(how, impl, options, device):
-    """Under a compiler the encoding alone runs again, also behind an operator."""
+    """In compiled code, only the encoding runs again, even if it is behind an operator."""
     torch.compiler.reset()
     act, learn = how
     run, args = call(device, act=act, learn=learn, impl=impl, **options)
@@ -317,12 +317,12 @@ def test_compiled(how, impl, options, device):
     for a, b in zip(gradients(again, args), gradients(usual, args), strict=True):
         assert torch.equal(a, b)
     saved = kept_bytes_compiled(usual, args) - kept_bytes_compiled(again, args)
-    # SDPA's backward on a GPU keeps a mask padded to 8 columns, which is padded again, too; a reference cos and sin.
+    # SDPA's backward on a GPU keeps a mask padded to 8 columns, which is padded again; the reference keeps cos and sin.
     padding = N * (-N % 8) * 4 if options and device == "cuda" else 0
     assert saved == 2 * UNIT + padding if impl == "triton" else saved >= 2 * UNIT, saved
 
 
-DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # a compiler takes its time for each block
+DEPTHS = {"eager": 2, "checkpointing": 2, "compiled": 1, "qk_norm": 2}  # compiling takes long for each block
 
 
 @pytest.mark.parametrize("encoding", ["rotate", "cosine", "mixed"])
@@ -353,7 +353,7 @@ def make_dit(keep_encoded, depth):
         text_encoder=TextEncoder(width=32, depth=1, num_heads=2), keep_encoded=keep_encoded,
     )  # fmt: skip
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1)  # a new model's blocks are the identity
+        torch.nn.init.normal_(p, std=0.1)  # an untrained model's blocks are the identity
     return model, (torch.randn(2, 3, 8, 8), torch.rand(2), tokenize(["a red square", "one"]))
 
 
@@ -388,7 +388,7 @@ def test_one_of_two_ways_to_save_memory(device):
 
 
 def test_exported(device):
-    """An exported program has no checkpoint in it, though its parameters need gradients."""
+    """An exported program contains no checkpoint, although its parameters require gradients."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=1, embed_dim=32, num_heads=2, num_classes=3)
     model = adapt(model, "mixed", keep_encoded=False).to(device).eval()

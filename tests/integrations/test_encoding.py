@@ -1,4 +1,4 @@
-"""The encoding of a backbone: what it is made from, what layers and heads share, its names, its stretching."""
+"""A backbone's encoding: how it is built, what layers and heads share, its names, and scaled positions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def built(encoding: Any, depth: int = 3, num_axes: int = 2, **kwargs: Any) -> En
 @BACKBONES
 @pytest.mark.parametrize("cls", [CosineMd, RotateMd])
 def test_a_class_and_a_partial_are_factories(build, cls):
-    """The second positional argument of both is num_axes, so that they must be called by name."""
+    """The second positional argument of both is num_axes, so they must be called with keywords."""
     torch.manual_seed(0)
     model = build(encoding=partial(cls, learnable=True))
     assert all(isinstance(layer, cls) and layer.learnable and layer.num_heads == 2 for layer in model.encoding)
@@ -183,7 +183,7 @@ def test_options_of_the_model_without_options_of_the_encoding(encoding):
 
 @pytest.mark.parametrize("encoding", ["cosine", "rotate", "mixed", "eva02", preset("eva02", 24), None, "none"])
 def test_listed_options_are_accepted(encoding):
-    """No option that is listed for an encoding is refused as unknown, whatever its value."""
+    """No option that is listed for an encoding is rejected as unknown, whatever its value."""
     errors = []
     for name in encoding_options(encoding):
         try:
@@ -239,7 +239,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("build", "names"), NAMES)
 def test_names_of_what_is_learned(build, names):
-    """The same in the state_dict and among the parameters."""
+    """Names are the same in the state_dict and among the parameters."""
     model = build()
     found = {name for name in model.state_dict() if "encoding." in name}
     assert found == names
@@ -263,7 +263,7 @@ DIFFUSION = layers("embed time.mlp.fc1 time.mlp.fc2 text_embed pooled_embed modu
 DIFFUSION |= {"text_encoder.embed.weight", "text_encoder.norm.weight"} | {f"text_encoder.blocks.0.{n}" for n in TEXT}
 DIFFUSION |= {f"blocks.{i}.image.{name}" for i in range(2) for name in layers(STREAM)}
 DIFFUSION |= {f"blocks.0.text.{name}" for name in layers(STREAM)}
-DIFFUSION |= {f"blocks.1.text.{name}" for name in layers("qkv modulation.1")}  # behind the last, text is not used
+DIFFUSION |= {f"blocks.1.text.{name}" for name in layers("qkv modulation.1")}  # text is unused after the last block
 DIFFUSION |= {f"blocks.{i}.{s}.{n}_norm.weight" for i in range(2) for s in ("image", "text") for n in "qk"}
 LANGUAGE = {"embed.weight", "norm.weight"}
 LANGUAGE |= {
@@ -274,7 +274,7 @@ LANGUAGE |= {
 
 
 def test_the_other_names_of_each_backbone():
-    """Checkpoints of earlier trainings load as long as these stay."""
+    """Checkpoints of earlier runs load as long as these names don't change."""
     assert set(vit(encoding="rotate").state_dict()) == IMAGE
     assert set(video(encoding="rotate", absolute="learned").state_dict()) == IMAGE | {"pos_embed"}
     assert set(dit(encoding="rotate", text_encoder=TextEncoder(32, 1, 2)).state_dict()) == DIFFUSION

@@ -40,7 +40,7 @@ def with_reference(model):
 
 
 def build(name):
-    """A model, random also where it begins with zeros."""
+    """Build a model with random weights, also for those that are initialised with zeros."""
     model, generator = MODELS[name](), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -63,13 +63,13 @@ OTHER = [(2, 7, 3), (1, 14, 14), (3, 2, 5)]
 
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request):
-    """Name, model and its program for any size, which takes as long to make as its parts below."""
+    """Return a name, a model and its program for any size, which takes as long to export as the parts below."""
     model, x = build(request.param), image(request.param, 2, 4, 6)
     return request.param, model, torch.export.export(model, (x,), dynamic_shapes=any_size(x))
 
 
 def test_exported_for_any_size(exported):
-    """One program, of torch's own operators, and none of those at which exporters to ONNX fail."""
+    """There is one program. It only uses torch's operators, and none on which ONNX exporters fail."""
     name, model, program = exported
     program = program.run_decompositions()
     for size in OTHER:
@@ -89,14 +89,14 @@ def test_traced_at_a_fixed_size(name):
     with torch.no_grad():
         traced = torch.jit.trace(model, x)
         torch.testing.assert_close(traced(x.flip(0)), model(x.flip(0)))
-    # The older exporter to ONNX has no such operator.
+    # ONNX's older exporter has no such operator.
     assert "aten::mT" not in {node.kind() for node in traced.inlined_graph.nodes()}
 
 
 @pytest.mark.parametrize("name", ["cosine", "a timm ViT"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_causal_flag_that_is_a_tensor(name, fused):
-    """ONNX's older exporter passes a tensor."""
+    """ONNX's older exporter passes a tensor as the flag."""
     attn = build(name).blocks[0].attn
     attn.fused_attn = fused
     x = torch.randn(2, 5, 64)
@@ -113,7 +113,7 @@ def run_onnx(path, x):
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
 def test_onnx(exported, tmp_path):
-    """Any height, width and batch."""
+    """The exported model runs at any height, width and batch size."""
     pytest.importorskip("onnxscript")
     name, model, program = exported
     torch.onnx.export(program, f=tmp_path / "model.onnx", dynamo=True, verbose=False)
@@ -122,7 +122,7 @@ def test_onnx(exported, tmp_path):
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", x), model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-# The older exporter can't trace the attention of timm's rotary ViTs, which an adapted one runs but for the rotation.
+# The older exporter can't trace the attention of timm's rotary ViTs, of which adapting only replaces the rotation.
 OLDER = [name for name in MODELS if name != "timm's mixed"]
 
 

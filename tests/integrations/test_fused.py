@@ -14,11 +14,11 @@ from lrpe_md.integrations import fused, plans, restore_rotary
 CASES = {  # launches: tensors, whether with a norm, and tokens in front
     "eva02": [(1, False, 1)] * 4,
     "dinov3": [(1, False, 5)] * 4,
-    "flux": [(1, True, 0)] * 6,  # q and k of text, of the image, and of the single stream
+    "flux": [(1, True, 0)] * 6,  # q and k of the text, of the image, and of the single stream
     "wan": [(1, True, 0)] * 4,
     "hunyuan video": [(1, True, 0)] * 4,
     "ltx": [(1, False, 0)] * 4,  # see test_ltx_fuses_its_norms_in_kernels
-    "Qwen3VL": [(2, False, 0), (2, True, 0), (2, True, 0)],  # the tower's, and the text's
+    "Qwen3VL": [(2, False, 0), (2, True, 0), (2, True, 0)],  # the tower's and the text model's
 }
 
 
@@ -71,7 +71,7 @@ CHANGES = {
     "eps": lambda norm: setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", 0.5),
     "a weight": lambda norm: norm.weight.data.mul_(3),
 }
-PLAIN = ("eps", "a weight")  # with which norms stay plain
+PLAIN = ("eps", "a weight")  # settings that prevent fusing
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video", "Qwen3VL"])
@@ -107,7 +107,7 @@ def test_one_norm_of_several(launches):
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan video", "Qwen3VL"])
 def test_weights_elsewhere_are_called(name, launches):
-    """Offloaded by another library's hook, a norm brings its weights when it is called."""
+    """If another library's hook offloads a norm, its weights are loaded when it is called."""
     accelerate = pytest.importorskip("accelerate")
     build, call, x = models.ALL[name]
     model, x = build(), x()
@@ -120,7 +120,7 @@ def test_weights_elsewhere_are_called(name, launches):
 
 
 def test_tables_that_were_changed():
-    """Entries of a pair may differ: each channel has its own."""
+    """The two entries of a pair may differ, because each channel has its own."""
     build, call, x = models.ALL["flux"]
     model, x = build(), x()
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -139,7 +139,7 @@ def test_hunyuan_with_an_output_projection_in_its_single_stream():
 
 
 def test_another_number_of_tokens_in_front():
-    """The attention's own setting counts, not that of its class. Its tables have one row per rotated token."""
+    """The instance's setting counts, not that of its class. Its tables have one row per rotated token."""
     model = models.timm_vit("eva02", class_token=False, global_pool="avg")
     adapted = adapt_rotary(copy.deepcopy(model))
     models.same(model, adapted, models.logits, models.image(model))

@@ -1,4 +1,4 @@
-"""The library as a kernel of the Kernel Hub: under another name, beside the installed one."""
+"""The library as a Kernel Hub kernel, which runs under another name next to the installed package."""
 
 import importlib.metadata
 import importlib.util
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def load(variant: Path):
-    """Load a build by its path under its identifier, like ``kernels``."""
+    """Load a build from its path, under its identifier, as ``kernels`` does."""
     (name,) = re.findall(r'"id": "(\w+)"', (variant / "metadata.json").read_text())
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
     module = importlib.util.module_from_spec(spec)
@@ -43,14 +43,14 @@ def load(variant: Path):
 
 @pytest.fixture(scope="module")
 def kernels(folder):
-    """Two builds in one process, beside lrpe_md."""
+    """Load two builds in one process, next to lrpe_md."""
     yield [load(folder / "build" / f"torch-{backend}") for backend in ("cpu", "cuda")]
     for name in [name for name in sys.modules if name.startswith("_lrpe_md_")]:
         del sys.modules[name]
 
 
 class Seen(TorchDispatchMode):
-    """The namespaces of the operators that run."""
+    """Recorder of the namespaces of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Seen(TorchDispatchMode):
 
 
 def run_all(library, impl):
-    """Outputs and gradients of both maps and of linear attention, with learned frequencies."""
+    """Return outputs and gradients of both maps and of linear attention, with learned frequencies."""
     torch.manual_seed(0)
     found = []
     for name, channels in (("cosine", 8), ("rotate", 4), ("linear_attention", 4)):
@@ -77,7 +77,7 @@ def run_all(library, impl):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:lrpe_md. the interpreter of Triton")  # which the tests mend, as the copy can't know
+@pytest.mark.filterwarnings("ignore:lrpe_md. the interpreter of Triton")  # fixed by the tests, as the copy can't know
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_equal_beside_the_installed_library(kernels, impl):
     expected = run_all(lrpe_md, impl)
@@ -171,7 +171,7 @@ def test_a_folder_of_others_stays(folder, tmp_path):
 
 
 def test_their_own_tools_take_it(tmp_path):
-    """Runs the tools of the package ``kernels``, if it is installed."""
+    """The tools of the ``kernels`` package accept the kernel, if they are installed."""
     try:
         importlib.metadata.version("kernels")  # tests/kernels has its name
     except importlib.metadata.PackageNotFoundError:

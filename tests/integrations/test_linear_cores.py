@@ -1,4 +1,4 @@
-"""Linear attention of diffusers' SANA-Video and SANA-WM: adapted models against stock ones, and what is left alone."""
+"""Linear attention of diffusers' SANA-Video and SANA-WM: adapted models against stock ones, and unsupported cases."""
 
 import copy
 import io
@@ -79,7 +79,7 @@ MODELS = {  # model, call, size of the input, calls of linear attention in a lay
 
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_the_formula_of_sana(is_rotated):
-    """SANA-Video rotates q and k in the numerator alone; SANA for images has no positions."""
+    """SANA-Video only rotates q and k in the numerator; SANA for images has no positions."""
     shape, heads, width = (3, 4, 5), 2, 20
     q, k, v = (torch.randn(2, 60, heads * width, requires_grad=True) for _ in range(3))
     rope = VIDEO.WanRotaryPosEmbed(width, (1, 2, 2), 1024)
@@ -103,7 +103,7 @@ def test_the_formula_of_sana(is_rotated):
 
 
 def test_a_denominator_below_zero():
-    """Strong keys leave a negative sum; SANA-WM divides by it, where "unrotated" has a lower bound."""
+    """Large keys result in a negative sum. SANA-WM divides by it, but "unrotated" has a lower bound."""
     key = torch.tensor([[1.5, 0, 0, 0]] * 2 + [[1.5, 1.5, 0, 0]] * 2)[None, :, None] * 8**0.5  # divided by this
     query = torch.tensor([0.1, 1.0, 0, 0]).expand(1, 4, 1, 4)
     value, decay, beta = torch.randn(1, 4, 1, 4), torch.ones(1, 1, 2), torch.full((1, 1, 2, 2), 0.5)
@@ -152,7 +152,7 @@ def test_kernels(name, calls):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_compiling(name):
-    """One graph, forward and backward, with the original's results."""
+    """There is one graph, and forward and backward agree with the original."""
     build, call, size, _ = MODELS[name]
     model, x = build(num_layers=1), torch.randn(size)
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -163,7 +163,7 @@ def test_compiling(name):
 
     with torch.no_grad():
         torch.testing.assert_close(compiled(adapted, x), call(model, x), rtol=0, atol=models.BOUND)
-    # AOTAutograd takes a view that does not exist in the backward of the original with its camera.
+    # AOTAutograd fails in the backward of the original's camera branch, because a view does not exist there.
     options = {"camera": False} if name == "wm" else {}
     y, dy = models.gradients(model, lambda m, x: call(m, x, **options), x)
     z, dz = models.gradients(adapted, lambda m, x: compiled(m, x, **options), x)
@@ -201,7 +201,7 @@ def squared_error(found, right):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name):
-    """As close to float32 as the original is, whose attention computes in float32 between its projections."""
+    """Results are as close to float32 as the original's, whose attention is in float32 between the projections."""
     build, call, size, _ = MODELS[name]
     model, x = build().to(BF16), torch.randn(size).to(BF16)
     wide, adapted = copy.deepcopy(model).float(), adapt_rotary(copy.deepcopy(model))
@@ -240,7 +240,7 @@ def test_frames_that_are_padding(calls):
 
 
 def test_frames_of_one_token(calls):
-    """They are no blocks of linear_attention's delta rule."""
+    """linear_attention's delta rule doesn't support blocks of one token."""
     core = WM.SanaWMBidirectionalGDNAttention(eps=1e-8)
     q, k, v = torch.rand(3, 1, 8, 2, 8).unbind()
     args = q, k, v, torch.rand(1, 2, 8, 1), torch.rand(1, 2, 8), torch.zeros(1), 8
@@ -294,7 +294,7 @@ def test_other_functions_of_the_library(monkeypatch, calls):
     assert not calls
 
 
-FORKS = {  # change of the source, whether the result is still ours
+FORKS = {  # a change of the source, and whether it is still recognised
     "the same": ("", "", True),
     "another constant": ("1e-15)\n", "1e-2)\n", False),
     "a rotated denominator": ("@ query +", "@ query_rotate +", False),
@@ -331,7 +331,7 @@ def test_cross_attention_goes_to_the_original(calls):
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float64])
 def test_dtypes_that_are_widened(kind):
-    """Sums of float16 go beyond its range."""
+    """float16 sums would exceed the range of the dtype."""
     model = VIDEO.SanaVideoTransformerBlock(40, 2, 20, cross_attention_dim=None).attn1.to(kind)
     x = torch.randn(2, 60, 40, dtype=kind) * 40
     rotary = VIDEO.WanRotaryPosEmbed(20, (1, 2, 2), 64)(torch.empty(1, 4, 3, 8, 10))

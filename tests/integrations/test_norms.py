@@ -1,4 +1,4 @@
-"""Norms of q and k that go with the encoding: the models compute what they did, and their parameters learn."""
+"""q and k norms fused with the encoding: results don't change, and their parameters learn."""
 
 import types
 
@@ -37,7 +37,7 @@ def gradients(model, *args):
 
 @pytest.fixture
 def norms_taken(monkeypatch):
-    """The norms that functions of ours were given."""
+    """Return the list of norms that were passed to our functions."""
     taken = []
     from lrpe_md.engine.encode import dispatch
 
@@ -108,7 +108,7 @@ PATCHES = {
 @pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, RmsNorm])
 @pytest.mark.parametrize("name", PATCHES)
 def test_patched_norms_are_called(name, cls):
-    """They are told by what they are at the time of the call."""
+    """Norms are recognised at the time of the call."""
     q, k = cls(8), cls(8)
     assert norm_of(q, k, torch.float32) is not None
     PATCHES[name](k)
@@ -139,7 +139,7 @@ def test_weights_elsewhere():
 
 
 def test_a_fork_of_a_norm_is_known():
-    """The same code in a class of another module."""
+    """The same code in another module's class is recognised."""
 
     class Fork(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: their denoisers are adapted, whether they or the pipeline make the tables."""
+"""diffusers pipelines: denoisers are adapted, whether they or the pipelines make the tables."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ METHOD = "_prepare_rotary_positional_embeddings"
 
 
 def in_pipeline(cls, model):
-    """A pipeline with nothing but its denoiser."""
+    """Build a pipeline that only has its denoiser."""
     names = inspect.signature(cls.__init__).parameters
     return cls(**{**{name: None for name in names if name != "self"}, "transformer": model})
 
@@ -56,7 +56,7 @@ def test_outputs_gradients_and_restored(name):
 @pytest.mark.parametrize("sizes", [(64, 96, 4), (64, 64, 2), (48, 112, 6)])
 @pytest.mark.parametrize("name", ["", "ImageToVideo", "VideoToVideo"])
 def test_sizes_and_both_versions(name, sizes):
-    """1.0 stretches the grid of a size to that of training, 1.5 cuts it, and has patches of several frames."""
+    """CogVideoX 1.0 stretches the grid to the training size; 1.5 crops it, and its patches span several frames."""
     for patch_size_t in (None, 2):
         torch.manual_seed(0)
         config = {**trial_diffusers.build(COGVIDEOX).config, "patch_size_t": patch_size_t}
@@ -101,7 +101,7 @@ def test_restored_and_copied(pipe):
 
 
 def test_compiled_once(pipe):
-    """Also with tables that the pipeline makes anew for each video."""
+    """This also holds if the pipeline makes new tables for each video."""
     adapt_rotary(pipe)
     expected, model = step(pipe), pipe.transformer
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_denoisers_with_tables_of_their_own(capsys):
 
 
 def test_of_two_denoisers_both(monkeypatch):
-    """Wan 2.2 has one for noise and one for details."""
+    """Wan 2.2 has one denoiser for noise and one for details."""
     models = [trial_diffusers.build("WanTransformer3DModel") for _ in range(2)]
     pipe = in_pipeline(diffusers.WanPipeline, models[0])
     pipe.register_modules(transformer_2=models[1])
@@ -153,7 +153,7 @@ def test_refusals():
 
 
 def test_a_denoiser_without_its_pipeline():
-    """Tables come as an argument, whoever makes them."""
+    """Tables are an argument, no matter who makes them."""
     model = trial_diffusers.build(COGVIDEOX)
     pipe = in_pipeline(diffusers.CogVideoXPipeline, model)
     expected = step(pipe)

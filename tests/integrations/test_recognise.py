@@ -1,4 +1,4 @@
-"""recognise: somebody else's rotary code as arguments of ours."""
+"""recognise expresses third-party rotary code as arguments of our functions."""
 
 import math
 
@@ -50,7 +50,7 @@ def partial(x):
 
 
 def check(found, function, sizes):
-    """Its arguments give what the function gives for other inputs."""
+    """Check that the recognised arguments reproduce the function on other inputs."""
     x = torch.randn(sizes)
     ours = (rotate if found.map == "rotate" else cosine)(x, **found.arguments)
     torch.testing.assert_close(ours, function(x), rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
-"""adapt_rotary: whole models of timm, diffusers and transformers compute the same with our kernels in them.
+"""adapt_rotary: whole models of timm, diffusers and transformers give the same results with our kernels.
 
-Bound: 1e-5 on outputs of order 1 and on their gradients.
+The bound is 1e-5, for outputs of order 1 and for their gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def calls(record_calls):
 
 @pytest.fixture
 def unturned(monkeypatch):
-    """A function that calls a model whose q and k are not turned: what it computes where positions don't count."""
+    """Return a function that calls a model without rotating q and k, as if positions didn't matter."""
 
     def run(call, *args):
         with monkeypatch.context() as patch:
@@ -58,7 +58,7 @@ def library(name, version=None):
 
 
 def randomize(model):
-    """Weights large enough that attention is far from uniform."""
+    """Make the weights large enough that attention is far from uniform."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -68,7 +68,7 @@ def randomize(model):
 
 
 def gradients(model, call, x, seed=None):
-    """The output of ``call(model, x)``, and the gradients to x and to the parameters by name, at a random direction."""
+    """Return the output of ``call(model, x)``, and the gradients of x and of each parameter for a random cotangent."""
     if seed is not None:
         torch.manual_seed(seed)
     x = x.clone().requires_grad_()
@@ -80,13 +80,13 @@ def gradients(model, call, x, seed=None):
 
 
 def same(model, adapted, call, x, seed=None):
-    """Output and gradients of both, within the bound."""
+    """Check that the outputs and gradients of two models agree within the bound."""
     y, dy = gradients(model, call, x, seed)
     z, dz = gradients(adapted, call, x, seed)
     assert 0.1 < y.abs().max() < 10
     torch.testing.assert_close(z, y, rtol=0, atol=BOUND)
     assert dz.keys() == dy.keys()
-    # Of order 1, too; some weights have no gradient but rounding (a bias of all keys).
+    # Also of order 1; the gradient of some weights is only rounding error (a bias shared by all keys).
     largest = max(g.abs().max() for name, g in dy.items() if name != "x")
     for name in dy:
         scale = dy[name].abs().max() if name in ("x", "rope.freqs") else largest
@@ -124,7 +124,7 @@ VITS = {  # model, its own arguments
 }
 
 
-NEWER = {"num_kv_heads", "rope_grid_indexing", "rope_type", "rope_shift_coords"}  # before 1.0.31 missing, or otherwise
+NEWER = {"num_kv_heads", "rope_grid_indexing", "rope_type", "rope_shift_coords"}  # missing or different before 1.0.31
 
 
 def timm_vit(name="axial", **kwargs):
@@ -132,7 +132,7 @@ def timm_vit(name="axial", **kwargs):
     version = "1.0.31" if NEWER & {*own, *kwargs} else None
     size = {"img_size": (16 * 5, 16 * 3) if "patch14" not in model else (14 * 5, 14 * 3)}
     vit = library("timm", version).create_model(model, **{**TINY, **size, **own, **kwargs})
-    if name == "gate":  # and another argument of the attentions that Eva does not pass on
+    if name == "gate":  # and another argument of the attention that Eva does not pass on
         for block in vit.blocks:
             block.attn.qkv_bias_separate = True
             block.attn.gate = nn.Linear(64, 64)
@@ -180,7 +180,7 @@ def test_timm_drops_patches(name, calls):
 @pytest.mark.parametrize("name", ["eva02", "mixed"])
 def test_timm_masks(name, fused, monkeypatch):
     vit = timm_vit(name, global_pool="avg")
-    if name == "eva02":  # its forward calls functions of this module, to which another model may have added our torch
+    if name == "eva02":  # adapting another model may have patched this module
         monkeypatch.delitem(vars(sys.modules["timm.layers.attention"]), "_fused_torch", raising=False)
     for block in vit.blocks:
         block.attn.fused_attn = fused
@@ -244,7 +244,7 @@ def test_learned_frequencies_stay_the_models_own():
     x, before = image(vit), freqs.detach().clone()
     expected = adapted(x)
     adapted(x).square().sum().backward()
-    assert (freqs.grad.flatten(3).abs().amax((0, 3)) > 0).all()  # of each layer and head
+    assert (freqs.grad.flatten(3).abs().amax((0, 3)) > 0).all()  # for each layer and head
     optimizer.step()
     assert not torch.equal(freqs, before)
     assert (adapted(x) - expected).abs().max() > 1e-5
@@ -284,7 +284,7 @@ def test_timm_feature_extraction_by_a_traced_graph(name, by):
 
 @pytest.mark.parametrize("name", ["eva02", "axial", "mixed", "mixed with a table", "dinov3"])
 def test_timm_features_of_any_size_by_a_traced_graph(name):
-    """One graph for all sizes, with the gradient of learned frequencies."""
+    """There is one graph for all sizes, with gradients of learned frequencies."""
     create = pytest.importorskip("timm.models").create_feature_extractor
     vit = timm_vit(name, dynamic_img_size=True)
     adapted = adapt_rotary(copy.deepcopy(vit))
@@ -311,7 +311,7 @@ def test_timm_compiles():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["eva02", "mixed", "dinov3"])
 def test_timm_on_a_gpu(name, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the patch embedding
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # for the patch embedding
     vit = timm_vit(name, patch_drop_rate=0.4).cuda()
     adapted, x = adapt_rotary(copy.deepcopy(vit), impl="triton"), image(vit).cuda()
     same(vit, adapted, logits, x)
@@ -330,7 +330,7 @@ def flux(**kwargs):
 
 
 def flux_ids():
-    """An image and a reference image, as FLUX.1 Kontext has it."""
+    """Return the ids of an image and a reference image, as in FLUX.1 Kontext."""
     grids = [torch.cartesian_prod(torch.tensor([i]), torch.arange(3), torch.arange(5)) for i in (0, 1)]
     return torch.cat(grids).float()
 
@@ -510,7 +510,7 @@ def qwen(name="Qwen2VL", **parameters):
 
 
 def prompt():
-    """Text with two images, of 4 × 6 and 2 × 4 patches, merged 2 × 2; a padded second sample."""
+    """Return text with two images of 4 × 6 and 2 × 4 patches, merged 2 × 2, and a padded second sample."""
     ids = torch.tensor([3, 4, 62, *[60] * 6, 63, 5, 62, *[60] * 2, 63, 7, 8])
     ids = torch.stack([ids, torch.cat([torch.tensor([0, 0, 0]), ids[:-3]])])
     grids = torch.tensor([[1, 4, 6], [1, 2, 4]] * 2)
@@ -542,7 +542,7 @@ def test_transformers(name, calls, unturned):
     "sections", [[2, 2, 2], [4, 2, 1], [9, 9, 9], [24, 20, 20], [0, 1, 40], [3, 0, 2], [-1, 2, -1, 7]]
 )
 def test_sections_as_the_original_takes_them(sections):
-    """Sections of Qwen3-VL need not sum to the pairs: time has the remainder."""
+    """Qwen3-VL's sections need not add up to the number of pairs; time gets the remainder."""
     model = qwen("Qwen3VL", mrope_section=sections)
     same(model, adapt_rotary(copy.deepcopy(model)), call_qwen, pixels())
 
@@ -559,7 +559,7 @@ def test_qwens_frequencies_by_hand_are_kept(name, tower):
 
 @pytest.mark.parametrize("name", QWENS)
 def test_recorded_states_and_names(name):
-    """transformers keys by a model's class what it records, and saves its name."""
+    """transformers looks up what to record by a model's class, and saves the class name."""
     model = qwen(name)
     adapted = adapt_rotary(copy.deepcopy(model))
     before = {path: type(part) for path, part in model.named_modules()}
@@ -570,8 +570,8 @@ def test_recorded_states_and_names(name):
     }
     ids = torch.tensor([[5, 6, 7, 8]])
     for m in (model, adapted):
-        m.model.language_model.config._attn_implementation = "eager"  # which has weights to record
-    for key in ("attentions", "hidden_states"):  # of the language model
+        m.model.language_model.config._attn_implementation = "eager"  # this implementation returns weights to record
+    for key in ("attentions", "hidden_states"):  # from the language model
         expected, found = (m(input_ids=ids, **{f"output_{key}": True})[key] for m in (model, adapted))
         assert len(found) == len(expected) >= 1
         for one, other in zip(found, expected, strict=True):
@@ -640,7 +640,7 @@ SMALL_WAN = (lambda: wan(num_layers=1), call_wan, lambda: torch.randn(2, 4, 2, 4
 
 @pytest.mark.parametrize("name", ALL)
 def test_kernels(name, monkeypatch):
-    """The Triton kernels, in the interpreter."""
+    """The Triton kernels run in the interpreter."""
     build, call, x = SMALL_WAN if name == "wan" else ALL[name]
     model, impls = build(), []
 
@@ -669,7 +669,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiling_breaks_no_graph_that_the_original_keeps(name):
-    """Forward and training, and the gradients of the compiled model."""
+    """This covers the forward, training, and the gradients of the compiled model."""
     build, call, x = COMPILED[name]
     model, x = build(), x()
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -732,7 +732,7 @@ def test_copies(name):
 
 @pytest.mark.parametrize("name", ["dinov3", "eva02"])
 def test_meta_device(name):
-    """A model that was adapted on the meta device materialises."""
+    """A model that was adapted on the meta device can be materialised."""
     build, call, x = ALL[name]
     model, x = build(), x()
     expected, state = call(model, x), model.state_dict()
@@ -747,7 +747,7 @@ def test_meta_device(name):
 
 @pytest.mark.parametrize("name", ["dinov3", "flux", "Qwen2VL"])
 def test_within_another_default_device(name):
-    """Tensors that probe a function have values on any default device."""
+    """Probe tensors have values, whatever the default device."""
     build, call, x = ALL[name]
     model, x = build(), x()
     expected = call(model, x)

@@ -1,5 +1,5 @@
-"""Frequencies, amplitudes and places that change between two steps: RIFLEx, DyPE and ∞-RoPE against their formulas, in
-diffusers' models, models.dit and models.video; no recompile, nothing that waits for the device."""
+"""Frequencies, amplitudes and positions that change between steps: RIFLEx, DyPE and ∞-RoPE against their formulas, in
+diffusers models, models.dit and models.video, without recompiling or waiting for the device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def call_wan(model):
 
 
 def set_wan_tables(model, frequencies, times=None):
-    """The stock model's tables, of other frequencies of time and other times of the frames: by its own layout."""
+    """Set the stock model's tables for other temporal frequencies and frame times, in its own layout."""
     rope = model.rope
     rows = torch.arange(len(rope.freqs_cos), dtype=torch.float64)
     if times is not None:
@@ -84,7 +84,7 @@ def series(dim, base=1e4):
 
 @torch.no_grad()
 def test_riflex_of_wan():
-    """Time alone: the stock model with one frequency of time exchanged in its own table."""
+    """Only time changes: compare with the stock model with one temporal frequency replaced in its table."""
     stock = wan()
     adapted = adapt_rotary(copy.deepcopy(stock))
     before = call_wan(adapted)
@@ -101,7 +101,7 @@ def test_riflex_of_wan():
 
 @torch.no_grad()
 def test_relative_times_of_wan():
-    """Frames of a stream that moved on: the stock model with other rows in its table of time."""
+    """Shift the frames of a stream: compare with the stock model with other rows in its temporal table."""
     stock = wan()
     adapted = adapt_rotary(copy.deepcopy(stock))
     before = call_wan(adapted)
@@ -116,7 +116,7 @@ def test_relative_times_of_wan():
 
 
 class DypeTables(nn.Module):
-    """FLUX's cos and sin by DY-YaRN, number by number, for axes h and w that are ``factor`` times the trained size."""
+    """FLUX's cos and sin by DY-YaRN, one number at a time, for h and w of ``factor`` times the training size."""
 
     def __init__(self, dims, factor, time, length):
         super().__init__()
@@ -149,7 +149,7 @@ class DypeTables(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("time", [1.0, 0.5, 0.2])
 def test_dype_of_flux(time):
-    """The stock model with tables that are formed by hand."""
+    """Compare with the stock model with hand-made tables."""
     dims = (4, 14, 14)
     stock = randomize(
         diffusers().FluxTransformer2DModel(
@@ -180,7 +180,7 @@ def test_dype_of_flux(time):
 
 @torch.no_grad()
 def test_dype_in_a_pipeline():
-    """WanPipeline calls us back between two steps: each has the frequencies of its own time."""
+    """WanPipeline's callback sets each step's frequencies according to its time."""
     model = adapt_rotary(wan())
     pipe = diffusers().WanPipeline(
         None, None, None, diffusers().FlowMatchEulerDiscreteScheduler(), transformer=model
@@ -235,7 +235,7 @@ def tower(name):
     return model, lambda model: model(**given).last_hidden_state
 
 
-HALVED = {  # the model, and its rotary module's name and what halves its frequencies
+HALVED = {  # a model, the name of its rotary module, and a function that halves its frequencies
     "eva02": (partial(timm_vit, "eva02_tiny_patch14_224"), "rope", lambda rope: rope.bands.div_(2)),
     "timm's dinov3": (partial(timm_vit, "vit_small_patch16_dinov3"), "rope", lambda rope: rope.periods.mul_(2)),
     "dinov3": (partial(tower, "dinov3_vit"), "rope_embeddings", lambda rope: rope.inv_freq.div_(2)),
@@ -258,7 +258,7 @@ def test_models_of_other_libraries(name):
         assert torch.equal(call(copied), found)
     set_scaling(model, None)
     assert torch.equal(call(model), before)
-    if "qwen" not in name:  # which is given coordinates
+    if "qwen" not in name:  # Qwen models receive coordinates
         set_places(model, 0, torch.arange(8.0).flip(0))
         assert (call(model) - before).abs().max() > 1e-3
         set_places(model, 0, places)
@@ -273,7 +273,7 @@ def test_models_of_other_libraries(name):
 
 @torch.no_grad()
 def test_tables_of_ones_own_are_refused():
-    """The formula is compared with the tables before it stands in for them."""
+    """The formula is compared with the tables before it is used."""
     model = wan()
     model.rope.freqs_cos.copy_(model.rope.freqs_cos.flip(0))
     before = call_wan(model)
@@ -293,14 +293,14 @@ def dit(**kwargs):
 
 @torch.no_grad()
 def test_dype_of_dit():
-    """Its encoding with the frequencies that the paper's formula gives."""
+    """Compare with an encoding whose frequencies follow the paper's formula."""
     model = dit()
     x, t = torch.randn(2, 3, 8, 12), torch.tensor([0.4, 0.4])
     set_scaling(model, partial(dype_ntk_scaling, factor=3.0, time=0.4))
     found, other = model(x, t), dit()
     base = 1e4 * (3.0 ** (8 / 6)) ** (2 * 0.4**2)
     by_hand = torch.zeros(1, 8, 2)
-    # minor_first: the first half of the pairs is of w
+    # minor_first: the first half of the pairs encodes w
     by_hand[0, :4, 1] = by_hand[0, 4:, 0] = torch.tensor(series(8, base))
     other.load_state_dict(model.state_dict())
     other.encoding.omega.copy_(by_hand)
@@ -335,7 +335,7 @@ def test_errors_of_places_in_models():
 
 
 class Waits(TorchDispatchMode):
-    """Fails at whatever looks at a tensor's value, or moves it to another device."""
+    """Mode that fails if anything reads a tensor's value or moves it to another device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -369,7 +369,7 @@ def test_no_recompile_and_no_wait(name):
     else:
         learned = {"encoding_kwargs": {"learnable": True}} if name == "learned" else {}
         model, call = dit(num_axes=3, patch_size=(1, 2, 2), **learned), lambda model: model(x, t)
-    set_scaling(model, lambda theta: (theta, 1.0))  # before it is compiled: buffers
+    set_scaling(model, lambda theta: (theta, 1.0))  # adds the buffers before compiling
     set_places(model, 0, torch.arange(9.0))
     counter = CompileCounter()
     compiled, seen = torch.compile(model, backend=counter), []
@@ -384,7 +384,7 @@ def test_no_recompile_and_no_wait(name):
             torch.testing.assert_close(seen[-1], call(model), **BOUND)
     assert counter.frame_count == before > 0
     distinct = {tuple(y.flatten()[:8].tolist()) for y in seen}
-    assert len(distinct) >= len(seen) - 2  # all but the two that scale nothing: t = 0 of DyPE on NTK, and None
+    assert len(distinct) >= len(seen) - 2  # all but the two that don't scale: DyPE on NTK at t = 0, and None
 
 
 def test_the_guard_against_waiting_can_fail():
@@ -392,12 +392,12 @@ def test_the_guard_against_waiting_can_fail():
     with Waits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         set_scaling(model, lambda theta: (theta * float(theta.max()), 1.0))
     with Waits(), pytest.raises(AssertionError, match=r"nonzero|_local_scalar_dense"):
-        set_scaling(dit(), partial(ntk_scaling, factor=2.0))  # the first time: which channel is of which axis
+        set_scaling(dit(), partial(ntk_scaling, factor=2.0))  # the first call finds the axis of each channel
 
 
 @torch.no_grad()
 def test_prepared_steps_are_copies():
-    """A launch of copies a step, whatever was computed before."""
+    """Each step is one launch that copies, no matter what was computed before."""
     model = dit()
     x, t = torch.randn(1, 3, 8, 8), torch.tensor([0.4])
     steps = [prepare_scaling(model, partial(dype_ntk_scaling, factor=2.0, time=time)) for time in (1.0, 0.5)]
@@ -427,7 +427,7 @@ def test_prepared_steps_are_copies():
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_on_a_gpu(backend):
-    """CUDA itself says whether anything waits."""
+    """CUDA itself reports whether anything waits."""
     model = adapt_rotary(wan()).cuda()
     x, text = WAN_X.cuda(), WAN_TEXT.cuda()
     call = torch.compile(model, backend=backend)
@@ -495,7 +495,7 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_scaled_modules(name):
-    """Compares with scaling by hand, channel by channel; learned frequencies get their gradient through the ratio."""
+    """Compare with manual scaling, channel by channel; learned frequencies get gradients through the ratio."""
     module = MODULES[name]()
     saved = copy.deepcopy(module.state_dict())
     q, k = torch.randn(2, 2, 24, module.head_dim), torch.randn(2, 2, 24, module.head_dim)
@@ -568,7 +568,7 @@ def test_places_of_modules():
     module.set_places(0, places * 2)
     assert module.places_0 is own  # in place
     assert not torch.equal(module(x, positions=grid), expected)
-    module.set_places(0, torch.arange(5.0))  # more than there are
+    module.set_places(0, torch.arange(5.0))  # more places than rows
     torch.testing.assert_close(module(x, positions=grid), rotate(x, omega=module.omega, positions=grid))
     module.set_places(1, torch.tensor([1.0, 0.0]))
     turned = torch.cartesian_prod(torch.arange(3.0), torch.tensor([1.0, 0.0]))
@@ -584,7 +584,7 @@ def test_places_of_modules():
 
 
 def test_times_of_a_stream():
-    """Eq. 2 and 3 of the paper, in its own indices from 1: block i, blocks of three latent frames, horizon 21."""
+    """Check eq. 2 and 3 of the paper with its 1-based indices: block i, blocks of three latent frames, horizon 21."""
     for newest in (3, 6, 21, 24, 60):
         onset = 21
         block = [newest - 2, newest - 1, newest]
@@ -593,7 +593,7 @@ def test_times_of_a_stream():
         assert (times[-3:] + 1).tolist() == expected
         assert times.diff().clamp_min(1).eq(1).all()
     assert (relative_times(24, 21)[:6] + 1).tolist() == [1, 1, 1, 1, 2, 3]  # the first block: {1, 1, 1}
-    for resident in (1, 2, 6):  # a cache that holds fewer has their relative times
+    for resident in (1, 2, 6):  # a smaller cache has the same relative times for its frames
         whole = relative_times(21, 21)[-resident:]
         assert torch.equal(relative_times(resident, 21).diff(), whole.diff())
     with pytest.raises(ValueError, match="horizon: expected an integer of at least 1, got 0"):
@@ -665,7 +665,7 @@ def test_adapted_language_models_are_refused():
 
 @torch.no_grad()
 def test_images():
-    """timm's ViT, and tokens of it that are dropped."""
+    """timm's ViT works, also with dropped tokens."""
     timm = pytest.importorskip("timm")
     from lrpe_md import adapt
 
@@ -692,8 +692,7 @@ def test_restored_models_are_stock():
 
 
 def test_buffers_that_were_cast():
-    """FSDP1 and DDP cast a model's buffers by their data: fixed frequencies are made again, changed ones are asked
-    for."""
+    """FSDP1 and DDP cast the data of buffers: fixed frequencies are rebuilt, and changed ones raise an error."""
     model = adapt_rotary(wan())
     set_scaling(model, (partial(riflex_scaling, length=60, index=1), None, None))
     wanted = call_wan(model)
@@ -708,7 +707,7 @@ def test_buffers_that_were_cast():
 
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
-    """docs/runtime.md from top to bottom."""
+    """The code of docs/runtime.md runs from top to bottom."""
     diffusers()
     pytest.importorskip("timm")
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ for _library in LIBRARIES:
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo")
 def test_mixed_precision(tmp_path):
-    """One start for all cases: importing the libraries twice takes longer than they do."""
+    """Run all cases in one start, since importing the libraries twice takes longer than the cases."""
     import sharded_models
 
     imported = ["torch.distributed.fsdp", *(f"lrpe_md.scripts.adapters.trial_{name}" for name in LIBRARIES)]

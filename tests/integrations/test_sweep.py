@@ -1,4 +1,4 @@
-"""The sweep over modified models: each outcome, on a tiny Llama and on models that are special."""
+"""The sweep over modified models: each outcome, on a tiny Llama and on special models."""
 
 import copy
 import csv
@@ -65,13 +65,13 @@ def double_outputs(model):
 
 
 def spoil_rotation(monkeypatch):
-    adapt_rotary(build_llama())  # probed before it is spoiled
+    adapt_rotary(build_llama())  # probe the function before it is broken
     rotate = plans.rotate
     monkeypatch.setattr(plans, "rotate", lambda *xs, **kwargs: [y * (1 + 1e-3) for y in rotate(*xs, **kwargs)])
 
 
 def test_every_change_of_a_llama():
-    """None of the changes that apply to it raises in the original."""
+    """No applicable change makes the original raise an error."""
     rows = list(sweep.sweep_model("transformers", LLAMA))
     assert {row.outcome for row in rows} == {"same", "inapplicable"}
     left = {row.change for row in rows if row.outcome == "inapplicable"}
@@ -147,7 +147,7 @@ def eva():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_offloaded_weights_of_eva(when):
-    """Its attention reads ``qkv.weight``, which accelerate has not loaded: some versions of PyTorch compute with it."""
+    """Eva's attention reads ``qkv.weight``, which accelerate has not loaded; some PyTorch versions compute with it."""
     found = {name: run(sweep.CHANGES[name], when, eva())[0] for name in OFFLOADS}
     assert found.pop("offloaded in parts") == "same"
     assert set(found.values()) <= {"unstable", "inapplicable"}
@@ -155,7 +155,7 @@ def test_offloaded_weights_of_eva(when):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_offloaded_whole_attentions_keep_outputs(when):
-    """accelerate finds the classes to load whole by their names, which adapting keeps."""
+    """accelerate finds the classes to preload by name, and adapting keeps these names."""
     import accelerate
 
     candidate = eva()
@@ -240,7 +240,7 @@ def test_a_file_has_a_row_for_each_model(tmp_path):
 
 
 def test_the_committed_results():
-    """Every adapted model is there, and none is silently different."""
+    """Every adapted model has a row, and none gives silently different results."""
     rows = sweep.read_outcomes(RESULTS / "changes.csv")
     assert {row.outcome for row in rows} <= {"same", "refused", "unstable"}
     assert {row.change for row in rows} == {*sweep.CHANGES, *COPIES, "default dtype"}

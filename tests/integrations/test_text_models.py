@@ -1,4 +1,4 @@
-"""models/rotary: transformers' language models compute the same with our encoding in them, in full and step by step."""
+"""transformers' language models give the same results with our encoding, for whole sequences and step by step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def embeddings():
 
 
 def padded():
-    """Two samples of 9 and 5 tokens, padded on the left."""
+    """Return two samples of 9 and 5 tokens, padded on the left."""
     ids = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -83,7 +83,7 @@ def test_logits_and_gradients(name, calls):  # noqa: F811
     model = causal_lm(name)
     adapted = adapt_rotary(copy.deepcopy(model))
     same(model, adapted, logits, embeddings())
-    assert calls == [2] * 2  # one call a layer, q and k together
+    assert calls == [2] * 2  # one call per layer, with q and k together
     with torch.no_grad():
         moved = adapted(inputs_embeds=embeddings(), position_ids=torch.zeros(1, LENGTH, dtype=torch.int64)).logits
     assert (moved - logits(model, embeddings())).abs().max() > 1e-3
@@ -92,7 +92,7 @@ def test_logits_and_gradients(name, calls):  # noqa: F811
 
 @pytest.mark.parametrize("name", FEW)
 def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
-    """Left-padded, with a cache, token by token: at each step the logits of the original, and of the whole sequence."""
+    """With left padding and a cache, each step's logits equal the original's and those of the whole sequence."""
     model = causal_lm(name)
     adapted = adapt_rotary(copy.deepcopy(model))
     ids, mask, positions = padded()
@@ -109,7 +109,7 @@ def test_prefill_and_decode_of_unequal_lengths(name, calls):  # noqa: F811
                 )  # fmt: skip
                 steps.append(out.logits[:, -1])
         torch.testing.assert_close(torch.stack(mine), torch.stack(whole), rtol=0, atol=BOUND)
-        if "dynamic" not in name:  # whose frequencies change as the cache grows
+        if "dynamic" not in name:  # dynamic frequencies change as the cache grows
             full = adapted(ids, attention_mask=mask, position_ids=positions).logits[:, start - 1 :]
             torch.testing.assert_close(torch.stack(mine, 1), full, rtol=0, atol=BOUND)
     assert calls == [2] * len(calls) != []
@@ -127,7 +127,7 @@ def test_generation(name):
 
 
 def test_made_and_adapted_on_the_meta_device():
-    """Transformers builds models like this. Tensors that probe a function have values all the same."""
+    """transformers builds models this way. Probe tensors still have values."""
     model, x = causal_lm(), embeddings()
     expected, state = logits(model, x), model.state_dict()
     with torch.device("meta"):
@@ -138,7 +138,7 @@ def test_made_and_adapted_on_the_meta_device():
 
 
 def test_frequencies_by_hand_are_kept():
-    """A buffer that is not that of the configuration."""
+    """The buffer differs from the configuration."""
     model = causal_lm()
     model.model.rotary_emb.inv_freq.mul_(0.3)
     adapted = adapt_rotary(copy.deepcopy(model))
@@ -153,7 +153,7 @@ def reference_rotary(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  # noqa: F811
-    """Liger patches like this. Adapted models keep our function; adapting again takes the new one."""
+    """Liger patches models this way. Adapted models keep our function until they are adapted again."""
     library("transformers")
     from transformers.models.llama import modeling_llama
 
@@ -173,7 +173,7 @@ def test_a_function_that_another_library_sets_afterwards(monkeypatch, calls):  #
 
 @pytest.mark.parametrize("bound", ["class", "instance"])
 def test_a_function_that_was_imported_by_name(bound, calls):  # noqa: F811
-    """An attention of another file, in the model or as a forward of its own."""
+    """The attention is from another file, as a module or as a replaced forward."""
     library("transformers")
     from types import MethodType, ModuleType
 

@@ -1,4 +1,4 @@
-"""timm's models that are given patches and where they are: NaFlexViT with each rotary encoding, Gemma 4's tower."""
+"""timm models that accept patches with their positions: NaFlexViT with each rotary encoding, and Gemma 4's tower."""
 
 import copy
 
@@ -31,13 +31,13 @@ def naflex(name="axial", **kwargs):
 
 
 def run(model):
-    """Images, patches, patches without a mask, and features in between; all gradients."""
+    """Run on images, patches, patches without a mask, and intermediate features; return all gradients."""
     torch.manual_seed(0)
     images, given = torch.randn(2, 3, 24, 32), tiny.patches(48)
     outputs = [model(images), model(given), model.forward_features(**given)["patches"]]
     outputs.append(model.forward_features(given["patches"], given["patch_coord"])["patches"])
     outputs += model.forward_intermediates(images, intermediates_only=True)
-    if not model.rope_is_mixed or model.patch_drop is None:  # which timm can't do
+    if not model.rope_is_mixed or model.patch_drop is None:  # not supported by timm
         found = model.forward_intermediates(given, intermediates_only=True, output_fmt="NLC", output_dict=True)
         outputs += found["image_intermediates"]
     return trial.differentiate(model, outputs)
@@ -73,7 +73,7 @@ def test_dropped_patches(name):
 
 
 def test_dropped_patches_of_mixed_frequencies():
-    """Tests images only: with a batch of sizes, timm drops patches in another shape."""
+    """This only tests images, because timm drops patches in a different shape if sizes differ."""
     model, images = naflex("mixed", patch_drop_rate=0.3).train(), torch.randn(2, 3, 24, 32)
 
     def call(model):
@@ -85,7 +85,7 @@ def test_dropped_patches_of_mixed_frequencies():
 
 
 def test_positions_matter():
-    """The comparisons of the other tests would differ if patches stood elsewhere."""
+    """The results that the other tests compare change if patches are moved."""
     model, given = adapt_rotary(naflex()), tiny.patches(48)
     expected = model(given)
     moved = {**given, "patch_coord": given["patch_coord"].flip(-1)}
@@ -100,7 +100,7 @@ def gemma4(**kwargs):
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_gemma4(scale):
-    """Tests images and padded patches; frequencies changed by hand take effect."""
+    """Images and padded patches work, and manually changed frequencies take effect."""
     model, given = gemma4(global_pool=""), tiny.patches(48)
     model.rotary_emb.inv_freq.mul_(scale)
     images = torch.rand(2, 3, 24, 36)

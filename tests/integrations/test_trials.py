@@ -1,4 +1,4 @@
-"""The table of models that ``adapt_rotary`` supports: each tried on a tiny random model against the stock one."""
+"""The table of models that ``adapt_rotary`` supports: each is tested with a tiny random model against the stock one."""
 
 import contextlib
 import csv
@@ -22,7 +22,7 @@ from lrpe_md.integrations import plans, restore_rotary
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "scripts" / "results" / "adapters"
 LEAST = {"timm": 83, "transformers": 243, "diffusers": 48}
-TYPES = [  # of transformers: one of each way in which rotary code differs
+TYPES = [  # in transformers, one for each variant of rotary code
     "llama", "mixtral", "qwen3_5_text", "gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "deepseek_v3", "glm4",
     "modernbert", "pixtral", "dinov3_vit", "sam3_vit_model", "ernie4_5", "smollm3", "granitemoehybrid",
     "gemma4_vision", "deepseek_v4", "cohere_compass_text", "moonshine_streaming",
@@ -39,7 +39,7 @@ def library(name):
 
 
 def candidate(name, own):
-    """Return a candidate of transformers by its type, or of timm by its name."""
+    """Return a transformers candidate by its type, or a timm candidate by its name."""
     if own == "timm":
         found = library("timm")
         return trial.Candidate(name, partial(found.build, name, found.read_shape(name)), found.call)
@@ -131,7 +131,7 @@ def dinov3(**changes):
 @pytest.mark.parametrize("shape", [(32, 32), (24, 56)])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_patches_of_any_size(shape, scale):
-    """Frequencies that were changed by hand are followed."""
+    """Manually changed frequencies take effect."""
     model, x = dinov3(), torch.randn(2, 3, *shape)
     model.rope_embeddings.inv_freq.mul_(scale)
     expected = model(x).last_hidden_state
@@ -150,7 +150,7 @@ def test_random_positions_in_training():
 
 
 class Shifted(nn.Module):
-    """A rotary of images whose patches are elsewhere."""
+    """A rotary module for images with shifted patches."""
 
     def __init__(self, rope):
         super().__init__()
@@ -173,7 +173,7 @@ def test_another_rule_of_positions_is_followed():
 
 
 def test_a_function_that_turns_what_stands_in_front(monkeypatch):
-    """It is adapted, or left: outputs are its own."""
+    """Whether the model is adapted or not, its outputs don't change."""
     model, x = dinov3(), torch.randn(2, 3, 32, 32)
     module = importlib.import_module(type(model).__module__)
 
@@ -191,7 +191,7 @@ def test_a_function_that_turns_what_stands_in_front(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_decoding_with_keys_that_layers_share():
-    """Gemma 4 goes on with the last tokens of cos and sin, where later layers read the keys of earlier ones."""
+    """Gemma 4 continues with the last tokens of cos and sin if later layers read the keys of earlier ones."""
     transformers = pytest.importorskip("transformers")
     tiny = library("transformers")
     kinds = ["sliding_attention", "full_attention"] * 2

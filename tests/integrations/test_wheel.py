@@ -23,7 +23,7 @@ COPIED = ("lrpe_md", "models", "scripts", "hatch_build.py", "pyproject.toml", "R
 
 
 def run(python: Path | str, *args: str, cwd: Path, fails: bool = False) -> str:
-    """Return the output of a command, without anything of this checkout on its path."""
+    """Return the output of a command that can't import anything from this checkout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(python), *args], capture_output=True, text=True, cwd=cwd, env=env, timeout=300)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
@@ -31,7 +31,7 @@ def run(python: Path | str, *args: str, cwd: Path, fails: bool = False) -> str:
 
 
 def pip(*args: str, cwd: Path) -> None:
-    """Run pip with the installed build requirements, or in an environment that pip makes."""
+    """Run pip with the installed build requirements, or in an environment that pip creates."""
     options = ["--no-deps", "--quiet", "--disable-pip-version-check"]
     if all(importlib.util.find_spec(name) for name in BUILDING):
         options.append("--no-build-isolation")
@@ -40,7 +40,7 @@ def pip(*args: str, cwd: Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The checkout as it is, without what lies about in it."""
+    """Copy the files of the checkout that a build needs."""
     folder = tmp_path_factory.mktemp("source")
     for name in COPIED:
         ignore = shutil.ignore_patterns("__pycache__", "*.png")
@@ -60,7 +60,7 @@ def wheel(source, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A Python with the wheel, and an empty folder but for a decoy of the same names as our folders."""
+    """Return a Python with the wheel installed, and a folder that only contains decoys named like our folders."""
     python, place = make_environment(tmp_path_factory.mktemp("venv"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(place)
@@ -68,7 +68,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def decoy(folder: Path) -> Path:
-    """A user's own models/, scripts/ and tests/."""
+    """Create a user's own models/, scripts/ and tests/."""
     for name in ("models", "scripts", "tests"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(f"mine = {name!r}\n")
@@ -91,13 +91,13 @@ def test_the_wheel_has_the_programs_and_nothing_else(wheel):
     assert {name.rsplit(".", 1)[-1] for name in names if ".dist-info/" not in name} == {"py", "typed"}
     text = metadata.partition("\n\n")[2]
     assert text.startswith("# lrpe-md")
-    assert not re.search(r"\]\((?!https?:)|<img|<picture", text)  # a package index has no files of ours
+    assert not re.search(r"\]\((?!https?:)|<img|<picture", text)  # a package index doesn't have our files
     extras = {line.removeprefix("Provides-Extra: ") for line in metadata.splitlines() if "Provides-Extra" in line}
     assert {"timm", "diffusers", "transformers", "scripts"} <= extras
 
 
 def test_the_sdist_has_all_that_a_wheel_is_built_of(wheel, tmp_path):
-    """Built from the sdist, the wheel is the same, file by file; tests and pages are in the sdist, too."""
+    """A wheel built from the sdist has the same files; the sdist also contains tests and pages."""
     builders = pytest.importorskip("hatchling.builders.sdist"), pytest.importorskip("hatchling.builders.wheel")
     (sdist,) = builders[0].SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with tarfile.open(sdist) as archive:
@@ -112,7 +112,7 @@ def test_the_sdist_has_all_that_a_wheel_is_built_of(wheel, tmp_path):
         assert (source / path).is_file(), path
 
 
-# What a checker says of a user's lines, and nothing that it doesn't know.
+# The types that a checker reveals in a user's code, none of them unknown.
 REVEALED = {
     "cosine(q, omega=omega, positions=grid)": "Tensor",
     "cosine(q, k, omega=omega, positions=grid)": "tuple[Tensor, Tensor]",
@@ -138,7 +138,7 @@ REVEALED = {
 
 
 def test_a_users_types_are_known(installed, tmp_path):
-    """The installed package is typed, and what users call returns no Any."""
+    """The installed package is typed, and no public function returns Any."""
     pytest.importorskip("pyright")
     python, _ = installed
     lines = "\n".join(f"reveal_type({call})" for call in REVEALED)
@@ -211,14 +211,14 @@ def test_an_editable_install_has_the_same_names(source, tmp_path_factory, tmp_pa
     ]
     for name in ("models", "scripts", "tests"):
         assert f"No module named '{name}'" in run(python, "-c", f"import {name}", cwd=tmp_path, fails=True)
-    shown = "import models; print(models.__file__)"  # where the folder itself is the place to import from
+    shown = "import models; print(models.__file__)"  # where imports come from the folder itself
     assert Path(run(python, "-W", "ignore", "-c", shown, cwd=source).strip()) == source / "models/__init__.py"
 
     assert check_types(python, tmp_path, "import lrpe_md\nreveal_type(lrpe_md.Grid((2, 3)).num_tokens)\n") == ["int"]
 
 
 def check_types(python: Path, folder: Path, code: str) -> list[str]:
-    """Return the types that pyright reveals in code of a user of this Python."""
+    """Return the types that pyright reveals in user code for this Python."""
     pytest.importorskip("pyright")
     (folder / "mine.py").write_text(code)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
@@ -239,7 +239,7 @@ MISSING = [
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """A Python with the wheel and without any of its extras."""
+    """Return a Python with the wheel but none of its extras."""
     python, place = make_environment(
         tmp_path_factory.mktemp("bare"), without=("timm", "diffusers", "transformers", "triton")
     )
@@ -249,7 +249,7 @@ def bare(wheel, tmp_path_factory):
 
 
 def test_a_missing_extra_is_named(bare, tmp_path):
-    """Each in a fork, which has imported nothing of ours."""
+    """Each case runs in a fork that has not imported our package."""
     code = f"""
         import os, torch
         for _, code in {MISSING!r}:
@@ -284,7 +284,7 @@ def test_without_extras_the_library_runs_and_knows_no_model(bare, tmp_path):
 
 
 def test_importing_costs_little_more_than_torch(bare, tmp_path):
-    """Both in processes of their own, in turn, the least of several."""
+    """Time both in separate processes, in turns, and take the minimum of several runs."""
     code = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
     least = {"torch": float("inf"), "lrpe_md": float("inf")}
     for _ in range(3):

@@ -81,7 +81,7 @@ def possible(case: dict[str, Any]) -> bool:
         # Stored angles are only possible with a grid or with coordinates shared by the batch.
         stored = case.get("tables") == "stored"
         return not (stored and (case.get("norm", "none") != "none" or "by sample" in case.get("positions", "")))
-    # Given tables exclude learned frequencies, but a norm may have learned weights.
+    # With the caller's tables, frequencies aren't learned, but a norm may have learned weights.
     learns = case.get("run") == "backward omega" and (case.get("norm") == "none" or case.get("act") == "softmax -2")
     return not (case.get("phase") or case.get("amplitude") or learns or case.get("omega") == torch.float64)
 
@@ -114,14 +114,14 @@ def cases() -> list[SimpleNamespace]:
                 best, gain = case, covered
         missing -= {frozenset(pair) for pair in itertools.combinations(best.items(), 2)}
         found.append(SimpleNamespace(**{name: best[name] for name in names}))
-    # Grids with an origin are not in the axes, since they share most code with scaled grids.
+    # Grids with an origin are not among the options, since they share most code with scaled grids.
     found.append(SimpleNamespace(**{**first, "map": "half", "axes": 1, "positions": "origin by sample"}))
     wide = {"run": "backward omega", "axes": 3, "positions": "origin", "head_dim": 128}
     found.append(SimpleNamespace(**{**first, **wide}))
     for norm, run in itertools.product(("rms", "layer of heads"), AXES["run"]):  # combinations in models with qk-norm
         changes = {"map": "interleaved", "axes": 3, "head_dim": 128, "norm": norm, "run": run}
         found.append(SimpleNamespace(**{**first, **changes}))
-    for start, change in (  # output offsets on the device, which interact with nothing else
+    for start, change in (  # output offsets on the device, which don't interact with anything else
         ("k", {"map": "half", "head_dim": 128, "rotary": "first", "positions": "origin by sample"}),
         ("both by sample", {"map": "interleaved", "head_dim": 20, "norm": "rms", "long": True}),
         ("k by sample", {"map": "cosine", "tensors": 1, "dtype": torch.float32}),
@@ -262,7 +262,7 @@ def call(case: SimpleNamespace) -> None:
 
 
 def make_tables(case: SimpleNamespace, sizes: tuple[int, int, int]) -> CallerTables:
-    """Make the tables of a case with these channels, heads and rows; by sample if its positions are."""
+    """Make the tables of a case with these channels, heads and rows, per sample if its positions are per sample."""
     channels, heads, rows = sizes
     kind, dtype, *odd = case.tables.split()
     width = 2 * channels if kind == "full" and case.map != "cosine" else channels

@@ -1,7 +1,7 @@
 """Inspect the code that Inductor generates for the operators, without a GPU: ``python tests/kernels/inductor.py``.
 
-The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. The
-driver is replaced by a description of an H100. It prints one JSON line per case, for test_compiled.py.
+The script traces calls on fake CUDA tensors, lets Inductor generate code, and compiles its kernels for sm_90. A
+description of an H100 replaces the driver. It prints one JSON line per case, for test_compiled.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def describe_gpu() -> None:
 
 
 def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) -> list[tuple[str, Loose]]:
-    """Return Inductor's code for f on fake CUDA tensors like these, and the number of loose allocations."""
+    """Return Inductor's code for f on fake CUDA tensors like these, and the numbers of movable allocations."""
     found: list[tuple[str, Loose]] = []
     codegen = GraphLowering.codegen
 
@@ -132,7 +132,7 @@ def write_code(f: Callable[..., Any], tensors: Sequence[Tensor], dynamic: bool) 
 class Loose(NamedTuple):
     """Allocations that could move before a model's first layer, which would hold the memory of all layers at once."""
 
-    independent: int  # depend on no input
+    independent: int  # don't depend on any input
     on_inputs: int  # depend only on inputs of the program
 
 
@@ -344,7 +344,7 @@ def make_tables(case: SimpleNamespace, tables: Tensor) -> CallerTables:
 
 
 def join(case: SimpleNamespace, grads: list[Tensor], found: list[Tensor]) -> list[Tensor]:
-    """Return dq, dk and dv as the gradient of a projection with something that reads it, and the other gradients."""
+    """Return dq, dk and dv as the gradient of a projection that another operation reads, and the other gradients."""
     joined = torch.ops.lrpe_md.join(grads, case.groups)
     taken = [grads[0] * 2] if "taken" in case.run else []
     return [joined, joined.cumsum(0), *found[2:], *taken]

@@ -32,7 +32,7 @@ BY_OPERATOR |= {"linear, causal": "linear_forward", "norm by head and group": "f
 BY_OPERATOR |= {"norm of rows that are not at 16 bytes": "forward", "sums of rows that are not at 16 bytes": "backward"}
 MAP, SUMS, SOFTMAX = "fixed_lrpe_kernel", "fixed_reduce_partial_kernel", "fixed_softmax_sequence_kernel"
 HEADS, LINEAR = "fixed_heads_kernel", "fixed_linear_{}_kernel".format
-# Kernels of the other cases, if not the map's kernel plus, with gradients of frequencies or weights, the summing one.
+# Kernels of the other cases; by default the map's kernel and, for gradients of frequencies or weights, the summing one.
 LAUNCHES = {
     "softmax over the sequence": [SOFTMAX, SOFTMAX, MAP],
     "softmax over the sequence backward": [MAP, SOFTMAX, SOFTMAX],
@@ -164,7 +164,7 @@ def test_projection_gradients_are_joined(kind, num_key_heads, device, language):
                 lambda: attend_split(qkv, omega, num_key_heads, kind, split_by_views),
             )
         )
-    tolerance = 1e-5 if device == "cpu" else 2e-2  # SDPA's backward adds in any order on a GPU
+    tolerance = 1e-5 if device == "cpu" else 2e-2  # SDPA's backward adds in random order on a GPU
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
     if not language:
@@ -175,8 +175,8 @@ def test_projection_gradients_are_joined(kind, num_key_heads, device, language):
 def choose_attention(device):
     """Select an SDPA backend other than cuDNN's.
 
-    In torch 2.11, cuDNN gives wrong results for a second layout of gradients in one process, because the key of its
-    cached plan lacks these strides (pytorch/pytorch#191576).
+    In torch 2.11, cuDNN gives wrong results for a second gradient layout in one process, because the key of its cached
+    plan lacks these strides (pytorch/pytorch#191576).
     """
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(others) if device == "cuda" else nullcontext()
@@ -383,7 +383,7 @@ def attend(qkv, omega, encoding, size):
 )  # fmt: skip
 @pytest.mark.parametrize("encoding", ["rotate", "linear"])
 def test_encoding_and_attention_in_one_program(encoding, size, dtype, device):
-    """The operators and torch's attention in one program give the eager results."""
+    """The operators and torch's attention in one program give the same results as in eager mode."""
     torch.manual_seed(0)
     heads, head_dim = 4, 16
     tokens = size[0] * size[1] + 1
@@ -394,7 +394,7 @@ def test_encoding_and_attention_in_one_program(encoding, size, dtype, device):
         for f in (torch.compile(attend, fullgraph=True), attend):
             o = f(qkv, omega, encoding, size)
             found.append([o, *torch.autograd.grad(o.square().sum(), (qkv, omega))])
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # the backward of attention adds in any order
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # the backward of attention adds in random order
     for name, a, b in zip(("o", "dqkv", "domega"), *found, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max(), name
 

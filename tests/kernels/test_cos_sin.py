@@ -1,4 +1,4 @@
-"""Given cos and sin tables in the kernels, against float64, in Triton's interpreter."""
+"""The kernels with the caller's cos and sin, against float64, in Triton's interpreter."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Given cos and sin tables on a GPU: values and the cost of a call. ``pytest -m gpu``."""
+"""The caller's cos and sin on a GPU: values and the cost of a call. ``pytest -m gpu``."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -94,7 +94,7 @@ def test_one_variant_for_all_sizes(map, act):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_only_strides_past_32_bits_add_a_variant(map):
-    """A tensor with more than 2^31 elements needs another variant only if a stride is that large."""
+    """A tensor with more than 2^31 elements only needs another variant if a stride is that large."""
     head_dim = 20
     channels, out_dim = (20, 40) if map == "cosine" else (10, 20)
     rows = 2**31 // out_dim + 1
@@ -173,7 +173,7 @@ def test_one_kernel_a_pass_and_no_copies(map, form):
 
 @pytest.mark.parametrize("map", MAPS)
 def test_gradient_of_a_sum_is_not_copied(map):
-    """The gradient of a sum has only strides of 0."""
+    """All strides of a sum's gradient are 0."""
     call = Call(on_gpu(Case(map, **GENERAL)))
     ys = call.forward()
     call.grads = [torch.ones((), dtype=y.dtype, device="cuda").expand_as(y) for y in ys]
@@ -254,7 +254,7 @@ OFFSETS = {
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("form", TEXT)
 def test_an_offset_on_the_device(form, offset):
-    """An offset takes one kernel, without copies or syncs, and one variant for all values and sizes."""
+    """An offset needs one kernel, without copies or syncs, and one variant for all values and sizes."""
     module = Rotate1d(64, amplitude=1.1, device="cuda", impl="triton", **TEXT[form])
     q, k = (torch.randn(2, h, 45, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
     at = OFFSETS[offset]()
@@ -289,7 +289,7 @@ def test_packed_sequences_do_not_synchronise():
 
 
 def test_frequencies_change_in_a_captured_graph():
-    """A captured decode step can be replayed at another offset and length scaling."""
+    """A captured decode step can be replayed at a different offset and length scaling."""
     module = Rotate1d(64, amplitude=1.0, device="cuda")
     q, k = (torch.randn(2, h, 1, 64, device="cuda") for h in (4, 2))
     at = torch.tensor([5, 9], device="cuda")
@@ -310,7 +310,7 @@ def test_frequencies_change_in_a_captured_graph():
 
 
 def added_peak(f: Callable[[], object]) -> int:
-    """Return the peak of the bytes that f requests, beyond those present before.
+    """Return the peak number of bytes that f requests, in addition to those already present.
 
     Requested bytes are not rounded, unlike allocated ones.
     """
@@ -507,7 +507,7 @@ def test_backward_of_a_large_tensor(map, far):
 
 
 def peak_of_a_step(encoding, keep_encoded=True):
-    """Return the peak bytes of a training step of a shallow ViT-B, beyond its state between steps."""
+    """Return the peak bytes of a shallow ViT-B's training step, in addition to its state between steps."""
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", depth=4, pos_embed="none", num_classes=10)
     if encoding is not None:

@@ -144,7 +144,7 @@ def _residues(p_x, p_y, p_out, p_count, BLOCK: tl.constexpr):
 
 
 def test_an_fma_rounds_once_and_a_tensor_can_bound_a_loop():
-    """Triton's own interpreter does both from version 3.9 on."""
+    """Triton's own interpreter does both since version 3.9."""
     x, y = torch.rand(2, 64)
     out = torch.full((64,), float("nan"))
     _residues[(1,)](x, y, out, torch.tensor(1, dtype=torch.int32), BLOCK=64)

@@ -142,7 +142,7 @@ def test_channels_not_a_power_of_two(count_launches, case):
     "case", [Case("cosine", (7, 8), head_dim=24), Case("rotate", (7, 8), head_dim=48, heads=(3,))], ids=str
 )
 def test_shared_blocks_of_channels(monkeypatch, count_launches, case):
-    """Programs of the same channels share the remainder after full rounds."""
+    """Programs with the same channels share the remainder after full rounds."""
     walks = []
 
     def plan(work: plans.Work) -> plans.Plan:
@@ -290,7 +290,7 @@ def test_early_launch_depends_on_driver_and_gpu(monkeypatch, driver, capabilitie
 @pytest.mark.parametrize("stage", plans.Pass)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(0, 4), (4, 0), (0, 0), (197, 3072)])
 def test_plans_for_a_gpu(stage, num_tokens, rows):
-    """Check plans that the interpreter can't run: empty calls, and by-sample coordinates, which stay one wave."""
+    """Check plans that the interpreter can't run: empty calls, and per-sample coordinates, which need only one wave."""
     for map in ("cosine", "rotate"):
         for samples, step in ((1, 1), (256, 1), (1, 9)):
             rows_each = rows // samples
@@ -309,11 +309,11 @@ def test_plans_for_a_gpu(stage, num_tokens, rows):
     st.integers(1, 60), st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 60),
     st.sampled_from([1, 3]),
 )  # fmt: skip
-@example(52, 16, 16, 4, 79, 1)  # an eighth of 64×64 tokens: one program per block of tokens would leave a third idle
+@example(52, 16, 16, 4, 79, 1)  # an eighth of 64×64 tokens: one program per block would leave a third idle
 @example(41, 2, 48, 2, 79, 1)  # a third of 96 rows does not divide 48, and a quarter of the programs would have none
 @example(25, 256, 1, 4, 66, 1)  # 14×14 tokens, ω by head: half the tokens and a fifth of the rows is slower
 def test_partition_is_optimal(token_blocks, samples, heads, block_r, programs, step):
-    """Try every other share of the rows and number of programs along the tokens; none finishes sooner."""
+    """Try every other share of the rows and every number of programs along the tokens; none finishes sooner."""
     rows = samples * heads
 
     def fits(across, per):

@@ -43,7 +43,7 @@ MASKED = CUTS[1:]  # a single pass only supports full attention
 
 @pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
-    """Divide the tokens at sizes that the interpreter can run."""
+    """Divide the tokens into sizes that the interpreter can run."""
     if request.param != "one pass":
         monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
     if request.param == "many pieces":
@@ -154,7 +154,7 @@ def test_unmapped_features_are_read_in_place(mask, changes, head_dim, cut):
 
 @pytest.mark.parametrize("name", ["cosine", "rotate"])
 def test_thread_sums_tokens_before_frequencies(name, cut):
-    """A thread has four tokens in tiles of 64 tokens and 64 channels with four warps, or two of 32."""
+    """In tiles of 64 tokens and 64 channels, a thread has four tokens with four warps, and two of 32 tokens."""
     assert_within_budget(
         LinearCase(name, (5, 4, 6), batch=1, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, phase="both")
     )
@@ -192,7 +192,7 @@ def test_one_pass_of_many_tokens_needs_a_small_state(v_dim, features, longest):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 35])
 def test_states_of_many_pieces(tokens, heads, monkeypatch):
-    """Sums of the states of pieces of a token have 16 loads in flight, then the rest one by one."""
+    """With pieces of one token, the sums of states have 16 loads in flight, then load the rest one by one."""
     for name, value in (("ONE_PASS", 0), ("SHORTEST", 1), ("PIECE", 1), ("PROGRAMS", 10**6)):
         monkeypatch.setattr(linear_plan, name, value)
     call_cache.clear()
@@ -316,7 +316,7 @@ WIDTH_OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["padded values", "cut values"])
 def widths(request, monkeypatch):
-    """Cut v into tiles like q and k, which no width of the table does here."""
+    """Split v into tiles like q and k, which no width in the table does here."""
     if request.param == "cut values":
         sums = {48: (32, 16), 80: (64, 16), 96: (64, 32), 112: (64, 32, 16)}
         monkeypatch.setattr(linear_plan, "SUMS", sums)
@@ -330,7 +330,7 @@ def widths(request, monkeypatch):
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_widths(name, head_dim, shift, widths):
-    """Each width has a third of the options, another third for each map."""
+    """Each width is tested with a third of the options, a different third for each map."""
     at = 5 * WIDTHS.index(head_dim) + shift + ["cosine", "rotate", None].index(name)
     options = WIDTH_OPTIONS[at % len(WIDTH_OPTIONS)]
     if name is None:
@@ -497,7 +497,7 @@ def test_packed_sequences_with_a_causal_mask(lengths, normalizer):
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4, 100], [0, 4, 2**32], [-(2**33), 4, 6], [0, 4, 2, 6]], ids=str)
 def test_wrong_offsets_stay_in_bounds(cu_seqlens, monkeypatch):
-    """Kernels stay within the tokens without a check, which would sync on a GPU; 64 bits don't wrap."""
+    """Kernels stay within the tokens without a check, which would sync on a GPU; 64-bit offsets don't wrap around."""
     monkeypatch.setattr(checks, "can_read", lambda t: False)
     q = torch.ones(1, 1, 6, 16)
     o = linear_attention(q, q, q, map=None, cu_seqlens=torch.tensor(cu_seqlens), impl="triton")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def nan_scratch(nan_filled):
-    """Fill scratch memory with NaN, so that values that a launch left unwritten reach the outputs."""
+    """Fill scratch memory with NaN, so that unwritten values show up in the outputs."""
 
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 64}
@@ -81,7 +81,7 @@ def test_cross_attention_with_positions_of_two_kinds(name, of_q, of_k):
 @pytest.mark.parametrize("layouts", [{"grad_layout": "odd"}, {"layout": "odd"}], ids=str)
 @pytest.mark.parametrize("name", ["cosine", "rotate", None])
 def test_causal_unaligned_rows(name, layouts, head_dim):
-    """Guards against reads beyond shared memory, which crash at head_dim 32."""
+    """This guards against out-of-bounds reads of shared memory, which crash at head_dim 32."""
     case = LinearCase(name, (12, 16), dtype=torch.bfloat16, mask="causal", act="softplus", head_dim=head_dim)
     assert not check_linear(replace(case, heads=(2, 2), **layouts), device="cuda")
 
@@ -158,7 +158,7 @@ def test_deterministic(shape, mask):
 
 
 def test_variants():
-    """Sizes don't compile variants: one pass has one, two passes have another, and so has the scan of many heads."""
+    """Sizes don't add variants: one pass has one variant, and two passes and the scan of many heads have others."""
     names = [name for name in kernels.__all__ if name.startswith("linear")]
 
     def compiled():

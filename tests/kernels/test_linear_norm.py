@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETING, reason="needs Triton's interpr
 
 STEADY = {"normalizer": "encoded", "act": "softplus", "base": 1e8, "head_dim": 32}
 KINDS, CUTS = ("rms", "layer"), ("one pass", "many pieces")
-# few programs: one case has several heads, the other samples
+# few programs: one case has several heads, the other several samples
 FEW = {"one pass": {"batch": 1}, "many pieces": {"heads": (2, 1)}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -32,7 +32,7 @@ def assert_within_budget(case: LinearCase, **changes) -> None:
 
 @pytest.fixture(params=CUTS)
 def cut(request, monkeypatch):
-    """Divide the tokens at sizes that the interpreter can run."""
+    """Divide the tokens into sizes that the interpreter can run."""
     if request.param != "one pass":
         monkeypatch.setattr(linear_plan, "ONE_PASS", 0)
         monkeypatch.setattr(linear_plan, "SHORTEST", 8)
@@ -87,7 +87,7 @@ CHANGES = [
     {"norm_weight": "by_head", "heads": (6, 2)},
     {"norm_weight": "by_head", "heads": (4, 1), "norm_groups": 3, "suffix": 2},
     {"norm_bias": False},
-    # With relu, z may depend on a single channel, a small difference of γ x̂ and β, which makes 1/z inexact.
+    # With relu, z may depend on a single channel, a small difference between γ x̂ and β, which makes 1/z inexact.
     {"offset": 1.0, "norm_eps": 1e-2, "act": "softplus"},
     {"norm_groups": 3, "prefix": 2, "suffix": 3, "act": "sigmoid"},
     {"norm_groups": 2, "map": None, "prefix": 3},

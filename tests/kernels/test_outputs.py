@@ -1,4 +1,4 @@
-"""Outputs given by the caller, in Triton's interpreter and the reference: values, untouched memory, errors."""
+"""Outputs passed by the caller, in Triton's interpreter and the reference: values, untouched memory, errors."""
 
 import itertools
 
@@ -60,7 +60,7 @@ def test_offsets_read_on_the_device(form, impl, copies):
 
 @pytest.mark.parametrize("form", ["decode", "prefill", "one tensor", "partial, half", "odd strides"])
 def test_offsets_beyond_the_cache_are_not_written(form):
-    """A kernel can't raise and drops these rows; PyTorch's operators raise on a CPU."""
+    """A kernel can't raise errors, so it drops these rows; PyTorch's operators raise errors on a CPU."""
     job = Job(form)
     for starts in ([LENGTH - 1, -1], [LENGTH, -LENGTH], [2**33, -(2**33)]):
         caches, start = job.caches(), torch.tensor(starts)

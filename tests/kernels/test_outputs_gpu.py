@@ -1,4 +1,4 @@
-"""Outputs given by the caller, on a GPU: ``pytest -m gpu``."""
+"""Outputs passed by the caller, on a GPU: ``pytest -m gpu``."""
 
 import pytest
 import torch

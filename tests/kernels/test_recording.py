@@ -21,7 +21,7 @@ from lrpe_md.testing import Case, LinearCase, make_inputs, make_linear_inputs
 
 
 class StandIns:
-    """Replace tensors by fakes without memory, and back again, by their storage."""
+    """Replace tensors with fakes that have no memory, and back again, by their storage."""
 
     def __init__(self):
         self.real = {}

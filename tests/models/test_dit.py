@@ -136,7 +136,7 @@ def test_any_size_frames_text_or_none(name):
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_output_depends_on_positions(name):
-    """Without an encoding, patches are a set; with one, their order and grid matter."""
+    """Without an encoding, patches are an unordered set; with one, their order and grid matter."""
     model = dit(**ENCODINGS[name])
     x, t, text = inputs()
     y = model(x, t, text)
@@ -277,7 +277,7 @@ def test_one_graph_for_all_sizes():
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(depth=1, absolute="sincos", **ENCODINGS["text on an axis"])
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    # torch.compile assumes that sizes which are equal at first always are.
+    # torch.compile assumes that sizes that are equal at first stay equal.
     for batch, height, width, length in ((2, 8, 12, 9), (3, 20, 14, 6)):
         x, t = torch.randn(batch, 3, height, width), torch.rand(batch)
         text = tokenize(["x" * length] * batch)
@@ -349,7 +349,7 @@ def test_the_encoder_sees_the_order_of_bytes():
 
 
 class Foreign(nn.Module):
-    """Encoder of a user who has not read the documentation."""
+    """Encoder by a user who has not read the documentation."""
 
     width = 16
 
@@ -363,7 +363,7 @@ class Foreign(nn.Module):
 
 
 def pretrained(kind):
-    """A tiny T5 or CLIP with random weights, and a tokenizer of words."""
+    """Build a tiny T5 or CLIP with random weights, and a word tokenizer."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -415,7 +415,7 @@ def conditioned(name, **kwargs):
 @pytest.mark.parametrize("name", CONDITIONS)
 @torch.no_grad()
 def test_every_condition_says_what_empty_is(name):
-    """The same in guidance, in forward(text=None) and in the dropout of training; a negative text in its place."""
+    """Guidance, forward(text=None) and training dropout use the same empty condition; a negative text replaces it."""
     model, x, t, text, negative = conditioned(name)
     y, without = model(x, t, text), model(x, t)
     assert (y - without).abs().amax((1, 2, 3)).min() > 1e-3
@@ -473,7 +473,7 @@ def test_texts_of_different_lengths():
 
 @torch.no_grad()
 def test_an_encoder_that_does_not_say_what_empty_is():
-    """A clear error; precomputed features are emptied by zeros, and a negative needs no empty."""
+    """The error is clear; precomputed features become zeros, and a negative text needs no empty condition."""
     model = dit(text=False, encoding="rotate", text_encoder=Foreign())
     x, t, _ = inputs()
     labels = torch.tensor([[1], [2]])
@@ -546,7 +546,7 @@ def test_jvp_equals_finite_differences(name):
 
 
 def test_a_mean_flow_step():
-    """The gradient is that of |u - target|² with a fixed target, for every parameter; a step lowers the loss."""
+    """Every parameter's gradient is that of |u - target|² with a fixed target, and a step lowers the loss."""
     model = dit(interval=True, depth=1, encoding="rotate").double()
     x, t, text = inputs(4, 6, dtype=torch.float64)
     noise, r = torch.randn_like(x), t / 3
@@ -646,7 +646,7 @@ def test_training_lowers_the_loss_and_runs_at_another_size():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rotate", "cosine", "linear", "text on an axis"])
 def test_on_a_gpu(name):
-    """The kernels agree with the CPU's reference, in forward mode too; under 16-bit autocast all gradients exist."""
+    """The kernels agree with the CPU's reference, also in forward mode; all gradients exist under 16-bit autocast."""
     model = dit(interval=True, **ENCODINGS[name])
     x, t, text = inputs()
     expected = model(x, t, text)

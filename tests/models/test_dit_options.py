@@ -1,4 +1,4 @@
-"""Options of the diffusion transformer's blocks (models/blocks.py), as published models have them, and combined."""
+"""Options of the diffusion transformer's blocks (models/blocks.py), as in published models and combined."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 def dit(name="", seed=0, **kwargs):
-    """Build a tiny model with random weights; seed=None leaves them as they are."""
+    """Build a tiny model with random weights, or with seed=None its initial weights."""
     torch.manual_seed(0)
     options = {
         "embed_dim": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "encoding": "rotate",
@@ -79,7 +79,7 @@ def test_text_counts_and_padding_does_not(name):
     y = model(x, t, text)
     torch.testing.assert_close(model(x, t, torch.nn.functional.pad(text, (0, 5))), y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x[:1], t[:1], text[:1, :4]), y[:1], rtol=1e-4, atol=1e-5)
-    # The pooled features stay as they are, so that the tokens alone make the difference.
+    # The pooled features don't change, so that only the tokens make a difference.
     encoded = model.encode_text(text)
     other = encoded._replace(features=encoded.features.flip(0), mask=encoded.mask.flip(0))
     assert (model(x, t, other) - y).abs().amax((1, 2, 3)).min() > 1e-3
@@ -112,7 +112,7 @@ def test_checkpointing_gives_the_same_gradients(name):
         flow_matching_loss(model, x, text, t, torch.ones_like(x)).mean().backward()
         grads.append([p.grad for p in model.parameters()])
         idle = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
-        assert idle <= {"blocks.1.text.q_norm.weight"}  # nothing reads what text attends to in the last block
+        assert idle <= {"blocks.1.text.q_norm.weight"}  # nothing reads the text's attention in the last block
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -144,7 +144,7 @@ def test_one_graph_for_all_sizes(name):
     torch._dynamo.reset()
     counter, model = CompileCounter(), dit(name, depth=2)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    # torch.compile assumes that sizes which are equal at first always are.
+    # torch.compile assumes that sizes that are equal at first stay equal.
     for batch, height, width, length in ((2, 8, 12, 9), (3, 20, 14, 7)):
         x, t = torch.randn(batch, 3, height, width), torch.rand(batch)
         text = tokenize(["x" * length] * batch)
@@ -191,7 +191,7 @@ def test_norms_in_the_encoding_change_nothing(name, monkeypatch):
 
 
 def test_registers_are_not_rotated():
-    """They stand between text and patches, which keep their positions."""
+    """Registers are between text and patches, which keep their positions."""
     assert dit(reg_tokens=3).positions((2, 3), 4) == Grid((2, 3), prefix=7)
     assert dit(reg_tokens=3, text_attention="cross").positions((2, 3)) == Grid((2, 3), prefix=3)
     assert dit(reg_tokens=3, encoding="flux1").positions((2, 3), 4) == Grid((1, 2, 3), prefix=7)
@@ -205,7 +205,7 @@ def test_registers_are_not_rotated():
 
 @pytest.mark.parametrize("encoding", ["flux1", "qwen_image", "lumina2", "z_image", "wan", "hunyuan_video", "eva02"])
 def test_registers_beside_the_positions_of_a_preset(encoding):
-    """Encoded, a register is what it was, and the other tokens are as they are without registers."""
+    """Encoding doesn't change a register, and other tokens are encoded as without registers."""
     plain, ours = (dit(reg_tokens=n, encoding=encoding, embed_dim=192) for n in (0, 2))
     q = torch.randn(1, 2, 3 + 2 + 6, 96)
     kept = [0, 1, 2, *range(5, 11)]
@@ -248,7 +248,7 @@ def test_the_output_is_that_of_patches():
 
 @pytest.mark.parametrize(("name", "millions"), [("S/2", 33), ("B/2", 130), ("L/2", 458), ("XL/2", 675)])
 def test_sizes(name, millions):
-    """The numbers of parameters in table 1 of arXiv 2212.09748."""
+    """The numbers of parameters match table 1 of arXiv 2212.09748."""
     with torch.device("meta"):
         model = DiT.from_name(
             name, in_chans=4, out_chans=8, mlp="gelu_tanh", qk_norm="none", pooled_projection="none",
@@ -284,7 +284,7 @@ def test_hidden_width_of_swiglu():
 
 @torch.no_grad()
 def test_labels_steer_without_text():
-    """Class labels reach every block through the time vector alone; parallel blocks, registers and SwiGLU work, too."""
+    """Class labels only reach blocks through the time vector. Parallel blocks, registers and SwiGLU also work."""
     model = dit(
         text_encoder=LabelEncoder(10, 64), pooled_projection="none", parallel=True, reg_tokens=2, mlp="swiglu",
     )  # fmt: skip
@@ -298,7 +298,7 @@ def test_labels_steer_without_text():
 
 @torch.no_grad()
 def test_the_order_of_a_sine_cosine_table():
-    """The same values in another order of channels: sines, then cosines, of each axis, the last one first."""
+    """Values are the same in a different channel order: for each axis, last first, the sines and then the cosines."""
     tables = []
     for absolute in ("sincos", "sincos_dit"):
         model = dit(absolute=absolute)

@@ -1,4 +1,4 @@
-"""Attention by layer, and linear layers whose memory forgets: images, videos and diffusion."""
+"""Attention chosen layer by layer, and linear layers that forget, for images, videos and diffusion."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _seeded():
 
 
 def randomize(model: nn.Module) -> nn.Module:
-    """Move all weights away from their initial values, so that attention is far from uniform."""
+    """Change all weights from their initial values, so that attention is far from uniform."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if not name.startswith("encoding"):
@@ -103,7 +103,7 @@ BUILT = {
 
 
 def listen(model):
-    """Return the first input and the first output of each call of each block, from now on."""
+    """Record the first input and the first output of each call of each block from now on."""
     heard = [[] for _ in model.blocks]
     for block, calls in zip(model.blocks, heard, strict=True):
         block.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append((inputs[0], first(output))))
@@ -117,7 +117,7 @@ def first(output):
 @torch.no_grad()
 @pytest.mark.parametrize("name", BUILT)
 def test_each_layer_equals_that_of_a_uniform_model(name):
-    """With the same weights and inputs, block i returns the same as in a model whose blocks are all of its kind."""
+    """With the same weights and inputs, block i gives the same output as in a model with only its kind of blocks."""
     build, make, run = BUILT[name]
     hybrid, x = build(attention=PATTERN), make()
     found = [m.attention for m in hybrid.blocks.modules() if hasattr(m, "attention")]
@@ -138,7 +138,7 @@ def test_each_layer_equals_that_of_a_uniform_model(name):
 
 
 def test_activations_of_a_hybrid():
-    """Without an activation of the user's, linear layers take relu and softmax layers none; they share frequencies."""
+    """By default, linear layers use relu and softmax layers no activation; they share frequencies."""
     model = vit(encoding="rotate", encoding_kwargs={"learnable": True}, attention=PATTERN)
     assert model.encoding.act == "none"
     assert [block.attn.feature_act for block in model.blocks] == ["relu"] * 4
@@ -225,7 +225,7 @@ def test_memories_of_diffusion_that_have_no_order(kwargs, message):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_layer_equals_linear_attention_by_frames(name):
-    """Decays follow the layer, and the delta rule weights keys by 1 / (head_dim · tokens of a frame)."""
+    """Decays depend on the layer, and the delta rule weights keys by 1 / (head_dim · tokens per frame)."""
     memory = MEMORIES[name]
     model, x = video(**CAUSAL, attention="linear", memory=memory, reg_tokens=2), torch.randn(2, 2 + 3 * 6, 64).double()
     grid = model.positions((3, 2, 3))
@@ -236,7 +236,7 @@ def test_a_layer_equals_linear_attention_by_frames(name):
         options = {"block": 6, "positions": grid, **model.encoding.describe()._asdict()}
         if memory is not None and memory.decay is not None:
             options["decay"] = HeadDecay(2, memory.decay, depth=i / 4, learnable=memory.learnable)()
-            if memory.learnable:  # other decays than those that it began with
+            if memory.learnable:  # change the decays from their initial values
                 assert (attn.decay() / options["decay"] - 1).abs().max() > 1e-2
                 options["decay"] = attn.decay()
         if memory is not None and memory.rule == "delta":
@@ -248,7 +248,7 @@ def test_a_layer_equals_linear_attention_by_frames(name):
 @torch.no_grad()
 @pytest.mark.parametrize("build", ["video", "diffusion"])
 def test_both_directions_without_decay_read_all_frames(build):
-    """The two sums of a memory that forgets nothing are the sum over all frames; decays then weigh near frames more."""
+    """Without decays, a memory's two sums add up to the sum over all frames; decays give near frames more weight."""
     make = partial(video, encoding="rotate") if build == "video" else dit
     run = (call) if build == "video" else diffuse
     model, x = make(attention="linear"), clip()
@@ -286,7 +286,7 @@ def test_a_stream_equals_the_whole_video_at_constant_memory(name, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_a_thousand_frames(rule):
-    """The state of a model that forgets stays bounded, that of a plain sum grows with the number of frames."""
+    """If a model forgets, its state stays bounded; a plain sum grows with the number of frames."""
     sizes = {}
     for memory in (None, Memory(rule, "retnet")):
         model = video(**CAUSAL, depth=2, attention=PATTERN, window=3, memory=memory).float()
@@ -302,7 +302,7 @@ def test_a_thousand_frames(rule):
 
 @torch.no_grad()
 def test_unscaled_keys_would_let_the_state_grow(monkeypatch):
-    """The factor of the keys keeps the delta rule from growing."""
+    """The factor of the keys keeps the delta rule's state bounded."""
     model = video(**CAUSAL, attention="linear", memory=Memory("delta"), depth=1).float()
     sizes = []
     for scaled in (True, False):
@@ -409,19 +409,19 @@ def test_weights_without_decays_load():
 
 @torch.no_grad()
 def test_dropped_tubes():
-    """Frames with fewer tokens are shorter blocks, whose keys weigh more."""
+    """Frames with fewer tokens are shorter blocks, whose keys have more weight."""
     model, x = video(**CAUSAL, attention=PATTERN, memory=DELTA, drop_unit="tube"), clip(3, (8, 8))
     keep = torch.tensor([0, 3])
     tokens = model.forward_features(x, keep=keep)
     torch.testing.assert_close(tokens[:, :4], model.forward_features(x[:, :, :2], keep=keep))
-    with pytest.raises(ValueError, match=r"keep: single tokens .* a memory need drop_unit='tube'"):
+    with pytest.raises(ValueError, match=r"keep: dropping single tokens .* a memory need drop_unit='tube'"):
         video(memory=Memory(directions="both"), attention="linear", encoding="rotate").forward_features(x, keep=keep)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LEARNING)
 def test_gpu_equals_the_reference(name):
-    """Outputs and gradients, learned decays among them, of the kernels equal those on a CPU."""
+    """The kernels' outputs and gradients, including those of learned decays, equal those on a CPU."""
     build, run = LEARNING[name]
     model, x = build().float(), clip(3, (16, 16)).float()
     found = []
@@ -429,7 +429,7 @@ def test_gpu_equals_the_reference(name):
         model.to(device).zero_grad()
         out = run(model, x.to(device))
         out.square().mean().backward()
-        gradients = {n: p.grad.to("cpu", copy=True) for n, p in model.named_parameters()}  # before the model moves
+        gradients = {n: p.grad.to("cpu", copy=True) for n, p in model.named_parameters()}  # before the model is moved
         found.append({"output": out.detach().cpu(), **gradients})
     for name, expected in found[0].items():
         scale = expected.abs().max().clamp_min(1e-3)

@@ -44,7 +44,7 @@ every_attention = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
 def build(encoding: str = "rotate", attention: str = "softmax", device: str = "cpu") -> CausalLm:
-    """Build a float64 model with phases and logits that are not trivial."""
+    """Build a float64 model with non-trivial phases and logits."""
     torch.manual_seed(0)
     model = CausalLm(replace(TINY, **ATTENTIONS[attention], **ENCODINGS[encoding])).to(device).double()
     for name, parameter in model.named_parameters():
@@ -103,7 +103,7 @@ def test_later_tokens_change_nothing_and_all_parameters_learn(encoding: str, att
 def test_scores_match_the_formula(encoding: str) -> None:
     """Scores are Σ_c a² |q_c| |k_c| cos((n - m) ω_c - φ_c + the angle between the pairs).
 
-    ω and a are those of the scaling.
+    ω and a come from the scaling.
     """
     config = replace(TINY, **ENCODINGS[encoding])
     module: Any = CausalLm(config).blocks[0].attn.encoding

@@ -1,4 +1,4 @@
-"""Weights of published diffusion models, renamed, give equal outputs in ours (models/dit.py)."""
+"""Renamed weights of published diffusion models give equal outputs in our model (models/dit.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("timm")
 from lrpe_md.models.dit import DiT, patchify, unpatchify
 from lrpe_md.models.text import LabelEncoder, Text
 
-# Names of ours, and of the originals; several originals are concatenated. {i} counts blocks.
+# Our names and the original ones; several originals are concatenated. {i} counts blocks.
 DIFFUSERS_BLOCK = {
     "blocks.{i}.image.qkv": ("{b}.{i}.attn1.to_q", "{b}.{i}.attn1.to_k", "{b}.{i}.attn1.to_v"),
     "blocks.{i}.image.proj": "{b}.{i}.attn1.to_out.0",
@@ -115,7 +115,7 @@ FLUX_SINGLE = {
 
 
 def renamed(theirs, table, depth, first=0, **names):
-    """Return the weights of ours from those of another model: {i} is a block there, {i} + first here."""
+    """Convert another model's weights to ours: its block {i} is our block {i} + first."""
     found = {}
     for ours, sources in table.items():
         sources = (sources,) if isinstance(sources, str) else sources
@@ -128,7 +128,7 @@ def renamed(theirs, table, depth, first=0, **names):
 
 
 def load(model, state, channels_last=True):
-    """Load all parameters; those of patches and tables take our shapes, and the head our order (channels, patch)."""
+    """Load all parameters: patch embeddings and tables in our shapes, the head in our order (channels, patch)."""
     own = dict(model.named_parameters())
     assert state.keys() == own.keys()
     for name in ("head.weight", "head.bias") if channels_last else ():
@@ -176,7 +176,7 @@ def test_dit():
         in_chans=4, out_chans=8, embed_dim=32, depth=2, num_heads=2, mlp="gelu_tanh", qk_norm="none",
         absolute="sincos_dit", text_encoder=LabelEncoder(10, 32), pooled_projection="none",
     )  # fmt: skip
-    ours.time.base = 1e4 ** (128 / 127)  # the frequencies of diffusers end at 1e-4
+    ours.time.base = 1e4 ** (128 / 127)  # diffusers' frequencies end at 1e-4
     load(ours, renamed(theirs.state_dict(), DIT, 2, b="transformer_blocks", ff="ff"))
     x, t = latents(4, 8, 8)
     labels = torch.tensor([3, 10])
@@ -227,7 +227,7 @@ def test_wan(patch_size):
 
 @torch.no_grad()
 def test_flux():
-    """Joint blocks, then parallel single-stream blocks, whose one projection of both results we hold as two."""
+    """FLUX has joint blocks, then parallel single-stream blocks; we split their shared output projection in two."""
     diffusers = pytest.importorskip("diffusers")
     theirs = randomized(
         diffusers.FluxTransformer2DModel(
@@ -248,7 +248,7 @@ def test_flux():
         state |= {f"{stream}.proj.weight": attended, f"{stream}.mlp.fc2.weight": mlp}
         state |= {f"{stream}.proj.bias": weights[f"{out}.bias"], f"{stream}.mlp.fc2.bias": torch.zeros(64)}
     for name in ("modulation.1.weight", "modulation.1.bias"):
-        state[name] = state[name].roll(64, 0)  # scale and shift, there in this order
+        state[name] = state[name].roll(64, 0)  # the original's order is scale, shift
     load(ours, state, channels_last=False)
     (x, t), (features, _) = latents(4, 8, 6), caption(12)
     pooled = torch.randn(2, 10)
@@ -295,7 +295,7 @@ class SiTBlock(nn.Module):
 
 
 class SiT(nn.Module):
-    """SiT (arXiv 2401.08740), whose blocks are DiT's; ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE
+    """SiT (arXiv 2401.08740), which has DiT's blocks; ``lightning`` adds RMSNorm, SwiGLU, qk-norm and RoPE
     (LightningDiT, arXiv 2501.01423)."""
 
     def __init__(self, dim=32, depth=2, heads=2, lightning=False):

@@ -93,7 +93,7 @@ def test_only_temporal_encoding_distinguishes_frame_order(name, attention):
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_cosine_without_a_phase_is_blind_to_direction(attention):
-    """Its q·k is even in the distance on each axis; a key phase, rotation or an unrotated token reveals direction."""
+    """q·k is even in the distance on each axis; a key phase, rotation or an unrotated token reveals the direction."""
     pooled = {**ATTENTIONS[attention], "class_token": False, "global_pool": "avg"}
     kwargs, x = {"act": "relu", "base": 10.0}, video()
     model = build(encoding="cosine", encoding_kwargs=kwargs, **pooled)
@@ -136,7 +136,7 @@ def test_reference_lays_positions_over_another_grid(name):
     expected = model(x)
     model.reference = model.patch_embed.grid_size
     close(model(x), expected)
-    # A grid twice as fine with each token twice: if positions agree, means over the copies do, too.
+    # The grid is twice as fine, with each token twice: if positions agree, so do means over the copies.
     model.reference = (4, None, None)
     table = model.positions((8, 4, 4)).coordinates()[1:].unflatten(0, (8, 4, 4))
     torch.testing.assert_close(table[:, 0, 0, 0], torch.arange(8).double() / 2)
@@ -253,7 +253,7 @@ def test_dropping_in_training():
         assert model.eval().forward_features(video()).shape == (2, 17, 96)
     with pytest.raises(ValueError, match="drop_unit: 'token'"):
         build(patch_drop_rate=0.5, space_time="factorised")
-    with pytest.raises(ValueError, match="keep: single tokens"):
+    with pytest.raises(ValueError, match="keep: dropping single tokens"):
         build(space_time="factorised").forward_features(video(), keep=torch.tensor([0, 1]))
 
 
@@ -301,7 +301,7 @@ OPTIONS_OF_TIMM = {
 
 @pytest.mark.parametrize("name", OPTIONS_OF_TIMM)
 def test_blocks_of_timm(name):
-    """They know positions, and checkpointing gives the same gradients."""
+    """Blocks use positions, and checkpointing gives the same gradients."""
     model, x, grads = build(encoding="wan", **OPTIONS_OF_TIMM[name]), video(), []
     y = model(x)
     for enable in (False, True):
@@ -336,7 +336,7 @@ def test_set_input_size_resamples_the_learned_table():
 
 @torch.no_grad()
 def test_image_weights_on_a_still_video():
-    pooled = {"class_token": False, "global_pool": "avg"}  # among more tokens the class token has less weight
+    pooled = {"class_token": False, "global_pool": "avg"}  # with more tokens, the class token has less weight
     kwargs = {key: value for key, value in TINY.items() if key not in ("num_frames", "tubelet_size")}
     image = timm.create_model("vit_tiny_patch16_224", **kwargs, **pooled).eval()
     with torch.no_grad():
@@ -586,7 +586,7 @@ def test_errors_of_causal_frames():
     model, x = build(**made), video(2)
     with pytest.raises(ValueError, match="is_causal: expected False with block"):
         model.forward_features(x, is_causal=True)
-    with pytest.raises(ValueError, match="keep: single tokens"):
+    with pytest.raises(ValueError, match="keep: dropping single tokens"):
         model.forward_features(x, keep=torch.tensor([0, 1]))
     other = adapt(build(**made), "rotate", attention="softmax")
     other.window = 1
@@ -640,8 +640,8 @@ def test_errors_of_causal_frames():
 def recompute(model, x, window, times=None):
     """Compute the tokens of each frame and of the prefix, frame by frame.
 
-    Keys of all visible frames are encoded again from cached features, at their positions in the window or at the times
-    that ``times`` gives for their frame numbers.
+    Keys of all visible frames are re-encoded from cached features, at their positions in the window or at the times
+    that ``times`` returns for their frame numbers.
     """
     size, prefix = model.patch_embed.dynamic_feat_size(x.shape[2:]), model.num_prefix_tokens
     tokens, _ = model._embed(x)
@@ -702,7 +702,7 @@ def test_recomputation_detects_another_window():
 
 @torch.no_grad()
 def test_positions_of_a_stream_stay_in_the_window(monkeypatch):
-    """Whatever the stream's length, positions are those of a video as long as the window."""
+    """Whatever the stream's length, positions are the same as in a video as long as the window."""
     model, x = causal("registers", attention="softmax", window=3), video(9).double()
     seen, forward = [], model.encoding.forward
 

@@ -1,4 +1,4 @@
-"""timm's ViT with an encoding: timm's features keep working, and the encoding has an effect."""
+"""timm's ViT with an encoding: timm's features still work, and the encoding has an effect."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_layer_groups():
 def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
     monkeypatch.setattr("timm.layers.config._USE_REENTRANT_CKPT", reentrant)
     model = lrpe_vit(**kwargs, dynamic_img_size=True).train()
-    # After a forward at another size, recomputation must still use the positions of its forward.
+    # After a forward at a different size, recomputation must still use the positions of its forward.
     x, other = image(16, 24), image(12, 8)
     grads = []
     for enable in (False, True):
@@ -308,7 +308,7 @@ def test_checkpointing_gradients(kwargs, reentrant, monkeypatch):
         y.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
-    for name in grads[0]:  # reentrant checkpointing adds the gradients in another order
+    for name in grads[0]:  # reentrant checkpointing adds the gradients in a different order
         torch.testing.assert_close(
             grads[1][name], grads[0][name], rtol=0 if not reentrant else 1e-4, atol=0 if not reentrant else 1e-3
         )
@@ -374,7 +374,7 @@ def test_patch_dropout_drops_the_same_patches_as_timm():
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
 def test_encoding_distinguishes_permuted_patches(encoding):
-    """The mean of all tokens changes under permutation only with an encoding."""
+    """The mean of all tokens only changes under permutation if there is an encoding."""
     model = lrpe_vit(encoding=encoding, class_token=False, global_pool="avg")
     x = image()
     patches = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 3, 16, 4, 4)
@@ -543,7 +543,7 @@ def test_linear_attention_without_an_activation(normalizer, encoding):
 
 
 def test_linear_attention_of_normed_q_and_k_under_autocast():
-    """Norms return float32 under autocast, while v is 16 bits."""
+    """Norms return float32 under autocast, while v has 16 bits."""
 
     class Wide(nn.Module):
         def forward(self, x):
@@ -751,7 +751,7 @@ def test_unsuitable_presets(name, kwargs, message):
 
 @pytest.mark.parametrize("build", [lrpe_vit, lambda encoding, **kwargs: adapt(timm_vit(**kwargs), encoding)])
 def test_a_preset_with_more_axes_warns(build):
-    """An image is a single frame, so channels of time rotate by nothing; frequencies that also depend on space do."""
+    """An image is a single frame, so temporal channels don't rotate, unless their frequencies also depend on space."""
     message = "expected a preset with 2 axes, as this model has, got 'wan' with 3. 38% of its channels .*split"
     with pytest.warns(UserWarning, match=message):
         build(encoding="wan", embed_dim=64)
@@ -967,7 +967,7 @@ def test_pretrained_weights_equal_timms(size):
 
 @pytest.mark.parametrize(("name", "size"), [("vit_small_resnet26d_224", (80, 72)), ("vitamin_small_224", (58, 64))])
 def test_hybrid_embeddings_of_any_size(name, size):
-    """They round up sizes that patches do not divide; the adapted model must, too."""
+    """Hybrid embeddings round up sizes that patches don't divide, and the adapted model must do the same."""
     model = timm.create_model(name, depth=1, num_classes=5, dynamic_img_size=True).eval()
     x = image(*size)
     expected = model(x)
@@ -1109,7 +1109,7 @@ def test_attention_without_encoding_equals_timm():
 
 
 def test_attention_backends_by_gpu():
-    """PyTorch chooses on a CPU and for equal widths."""
+    """PyTorch chooses the backend on a CPU and for equal widths."""
     q, v = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 8)
     assert sdpa_backends(q, v) is None
     assert sdpa_backends(v, v) is None

@@ -1,4 +1,4 @@
-"""Small data for the tests of generative trainings: classes, a VAE, latents, text features and videos."""
+"""Small datasets for the tests of generative training: classes, a VAE, latents, text features and videos."""
 
 import io
 import json
@@ -81,7 +81,7 @@ def write_captioned_shards(folder: Path, counts: tuple[int, ...] = (10, 8, 6)) -
 
 
 def write_hub(folder: Path) -> Path:
-    """Write a Hugging Face data set of images with captions and classes, with a test split."""
+    """Write a Hugging Face dataset of images with captions and classes, with a test split."""
     import datasets
 
     features = datasets.Features({
@@ -113,7 +113,7 @@ def write_vae(folder: Path, channels: int = 3) -> Path:
 
 
 def write_text_model(folder: Path, kind: str = "t5") -> Path:
-    """Save a T5 or a CLIP text model with random weights, and a tokenizer of words."""
+    """Save a T5 or a CLIP text model with random weights, and a word tokenizer."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -140,7 +140,7 @@ def write_text_model(folder: Path, kind: str = "t5") -> Path:
 
 
 def write_films(folder: Path, shapes: tuple[tuple[int, int], ...] = ((16, 16),)) -> Path:
-    """Write CLASS/i.mp4, frames that grow brighter, in two classes, in these shapes in turn."""
+    """Write CLASS/i.mp4, videos that get brighter, in two classes, with these shapes in turn."""
     for c, name in enumerate(("dark", "light")):
         (folder / name).mkdir(parents=True)
         for i in range(2):
@@ -151,7 +151,7 @@ def write_films(folder: Path, shapes: tuple[tuple[int, int], ...] = ((16, 16),))
 
 
 def write_all(folder: Path) -> dict[str, dict[str, Any]]:
-    """Write data of every kind; return the options of a training for each."""
+    """Write every kind of data, and return training options for each."""
     classes, captions = write_classes(folder / "classes"), write_captions(folder / "captions")
     vae, text = write_vae(folder / "vae"), write_text_model(folder / "text")
     films, ratios = write_films(folder / "films"), write_ratios(folder / "ratios")

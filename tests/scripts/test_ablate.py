@@ -38,7 +38,7 @@ def config(out: Path, **changes: Any) -> DigitsTraining:
 
 @pytest.fixture
 def started_trainings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record (encoding, seed) of each training that starts."""
+    """Record (encoding, seed) of each run that starts."""
     calls, train = [], ablate.train
 
     def counted(comparison, file, job, *more) -> dict:
@@ -63,7 +63,7 @@ def test_a_run_from_end_to_end_and_again(tmp_path: Path, started_trainings: list
     table = (out / "table.md").read_text()
     assert table in first.output
     rows = [line for line in table.splitlines() if line.startswith(("| none", "| cosine"))]
-    assert len(rows) == 4 + 2  # and the table of trainings; there is no rotate to compare with
+    assert len(rows) == 4 + 2  # and the table of runs; there is no rotate to compare with
     rows = rows[:4]
     assert all(row.count("±") == sizes for row in rows)
     for name in ("accuracy.png", "resolution.png"):

@@ -40,7 +40,7 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def started_trainings(monkeypatch) -> list[tuple[str, str, int]]:
-    """Record encoding, attention and seed of each training that starts."""
+    """Record encoding, attention and seed of each run that starts."""
     started, train = [], ablate_driver.train
 
     def counted(comparison, file, job, *more):
@@ -115,7 +115,7 @@ def test_interrupted_training_resumes_from_its_checkpoint(images, tmp_path, monk
     assert "to resume from the last checkpoint" in stopped.output
     assert torch.load(out / "trainings" / "none-softmax-0" / "checkpoint.pt")["step"] == 2
     assert invoke(*command(images, out, *few)).exit_code == 0
-    assert len(calls) == 4 + 3 + 5  # steps before the kill, then 3 from step 2 on, then the second training
+    assert len(calls) == 4 + 3 + 5  # steps before the kill, then 3 from step 2 on, then the second run
     for name in ("none-softmax-0.json", "rotate-softmax-0.json"):
         runs = [json.loads((folder / "runs" / name).read_text()) for folder in (whole, out)]
         assert runs[0]["values"] == runs[1]["values"]

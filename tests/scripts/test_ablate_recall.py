@@ -1,4 +1,4 @@
-"""The comparison of associative recall: runs, resuming, numbers of the report, its plot and its page."""
+"""The comparison of associative recall: runs, resuming, and the report's numbers, plot and page."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_smoke_of_the_longer_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hybrids need four layers, and it leaves the folder of a real run alone."""
+    """Its hybrids need four layers, and it doesn't touch the folder of a real run."""
     monkeypatch.chdir(tmp_path)
     alone = ["-e", "decay,decay,decay,softmax/rotate-numerator", "-e", "softmax/rotate:base=100,learnable=true"]
     few = ["--device", "cpu", "--workers", "1", "--seeds", "1", "--set", "sizes=16x4x4"]
@@ -142,7 +142,7 @@ def test_numbers_of_the_tables() -> None:
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
     assert "mean ± the half-width of its 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
-    assert "only the last 8 frames count. Each training ran 300 steps, with batch size 32, in float32." in text
+    assert "only the last 8 frames count. Each model was trained for 300 steps, with batch size 32, in float32." in text
     assert "4 tokens write one of 8 values with one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
     single = report_recall.markdown(RESULTS[RESULTS.seed == 0], CONFIG, "rotate")

@@ -1,4 +1,4 @@
-"""Training steps of tiny models of other libraries, stock and adapted."""
+"""Training steps of tiny models from other libraries, stock and adapted."""
 
 import sys
 from dataclasses import replace

@@ -22,7 +22,7 @@ def run(*args):
 
 
 class Libraries:
-    """Fakes of fla and flash_bla: the same functions by their formulas, in the same memory layout."""
+    """Fakes of fla and flash_bla: the same functions, computed by their formulas, with the same memory layout."""
 
     @staticmethod
     def chunk(q, k, v, scale, normalize):

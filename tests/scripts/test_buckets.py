@@ -1,4 +1,4 @@
-"""Buckets by aspect ratio, mixed sizes, and diffusion on images that are decoded when they are needed."""
+"""Buckets by aspect ratio, mixed sizes, and diffusion on images that are decoded on demand."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_wrong_mixed_sizes_are_refused(wrong, tmp_path):
 
 def test_buckets_keep_what_a_square_crops_away(tmp_path):
     pixels = np.zeros((8, 16, 3), np.uint8)
-    pixels[:, :4] = 255  # outside of the central square
+    pixels[:, :4] = 255  # outside the central square
     image = Image.fromarray(pixels)
     assert crop(image, (8, 8)).max() == 0
     assert np.array_equal(crop(image, (8, 16)), pixels)
@@ -211,9 +211,9 @@ def test_positions_of_samples_follow_the_trained_sizes(tmp_path):
     assert painter.reference((8, 8)) is None
     assert painter.reference((12, 12)) is None
     assert painter.reference((6, 10)) == (3, 5)
-    assert painter.reference((8, 12)) == (4, 6)  # between the trained sizes
-    assert painter.reference((24, 24)) == (6, 6)  # laid over the largest one
-    assert painter.reference((4, 4)) == (4, 4)  # and over the smallest one
+    assert painter.reference((8, 12)) == (4, 6)  # between the training sizes
+    assert painter.reference((24, 24)) == (6, 6)  # mapped onto the largest one
+    assert painter.reference((4, 4)) == (4, 4)  # and onto the smallest one
     given = ["--prompt", "red", "--size", "8x12", "--steps", 1, "--images", 1, "--device", "cpu"]
     done = invoke("sample", tmp_path / "run", *given)
     assert done.exit_code == 0, done.output
@@ -253,7 +253,7 @@ def test_frames_keep_their_proportions(tmp_path):
     from test_train_video import write_video
 
     frames = np.zeros((4, 16, 32, 3), np.uint8)
-    frames[:, :, :8] = 250  # outside of the central square
+    frames[:, :, :8] = 250  # outside the central square
     path = write_video(tmp_path / "a.mp4", frames, "pyav") or tmp_path / "a.mp4"
     assert videos.measure(path) == (16, 32)
     assert videos.decode(path, 8).float().mean() < 20
@@ -312,7 +312,7 @@ def test_a_streamed_folder_trains_like_one_in_memory(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample_stops_a_diffusion_training_and_loses_nothing(tmp_path, workers):
-    """The error names the shard and the sample; once it is mended, the weights are those of a whole run."""
+    """The error names the shard and the sample. After a repair, the weights equal those of an uninterrupted run."""
     shards = write_captioned_shards(tmp_path / "shards")
     options = {"data": shards, **WIDE, "steps": 6, "save_every": 100}
     diffusion.run(config(options, tmp_path / "whole"))
@@ -324,7 +324,7 @@ def test_a_broken_sample_stops_a_diffusion_training_and_loses_nothing(tmp_path, 
     tars = ShardSource(find_shards(shards)[0])
     shard, sample = tars._find(int(source.train[index]))
     whole, stat = shard.path.read_bytes(), shard.path.stat()
-    at = int(shard.offsets[sample, shard.fields.index("png")]) + 41  # compressed pixels, behind the size
+    at = int(shard.offsets[sample, shard.fields.index("png")]) + 41  # compressed pixels, after the size
     shard.path.write_bytes(whole[:at] + bytes(6) + whole[at + 6 :])
     place = rf"{shard.path.name}, sample '{shard.keys[sample]}' .*run the same command to resume"
     with pytest.raises(DataError, match=place):

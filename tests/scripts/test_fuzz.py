@@ -83,7 +83,7 @@ def test_denominators_near_zero(seed):
 
 @interpreted
 def test_decays_after_the_state_has_decayed():
-    """Their gradients are tiny: far below the rounding errors of the terms of earlier tokens."""
+    """Gradients of these decays are tiny: far below the rounding errors of earlier tokens' terms."""
     config = LinearConfig(
         None, places=(None,), seed=1188, head_dim=2, v_dim=4, num_tokens=(400, 400), normalizer="none", mask="causal",
         gate="closed", state=True, decay="shared",
@@ -107,7 +107,7 @@ def test_earlier_gpu_failures(config):
 
 
 def loop_positions(place, where, sample, n):
-    """Return the position of a token, and whether it is on the grid; random tables are taken as they are."""
+    """Return the position of a token, and whether it is on the grid; random tables are used unchanged."""
     index = n + place.start - place.prefix
     cell, left = [], index
     for size in reversed(place.shape):

@@ -109,5 +109,5 @@ def test_distance_of_images():
             return images.float().mean((2, 3))
 
     shifted = frechet_distance([images // 2], [images // 2 + 10], features=Means())
-    assert shifted == pytest.approx(300, rel=1e-3)  # the squared distance of the means, of equal covariances
+    assert shifted == pytest.approx(300, rel=1e-3)  # the squared distance between the means; covariances are equal
     assert not any(parameter.requires_grad for parameter in RandomFeatures().parameters())

@@ -1,4 +1,4 @@
-"""Shards, Hugging Face data sets and folders that are read sample by sample, and trainings on them."""
+"""Shards, Hugging Face datasets and folders that are read sample by sample, and training on them."""
 
 import io
 import json
@@ -176,7 +176,7 @@ def test_classes_by_number_and_by_name(shards, hub):
                 assert found == (number if label == "label" else 1 - number)  # names are sorted
     for data in (load_stream(hub, 8), load_stream(hub, 8, label="label")):
         assert (len(data.train), len(data.test), data.num_classes) == (32, 8, 2)
-        assert data.classes == ("top", "bottom")  # in the order of their numbers
+        assert data.classes == ("top", "bottom")  # in numerical order
         assert data.test.labels.tolist() == [0, 1] * 4
 
 
@@ -193,7 +193,7 @@ def test_hugging_face_data_sets(hub, tmp_path):
     again, none = streams.open_source(parquet)
     assert none is None
     assert again.read(3)["image"].tobytes() == picture(3).tobytes()
-    with pytest.raises(StreamError, match="can't be opened as a data set"):
+    with pytest.raises(StreamError, match="can't be opened as a dataset"):
         streams.open_source(Path("hf:./nothing"))
     two = datasets.Dataset.from_dict({"text": ["a"], "caption": ["b"]})
     with pytest.raises(StreamError, match="expected at most one column each"):
@@ -263,7 +263,7 @@ def test_unknown_policy_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["shards", "folder", "memory"])
 def test_mixed_sizes_and_buckets(kind, tmp_path, monkeypatch):
-    """A step has images of one shape; all shapes come; a killed run ends as if it had not been."""
+    """A step's images have one shape, all shapes occur, and a killed run ends like an uninterrupted one."""
     shapes, loss = [], train_image.loss
 
     def seen(config, model, images, mix=None):
@@ -290,7 +290,7 @@ def test_mixed_sizes_and_buckets(kind, tmp_path, monkeypatch):
 
 
 def write_wide(folder: Path) -> Path:
-    """Write wide, square and tall images in two classes, a part of them for tests."""
+    """Write wide, square and tall images in two classes, and some of them as a test set."""
     for part in ("train", "val"):
         for i in range(24):
             path = folder / part / "ab"[i % 2] / f"{i}.png"
@@ -321,7 +321,7 @@ def weights_of(config: ImageTraining) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["shards", "hub", "folder"])
 def test_resumed_run_equals_uninterrupted_run(kind, shards, hub, tmp_path, monkeypatch):
-    """Killed in the main process, then finished by worker processes, with every augmentation."""
+    """The run is killed in the main process, then finished by worker processes, with every augmentation."""
     data = {"shards": shards, "hub": hub, "folder": write_folders(tmp_path / "folder", "abc")}[kind]
     options = {**SMALL, **AUGMENTED, "data": data, "stream": kind == "folder"}
     whole = ImageTraining(out=tmp_path / "whole", **options)
@@ -337,7 +337,7 @@ def test_resumed_run_equals_uninterrupted_run(kind, shards, hub, tmp_path, monke
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_broken_sample_stops_the_training_and_loses_nothing(shards, tmp_path, workers):
-    """The checkpoint is that of the last whole step; with the sample mended, the run ends as if it had been whole."""
+    """The checkpoint is from the last complete step. After a repair, the run ends as if nothing had happened."""
     options = {**SMALL, "data": shards, "save_every": 100, "steps": 6}
     whole = ImageTraining(out=tmp_path / "whole", **options)
     train_image.run(whole)
@@ -384,7 +384,7 @@ def test_a_folder_of_classes_is_divided(tmp_path):
     assert list_folder(tmp_path / "flat") == (train, test)
     picture(3).save(tmp_path / "flat" / "a" / "new.png")
     more = list_folder(tmp_path / "flat")
-    assert set(test.files) <= set(more[1].files)  # a new image moves no other one
+    assert set(test.files) <= set(more[1].files)  # a new image doesn't move any other
     data = load_images(tmp_path / "flat", 8)
     assert (len(data.train), len(data.test), data.num_classes) == (len(more[0]), len(more[1]), 3)
 
@@ -440,7 +440,7 @@ def test_unsuitable_models_of_timm(tmp_path):
     ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224", patch=16)
     with pytest.raises(typer.BadParameter, match=r"--model vit_tiny_patch16_224\.none: Invalid pretrained tag"):
         ImageTraining(data=tmp_path, out=tmp_path, model="vit_tiny_patch16_224.none")
-    with pytest.raises(typer.BadParameter, match=r"expected a plain ViT of timm.*family resnet"):
+    with pytest.raises(typer.BadParameter, match=r"expected a plain timm ViT.*family resnet"):
         ImageTraining(data=tmp_path, out=tmp_path, model="resnet18")
     with pytest.raises(typer.BadParameter, match="a learned position table"):
         ImageTraining(data=tmp_path, out=tmp_path, model="test_vit", size=32, encoding="sincos")

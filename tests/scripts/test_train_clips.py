@@ -64,7 +64,7 @@ def test_classes_and_held_out_videos(folder):
     assert clips.shape == (20, 3, 4, 8, 8)
     assert (clips[:10].mean((1, 2, 3, 4)) > 0).all()
     assert (clips[10:].mean((1, 2, 3, 4)) < 0).all()
-    assert (clips.mean((1, 3, 4)).diff(dim=1) > 0).all()  # in the order of time
+    assert (clips.mean((1, 3, 4)).diff(dim=1) > 0).all()  # in chronological order
 
 
 def test_folders_for_training_and_tests(tmp_path):

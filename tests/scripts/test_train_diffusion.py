@@ -175,7 +175,7 @@ BAD = {
 
 
 def test_a_few_captions_are_enough(folder):
-    """In a small set the hash chooses no sample; one of them is held out all the same, always the same one."""
+    """In a small dataset, the hash chooses no sample. One is held out anyway, always the same one."""
     for limit in (2, 3, 5):
         found = load(folder, limit=limit, parts=10**6)
         assert found.held_out.sum() == 1
@@ -247,7 +247,7 @@ def test_captions_are_dropped_and_the_evaluation_repeats(folder, tmp_path):
 
 @pytest.mark.parametrize("stop", [7, 12])
 def test_resumed_run_equals_uninterrupted_run(folder, tmp_path, monkeypatch, stop):
-    """Kill a step after the checkpoint, and after the last step before the results are written."""
+    """Kill the run one step after the checkpoint, and after the last step but before the results are written."""
     whole = run(config(folder, tmp_path / "whole", encoding="rotate-mixed"))
     monkeypatch.setattr(train_diffusion, "loss", die_after(stop, train_diffusion.loss))
     if stop == SMALL["steps"]:
@@ -305,7 +305,7 @@ def test_every_choice_builds_a_model(encoding, attention, folder, tmp_path):
 
 
 def test_trainings_side_by_side(tmp_path):
-    """Each row of the picture is a training, each caption a block of columns below its held-out image."""
+    """Each row of the picture is a run, and each caption is a block of columns below its held-out image."""
     solid = {"a": 40, "b": 200}
     for name, value in solid.items():
         columns = {column: np.full((3, 6, 6, 3), value, np.uint8) for column in ("8x8", "12x12 rescaled")}

@@ -1,4 +1,4 @@
-"""--encoding of the trainings: names of the table, presets, registered schemes, and options after the name."""
+"""--encoding of the training commands: names in the table, presets, registered schemes, and options after the name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def config(task: str, encoding: str, **more: Any) -> Any:
 
 
 def test_base_of_mixed_frequencies():
-    """The base of axial frequencies does not apply to them, and both are the modules' defaults."""
+    """The base of axial frequencies does not apply to mixed ones, and both bases are the modules' defaults."""
     bases = {name: IMAGES.arguments(name, "softmax")["encoding_kwargs"].get("base") for name in IMAGES.encodings}
     mixed = {name: base for name, base in bases.items() if "mixed" in name}
     assert set(mixed.values()) == {None, 10.0}
@@ -139,8 +139,8 @@ def test_options_reach_the_model():
     [
         ("digits", "wann", r"--encoding: unknown 'wann' \(did you mean 'wan'\?\); choose from: none; .*; eva02; .*"),
         ("digits", "rotat:base=3", r"--encoding: unknown 'rotat' \(did you mean 'rotate'\?\)"),
-        ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it takes act, amplitude"),
-        ("digits", "none:base=3", r"none has no option 'base'; it takes act, dim"),
+        ("digits", "rotate:bas=3", r"rotate has no option 'bas' \(did you mean 'base'\?\); it accepts act, amplitude"),
+        ("digits", "none:base=3", r"none has no option 'base'; it accepts act, dim"),
         ("digits", "rotate:base", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:base'"),
         ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
         ("digits", "rope", r"--encoding: unknown 'rope' \(did you mean 'rotate'\?\)"),
@@ -156,7 +156,7 @@ def test_options_reach_the_model():
         ("digits", "flux1", r"head_dim: flux1 doesn't support 16"),
         ("image", "qwen2_vl_vision", r"--dim 192 --heads 3: encoding: .*whose tokens are in row-major order"),
         ("lm", "wan", r"encoding: expected a scheme on one axis, got one with 3"),
-        ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it takes act, base, learnable, phase"),
+        ("lm", "rotate:split=1,3", r"rotate has no option 'split'; it accepts act, base, learnable, phase"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(task, encoding, message):
@@ -247,7 +247,7 @@ def test_ablate_compares_presets_options_and_registered_schemes(tmp_path, regist
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "cosine-silu-phase"])
 def test_an_interrupted_run_of_another_parametrisation_is_refused(tmp_path, encoding):
-    """Its optimiser's averages are those of other numbers."""
+    """The optimiser's averages are those of other parameters."""
     tiny: dict[str, Any] = {
         "steps": 2, "warmup": 1, "limit": 64, "device": "cpu", "tensorboard": False, "progress": False,
     }  # fmt: skip
@@ -281,7 +281,7 @@ def _positions_times(factor: float) -> Any:
 
 @pytest.mark.parametrize("own_function", [False, True])
 def test_a_run_of_another_definition_of_a_scheme_is_refused(tmp_path, registered, own_function):
-    """Its name is the same, so that only a fingerprint tells it apart."""
+    """The scheme's name is the same, so only a fingerprint can tell it apart."""
 
     def define(number: float) -> None:
         changed = {"grid": _positions_times(number)} if own_function else {"frequencies": Axial((1, 1), number)}
@@ -318,6 +318,6 @@ def test_ablate_refuses_runs_of_another_definition_of_a_scheme(tmp_path, registe
     register_scheme(registered, replace(OWN, frequencies=Axial((1, 1), 3.0)), overwrite=True)
     refused = invoke(ablate, *command, "-e", registered, "--seeds", "2")
     assert refused.exit_code == 2
-    assert f"--encoding {registered}: --out {tmp_path} contains runs of another definition" in refused.output
+    assert f"--encoding {registered}: --out {tmp_path} contains runs with another definition" in refused.output
     extended = invoke(ablate, *command, "-e", "none", "--seeds", "1")
     assert extended.exit_code == 0, extended.output

@@ -1,4 +1,4 @@
-"""Diffusion trainings on classes, latents, text features and videos: data, training, resuming, samples."""
+"""Training diffusion models on classes, latents, text features and videos: data, resuming, samples."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_classes_of_folders_zips_and_arrays(tmp_path):
         assert pixels[i, :, 4, 6].tolist() == list(COLOURS[found.records.classes[label]])
     held_out = found.records.held_out(folder, Split(4))
     assert 0 < held_out.sum() < 24
-    assert len(set(found.records.labels[held_out])) > 1  # the names of a class do not end up on one side
+    assert len(set(found.records.labels[held_out])) > 1  # a class is not entirely in one part
     with zipfile.ZipFile(tmp_path / "classes.zip", "w") as archive:
         for path in folder.rglob("*.png"):
             archive.write(path, f"around/{path.relative_to(folder)}")
@@ -176,7 +176,7 @@ def test_latents_equal_those_of_the_vae(tmp_path, monkeypatch):
 
 
 def test_held_out_loss_samples_latents_as_training_does(data, tmp_path, monkeypatch):
-    """Each evaluation measures the same samples, none of them mirrored."""
+    """Each evaluation uses the same samples, none of which is mirrored."""
     seen = []
 
     def look(model: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_an_interrupted_program_leaves_nothing(tmp_path, monkeypatch, program):
         stopped = invoke(*command)
     assert stopped.exit_code != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["captions", "model"]
-    (tmp_path / "out.part").mkdir()  # of a program that was killed
+    (tmp_path / "out.part").mkdir()  # left by a killed program
     (tmp_path / "out.part" / "mean.npy").write_text("half")
     assert invoke(*command).exit_code == 0
     assert not (tmp_path / "out.part").exists()
@@ -254,7 +254,9 @@ def test_wrong_latents_are_refused(data, tmp_path):
         diffusion.run(config(options, tmp_path / "out", vae=other))
     about = json.loads((folder / "latents.json").read_text(encoding="utf-8"))
     (folder / "latents.json").write_text(json.dumps({**about, "weights": "0" * 16}), encoding="utf-8")
-    with pytest.raises(typer.BadParameter, match=r"--vae: the weights in .* have changed since it encoded the latents"):
+    with pytest.raises(
+        typer.BadParameter, match=r"--vae: the weights in .* have changed since they encoded the latents"
+    ):
         diffusion.run(config(options, tmp_path / "out"))
     (folder / "latents.json").write_text(json.dumps(about), encoding="utf-8")
     std = (folder / "std.npy").read_bytes()
@@ -399,7 +401,7 @@ def test_a_folder_of_images_and_videos_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text_attention", ["cross", "single"])
 def test_blocks_of_published_models(data, tmp_path, text_attention):
-    """Options of the blocks reach the model, also the one that samples; checkpointing changes no weight."""
+    """Options of the blocks reach the model in training and in sampling; checkpointing doesn't change any weight."""
     options = {"mlp": "swiglu", "modulation": "shared", "reg_tokens": 2, "text_attention": text_attention}
     options = {**data["features"], **options}
     plain = diffusion.run(config(options, tmp_path / "plain"))
@@ -484,7 +486,7 @@ def test_labels_have_no_text_to_read(data, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_training_resumes_bit_equal(data, tmp_path, monkeypatch, kind):
-    """A training that was killed after its checkpoint ends with the weights of one that was not."""
+    """A run that was killed after its checkpoint ends with the same weights as an uninterrupted one."""
     options = {**data[kind], "accumulate": 2}
     whole = diffusion.run(config(options, tmp_path / "whole"))
     with monkeypatch.context() as patched:
@@ -511,7 +513,7 @@ def read_means(latents: Latents, indices: np.ndarray, size: int, draws: Any = No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_and_the_whole_batch_agree(data, tmp_path, monkeypatch, kind):
-    """Times and noise are drawn by micro-batch; with fixed ones the gradients agree."""
+    """Times and noise are drawn for each micro-batch; if they are fixed, the gradients agree."""
 
     def fixed(config: Any, model: Any, samples: Any) -> torch.Tensor:
         x, text, _ = samples
@@ -547,7 +549,7 @@ def test_samples_on_the_way(data, tmp_path, monkeypatch):
 
 
 def test_classes_are_learned(tmp_path, capsys):
-    """Samples of a class have its colour, and the distance to the data falls."""
+    """Samples of a class have its colour, and the distance to the data decreases."""
     folder = write_classes(tmp_path / "classes", each=12)
     options = {"data": folder, "size": 8, "test_size": 0, "patch": 4, "batch": 24, "lr": 1e-2, "ema": 0.9}
     before = diffusion.run(config(options, tmp_path / "before", steps=1, distance_samples=24, sample_steps=4))
@@ -578,7 +580,7 @@ def runs(data, tmp_path_factory) -> dict[str, Path]:
     return {kind: folder / kind for kind in KINDS}
 
 
-NUMBERED = ("latents", "film latents", "bucketed clips", "hub")  # kinds whose prompt is the class of number 1
+NUMBERED = ("latents", "film latents", "bucketed clips", "hub")  # kinds of data whose prompt is class number 1
 PROMPTS: dict[str, list[Any]] = {
     "labels": ["--prompt", "red", "--prompt", "1", "--negative", "blue"],
     "none": [],

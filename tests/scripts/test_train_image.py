@@ -224,7 +224,7 @@ def test_training_learns_the_classes(data, tmp_path, capsys):
     assert train_image.run(config) == result  # a finished run is not trained again, and keeps its timings
     assert f"{config.out}: already finished at step 24; evaluating it again" in capsys.readouterr().err
     assert json.loads((config.out / "result.json").read_text()) == result
-    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # of a shorter run
+    (config.out / "result.json").write_text(json.dumps({**result, "steps": 12}))  # as if from a shorter run
     assert train_image.run(config)["train_steps_timed"] == 0
 
 
@@ -435,7 +435,7 @@ def test_images_move_to_a_device():
 
 
 def build_model(**options):
-    """Return a model as the command builds it, and its configuration."""
+    """Return a model built like the command's, and its configuration."""
     config = ImageTraining(**{**SMALL, "data": Path(), "out": Path(), **options})
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     part = Images(images, torch.zeros(1, dtype=torch.int64))
@@ -505,7 +505,7 @@ def test_timms_checkpoints(tmp_path, suffix, capsys):
 
 
 def test_patches_of_another_size_are_announced(tmp_path, capsys):
-    """They are resampled, which costs accuracy."""
+    """Patches are resampled, which reduces accuracy."""
     weights = random_weights(build_model(patch=4))
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps({"patch": 4})})
     start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
@@ -563,7 +563,7 @@ def test_weights_of_another_size_and_encoding(tmp_path, capsys):
 
 @pytest.mark.parametrize("encoding", ["rotate-learnable", "rotate-mixed"])
 def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, encoding, capsys):
-    """Theta and omega in their shapes, and theta itself, some below 0."""
+    """Old weights contain theta and omega in their full shapes, and theta itself, with some negative values."""
     first = build_model(encoding=encoding)
     weights = random_weights(first)
     name = next(name for name in weights if name.startswith("encoding."))
@@ -619,7 +619,7 @@ def test_weights_of_a_run_with_other_heads_or_damaged(data, tmp_path):
     with pytest.raises(typer.BadParameter, match="different architecture; pass --heads 2"):
         start_from(build_model(heads=4), tmp_path / "run")
     timm = {**TIMM, "steps": 1}
-    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # which has 8 heads, while --heads is 3
+    train_image.run(ImageTraining(data=data, out=tmp_path / "timm", **timm))  # it has 8 heads, but --heads is 3
     start_from(load_run(tmp_path / "timm"), tmp_path / "timm")
     advice = {
         "timm": (SMALL, rf"(?!.*--patch).*--model {TIMM['model']}"),

@@ -1,4 +1,4 @@
-"""--attention by layer and --memory of the trainings: model, checkpoint, samples, comparison, refusals."""
+"""--attention by layer and --memory of the training commands: model, checkpoint, samples, comparison, errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_memories_by_text():
 
 
 def test_arguments_of_several_kinds():
-    """A hybrid takes what its linear layers need, and each kind stays what it is alone."""
+    """A hybrid gets the arguments that its linear layers need, and each kind is the same as on its own."""
     assert IMAGES.attention_arguments("softmax") == {"attention": "softmax"}
     alone = IMAGES.attention_arguments("linear")
     assert alone == {"attention": "linear", "normalizer": "none", "scale_attn_norm": True}
@@ -99,7 +99,7 @@ def test_a_language_model_resumes_and_samples(text, tmp_path, monkeypatch):
     assert model.config.memory == Memory(decay="retnet", learnable=True)
     plain = lm.LmTraining(out=tmp_path / "plain", **{**given, "memory": ""})
     torch.save(CausalLm(plain.model).state_dict(), tmp_path / "plain.pt")
-    start_from(model, tmp_path / "plain.pt")  # learned decays that the file lacks stay as they are
+    start_from(model, tmp_path / "plain.pt")  # learned decays that the file lacks don't change
     assert torch.equal(model.state_dict()["blocks.0.attn.decay.logit"], whole["blocks.0.attn.decay.logit"])
     done = invoke("sample", tmp_path / "part", "--prompt", "1 says", "--tokens", 5)
     assert done.exit_code == 0, done.output

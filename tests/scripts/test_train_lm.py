@@ -121,7 +121,7 @@ def test_resumed_run_equals_uninterrupted_run(encoding: str, file: Path, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         train_lm.run(config(file, out, encoding))
     assert torch.load(out / "checkpoint.pt")["step"] == 3
-    torch.manual_seed(7)  # a new process has another random state
+    torch.manual_seed(7)  # a new process has a different random state
     train_lm.run(config(file, out, encoding))
     assert len(calls) == 5 + 3
     whole, resumed = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "stopped"))

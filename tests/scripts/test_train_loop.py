@@ -102,7 +102,7 @@ def test_plan_accounts_for_slow_steps(tmp_path, clock):
 
 
 def test_plan_is_revised_after_slow_first_steps(tmp_path, clock, monkeypatch):
-    """Steps take ten times as long while other trainings compile."""
+    """Steps take ten times as long while other runs compile."""
 
     def stepped(self, *args, advance=Trainer._advance):
         clock[0] += 2.25 if self.step < 20 else 0.0  # in addition to 0.25
@@ -134,7 +134,7 @@ def is_taken(turn: Path) -> bool:
 
 
 def test_trainings_of_equal_time_take_turns(tmp_path, clock):
-    """The lock is held from the second step, when all have compiled, to the end of the evaluation."""
+    """A run holds the lock from the second step, when all have compiled, until the end of the evaluation."""
     turn, taken = tmp_path / "turn", []
 
     def batch(*args):
@@ -167,7 +167,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, workers):
         history, logged = config.out / "history.csv", kill // 2 // TOY["log_every"]
         if not workers:  # workers die a few batches ahead of the step
             assert (history.read_text().splitlines() if history.exists() else []) == rows[: logged and logged + 1]
-        torch.manual_seed(kill)  # a new process has another random state
+        torch.manual_seed(kill)  # a new process has a different random state
         same(toy_train(config), whole)
         assert history.read_text().splitlines() == rows
     other = toy_train(Training(out=tmp_path / "other", **{**TOY, "seed": 1}))
@@ -185,7 +185,7 @@ def test_run_without_a_checkpoint_starts_again(tmp_path):
 
 
 def test_history_gains_columns(tmp_path):
-    """Rows of a resumed run replace those after its checkpoint, and a new column reaches the earlier rows."""
+    """Rows of a resumed run replace those after its checkpoint, and a new column is added to the earlier rows."""
     path, history = tmp_path / "history.csv", [{"step": 1, "loss": 0.5}]
     file = HistoryFile(path)
     file.add(history)

@@ -1,4 +1,4 @@
-"""Options of every training: schedules, betas, weights, more steps, kept checkpoints, trackers, interruption, help."""
+"""Options of all training commands: schedules, betas, weights, steps, checkpoints, trackers, interruption, help."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_betas(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_more_steps_equal_a_longer_run_if_the_rate_is_constant(tmp_path, accumulate, capsys):
-    """The history is the same, too, although a row was added at the end of the shorter run."""
+    """The history is also the same, although a row was added at the end of the shorter run."""
     options = {**TOY, "schedule": "constant", "accumulate": accumulate, "warmup": 5}
     whole = toy_train(Training(out=tmp_path / "whole", **{**options, "steps": 11}))
     for steps in (4, 7, 11):
@@ -197,7 +197,7 @@ def test_weights_fit_models_that_are_no_vision_transformers(tmp_path):
 
 
 class Recorder(tracking.GeneralTracker):
-    """Tracker that stands for another library."""
+    """Stand-in for a tracker from another library."""
 
     name = "wandb"
     requires_logging_directory = False
@@ -290,7 +290,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path):
 
 
 def test_ctrl_c_of_the_command(tmp_path):
-    """The first Ctrl-C saves, the message says how to resume, and the same command does so."""
+    """The first Ctrl-C saves a checkpoint, the message says how to resume, and the same command resumes."""
     out = tmp_path / "run"
     command = [
         sys.executable, "-m", "scripts.train", "digits", "--out", str(out), "--steps", "40000", "--device", "cpu",

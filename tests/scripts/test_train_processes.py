@@ -23,7 +23,7 @@ from train_commands import flags
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 
 SHARDINGS = ("ddp", "fsdp")
-LAYERS = {  # of different kinds, with learned decays
+LAYERS = {  # layers of different kinds, with learned decays
     "lm": {"attention": "linear,softmax", "memory": "decay=retnet,learnable=true"},
     "video": {
         "depth": 2, "attention": "linear,softmax", "memory": "rule=delta,decay=retnet,learnable=true", "causal": True,
@@ -101,7 +101,7 @@ def test_from_start_to_result(
     values = [value for each in TASKS[task].values(result).values() for value in each.values()]
     assert np.isfinite(values).all()
     assert list((tmp_path / "run" / "tensorboard").rglob("events.*"))
-    if sharding == "ddp":  # one process reads the same weights from the file that two have written
+    if sharding == "ddp":  # a single process reads the same weights from a file that two have written
         given = {"digits": "digits", "recall": "8x4x4", "video": [Path(data[task])]}.get(task, Path(data[task]))
         few |= {"data": given, "device": "cpu", "tensorboard": False, "progress": False}
         again = TASKS[task].values(TASKS[task].run(TASKS[task].config(**few)))
@@ -111,7 +111,7 @@ def test_from_start_to_result(
 
 @pytest.mark.parametrize("kind", ["shards", "clips"])
 def test_streams_and_clips_on_two_processes_resume(kind: str, tmp_path: Path) -> None:
-    """A run of two processes that is continued ends with the weights of one that was not, with TensorBoard on."""
+    """A resumed run with two processes ends with the same weights as an uninterrupted one, with TensorBoard enabled."""
     if kind == "shards":
         data = {"data": write_shards(tmp_path / "data"), "size": 8, "test_sizes": "", "workers": 1, "mixup": 0.8,
                 "augment": "rand-m9-n1", "layer_decay": 0.8}  # fmt: skip
@@ -147,7 +147,7 @@ def interrupted_worker(rank: int, port: int, out: Path) -> None:
 
     def batch(*args):
         calls.append(1)
-        if rank == 1 and len(calls) == 3:  # one process alone receives the signal
+        if rank == 1 and len(calls) == 3:  # only one process receives the signal
             os.kill(os.getpid(), signal.SIGTERM)
         return toy_batch(*args)
 

@@ -41,7 +41,7 @@ def config(out: Path, **changes: Any) -> RecallTraining:
 
 
 def answer(clips: Clips, sample: int, t: int, h: int, w: int) -> int | None:
-    """Look for the answer of one token as a person would: frame by frame, back from the token's own."""
+    """Find the answer for one token as a person would, going back frame by frame from the token's own."""
     key, offset = clips.keys[sample, t, h, w], clips.offsets[sample, t, h, w]
     if clips.values[sample, t, h, w] >= 0:
         return None  # it writes
@@ -121,7 +121,7 @@ def test_a_frame_asks_independently_of_what_it_writes() -> None:
 
 
 def test_later_writes_replace_earlier_ones_often() -> None:
-    """Otherwise a memory that adds would do as well as one that overwrites."""
+    """Otherwise, a memory that adds would be as good as one that overwrites."""
     clips = draw_clips(Symbols(16, 16, 4, 2), (8, 4, 4), draws(50))
     several = 0
     for sample, frame, *place in np.argwhere(clips.kind(0)):
@@ -211,7 +211,7 @@ def test_which_parts_of_linear_attention_are_rotated() -> None:
 
 
 class Fixed(torch.nn.Module):
-    """A projection that gives the same q, k and v for any input."""
+    """A projection that returns the same q, k and v for any input."""
 
     def __init__(self, keys: list[list[float]], values: list[float]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Fixed(torch.nn.Module):
 
 @pytest.mark.parametrize(("memory", "expected"), [("add", [0.5, 2.0]), ("decay", [0.5, 1.25]), ("delta", [0.5, 1.0])])
 def test_a_memory_adds_forgets_or_overwrites(memory: str, expected: list[float]) -> None:
-    """One head, frames of two tokens, of which the second is blank: the first and the third write with the same key."""
+    """There is one head, and the second of two tokens per frame is blank. Frames 1 and 3 write with the same key."""
     attn: Any = model_of(memory, "none", dim=2, heads=1).blocks[0].attn
     attn.qkv = Fixed([[1, 0], [0, 0], [0, 1], [0, 0], [1, 0], [0, 0]], [1, 0, 0.5, 0, 1, 0])
     attn.q_norm = attn.k_norm = attn.norm = attn.proj = torch.nn.Identity()
@@ -304,7 +304,7 @@ def test_the_accuracy_counts_the_last_frames(tmp_path: Path) -> None:
     settings = config(tmp_path, data="4x3x3", writes=2, questions=1, test_clips=5)
 
     class Oracle(torch.nn.Module):
-        """A model that knows the answers of the last frames, or of the others."""
+        """A model that knows the answers for the last frames, or for the others."""
 
         def __init__(self, late: bool) -> None:
             super().__init__()

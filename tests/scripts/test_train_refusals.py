@@ -1,6 +1,6 @@
 """User errors and disk failures.
 
-Each gives a message of one line, and nothing is left incomplete or lost.
+Each prints a one-line message, and nothing is left incomplete or lost.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""load_run gives back the model of every task, with averaged or last weights."""
+"""load_run returns the model of every task, with averaged weights or those of the last step."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_folders_without_a_model_are_refused(tmp_path):
         )  # fmt: skip
 
     work.train(prepare, Training(out=tmp_path / "own", **{**ALL, "steps": 1, "batch": 1}))
-    with pytest.raises(ValueError, match=r"got .*own, a run of another training; build its model yourself"):
+    with pytest.raises(ValueError, match=r"got .*own, which another script wrote; build its model yourself"):
         load_run(tmp_path / "own")
     with pytest.raises(ValueError, match=r"folder: expected a run of `lrpe-md train video`, got .*own"):
         load_clip(tmp_path / "own", "video.mp4")

@@ -1,4 +1,4 @@
-"""Sampling images for prompts from a short training (scripts/train/sample.py, prompts.py)."""
+"""Sampling images for prompts after a short training run (scripts/train/sample.py, prompts.py)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
 
 
 def test_a_negative_prompt(run_folder, tmp_path):
-    """It steers away from the prompt of this name, and from nothing where guidance is off."""
+    """Sampling steers away from the negative prompt, or from nothing if guidance is off."""
     state = read_checkpoint(run_folder / "checkpoint.pt")
 
     def images(scale, negative):
@@ -124,7 +124,7 @@ def test_seeds_prompts_and_positions(run_folder):
     assert larger.shape == (3, 2, 3, 12, 8)
     other = Sheet(None, 3.0, 2, 2, "extrapolated", "")
     assert not torch.allclose(larger, images(size=(12, 8), sheet=other))
-    assert torch.equal(first, images(sheet=other))  # both kinds of positions agree at the trained size
+    assert torch.equal(first, images(sheet=other))  # both kinds of positions agree at the training size
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_samples_use_averaged_weights(run_folder):
     state = read_checkpoint(run_folder / "checkpoint.pt")
     assert not torch.equal(state["average"]["head.weight"], state["model"]["head.weight"])
     assert torch.equal(Painter(state, CPU).model.head.weight, state["average"]["head.weight"])
-    del state["average"]  # as in a training without averaging
+    del state["average"]  # as in a run without averaging
     assert torch.equal(Painter(state, CPU).model.head.weight, state["model"]["head.weight"])
 
 

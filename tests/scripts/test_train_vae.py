@@ -1,4 +1,4 @@
-"""Training a VAE, and the latents and the diffusion model that follow from it."""
+"""Training a VAE, then computing latents and training a diffusion model on them."""
 
 import json
 from dataclasses import fields
@@ -26,7 +26,7 @@ def config(data: Path, out: Path, **changes: Any) -> VaeTraining:
 
 
 def test_from_a_vae_to_samples(tmp_path):
-    """A trained VAE reconstructs images, gives latents of unit scale, and decodes what diffusion makes of them."""
+    """A trained VAE reconstructs images, its latents have unit scale, and it decodes the diffusion model's samples."""
     data = write_classes(tmp_path / "classes")
     first = vae.run(config(data, tmp_path / "first", steps=1))
     last = vae.run(config(data, tmp_path / "vae", steps=60, batch=16, lr=1e-2, flip=True))
@@ -79,7 +79,7 @@ def test_a_saved_vae_has_the_averaged_weights(tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_killed_training_resumes_bit_equal(tmp_path, monkeypatch, stop):
-    """Kill a step after the checkpoint, and after the last step before the VAE is written."""
+    """Kill the run one step after the checkpoint, and after the last step but before the VAE is written."""
     data = write_classes(tmp_path / "classes")
     whole = vae.run(config(data, tmp_path / "whole"))
 

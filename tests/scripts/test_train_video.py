@@ -72,7 +72,7 @@ SMALL = {
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoded_frames_are_the_ones_written(tmp_path, name):
     frames = brightening(5, 32, 48)
-    frames[:, :, :8], frames[:, :, 40:] = 255, 0  # wider than high: the centre is cropped
+    frames[:, :, :8], frames[:, :, 40:] = 255, 0  # wider than tall: the centre is cropped
     frames[:, 16:, :, 2] = 90  # not flipped, and in RGB order
     path = write_video(tmp_path / "wide.mp4", frames, name)
     found = decode(path, 32, name)
@@ -139,7 +139,7 @@ def test_list_of_files_is_refused(footage, tmp_path, name):
 
 
 def test_footage_given_twice_is_refused(tmp_path):
-    """Its frames would be in the training and the test part."""
+    """Its frames would be in both the training and the test set."""
     (tmp_path / "a.mp4").touch()
     for again in (tmp_path / "a.mp4", tmp_path / ".." / tmp_path.name):
         with pytest.raises(VideoError, match=r"each video once, got a\.mp4 more than once"):
@@ -480,7 +480,7 @@ def test_validation_during_training(footage, tmp_path):
 
 @needs_decoder
 def test_training_starts_from_a_video_run(footage, tmp_path, capsys):
-    """A run of two steps at a vanishing rate ends with the weights that it starts from."""
+    """A run of two steps with a tiny learning rate ends with its initial weights."""
     train_once(footage, tmp_path / "first")
     start = torch.load(tmp_path / "first" / "checkpoint.pt")["average"]
     train_once(footage, tmp_path / "second", weights=str(tmp_path / "first"), seed=1, lr=1e-12, weight_decay=0.0)
@@ -492,7 +492,7 @@ def test_training_starts_from_a_video_run(footage, tmp_path, capsys):
 
 
 def test_training_starts_from_an_image_model(tmp_path):
-    """Kernels of patches are divided among the frames of a tubelet; a head of other classes is left out."""
+    """Patch kernels are divided among the frames of a tubelet; a head for other classes is left out."""
     options = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "absolute": "none"}
     image = LrpeVisionTransformer(num_classes=3, encoding="rotate", encoding_kwargs={"learnable": True}, **options)
     video = LrpeVideoTransformer(

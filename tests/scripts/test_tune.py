@@ -46,7 +46,7 @@ def test_candidates(place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_problem_uses_its_tile(place):
-    """A problem uses no other tile of the row; runs in the interpreter on few tokens."""
+    """A problem doesn't use any other tile in the row; this runs in the interpreter on few tokens."""
     before = dict(TILES)
     cases = place.cases(small=True)
     assert cases.keys() == place.cases().keys()

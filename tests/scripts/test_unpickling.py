@@ -51,7 +51,7 @@ def test_samples_that_would_run_code_are_refused(tmp_path):
 
 
 def calls(source: str) -> set[str]:
-    """Return the calls in the source that can execute a file or string, with the arguments that decide it."""
+    """Return the calls in the source that can execute a file or string, with the arguments that determine it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):

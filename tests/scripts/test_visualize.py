@@ -1,4 +1,4 @@
-"""scripts.visualize: the numbers in the panels against plain Python loops, and every figure."""
+"""scripts.visualize: the numbers in the panels, compared with plain Python loops, and every figure."""
 
 import json
 import math
@@ -145,7 +145,7 @@ def test_similarity_matches_encoded_tokens(name: str, text: int):
     for head in range(made.omega.shape[0]):
         here = replace(view, head=head)
         score = here.scores()[0][1]
-        # Tokens in blocks of 2×2 have another order, so compare sorted values.
+        # Tokens in blocks of 2×2 have a different order, so compare sorted values.
         theta = data.token_angles(layout, here.omega(view.default_variant))
         all_scores = torch.stack([data.similarity(theta, i) for i in range(text, positions.num_tokens)])
         wanted = (y[0, head] @ y[0, head].T)[text:] / (part.stop - part.start)
@@ -403,7 +403,7 @@ def test_invalid_json_files(changes: dict[str, Any], message: str, tmp_path: Pat
 
 
 def test_frequencies_for_one_map_only():
-    """A function that returns float32 for 32 pairs, and nothing for the 64 channels of the other map."""
+    """The function returns float32 for 32 pairs, and fails for the 64 channels of the other map."""
 
     def omega(channels: int, heads: int, base: float, generator: torch.Generator) -> Tensor:
         return torch.linspace(0.1, 1, 32)[None, :, None].expand(1, 32, 2)

@@ -77,7 +77,7 @@ def test_decoding_equals_the_whole_pass(learnable):
 
 @pytest.mark.parametrize("map", ["cosine", "rotate"])
 def test_gradients_of_far_tokens_are_exact(map):
-    """The reference forms dω and dφ in float64; a float32 sum would round each product to 7 digits."""
+    """The reference computes dω and dφ in float64; a float32 sum would round each product to 7 digits."""
     grid = Grid((2**20,), start=2**20 - 64)
     s, x = grid.coordinates(), torch.randn(1, 1, 64, 8)
     omega, phase = torch.rand(1, 8 if map == "cosine" else 4, 1), torch.rand(1, 8 if map == "cosine" else 4)

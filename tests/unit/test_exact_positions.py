@@ -141,7 +141,7 @@ def test_before(form):
 
 
 def test_order_of_positions_differs_from_the_sequence():
-    """Text follows its image in the sequence and precedes it in position."""
+    """Text comes after its image in the sequence, but before it in position."""
     found = compose(After(Grid((1, 2, 2)), (0,)), Tokens(3, "axis", start=1), order=(1, 0))
     assert found.coords[:, 0].tolist() == [4, 4, 4, 4, 1, 2, 3]
     with pytest.raises(ValueError, match=r"order: expected each number from 0 to 1 once, got \(0, 0\)"):

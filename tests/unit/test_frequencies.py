@@ -189,7 +189,7 @@ def test_plane_directions():
 @pytest.mark.parametrize("num_axes", [2, 3])
 @pytest.mark.parametrize("num", [50, 83, 130])
 def test_golden_directions_are_spread_evenly(num_axes, num):
-    """Σ v vᵀ is near C/K · I, that of uniform directions, and no two neighbours are close."""
+    """Σ v vᵀ is close to C/K · I, as for uniform directions, and no two neighbours are close."""
     v = golden_directions(num, num_axes)
     torch.testing.assert_close(v.T @ v / num, torch.eye(num_axes).double() / num_axes, atol=0.04, rtol=0)
     cosines = (v @ v.T).abs() - torch.eye(num)
@@ -256,7 +256,7 @@ def test_scalings_keep_dtype_and_gradient():
         gradient = torch.autograd.grad(scaled.sum(), theta)[0]
         replaced = (scaled.detach() / theta.detach())[0, 7] < 0.5 and scaled.grad_fn.name().startswith("Where")
         assert (gradient[:, :7] > 0).all()
-        # RIFLEx replaces this member by one that does not depend on theta
+        # RIFLEx replaces this member with one that does not depend on theta
         assert (gradient[:, 7] > 0).all() != replaced
 
 
@@ -265,10 +265,10 @@ def test_scalings_keep_dtype_and_gradient():
 )
 @pytest.mark.parametrize("length", [20, 66, 200])
 def test_riflex(dim, base, repeats_at, index, length):
-    """Follow eq. 7 and 8 of the paper for numbers.
+    """Evaluate eq. 7 and 8 of the paper numerically.
 
-    The component whose period is closest to the first repetition gets a period of the whole video, of which the authors
-    use 90%. Shorter videos are unchanged.
+    The component whose period is closest to the first repetition gets a period as long as the video, of which the
+    authors use 90%. Shorter videos are unchanged.
     """
     periods = [round(2 * math.pi * base ** (2 * j / dim)) for j in range(dim // 2)]
     nearest = min(range(dim // 2), key=lambda j: abs(periods[j] - repeats_at))
@@ -306,7 +306,7 @@ def test_dype_on_ntk(factor, time):
 
 
 def dype_by_turns(dim, base, factor, time, length):
-    """Compute DY-YaRN by numbers: the turns of a component in the trained length determine its range."""
+    """Compute DY-YaRN numerically: the turns of a component in the training length determine its range."""
     if factor <= 1:
         return [base ** (-2 * i / dim) for i in range(dim // 2)]
 
@@ -355,7 +355,7 @@ def test_dype_on_yarn_at_its_ends():
 
 
 def test_time_scalings_do_not_synchronise():
-    """The meta device has no values to read."""
+    """The meta device has no values that could be read."""
     theta, time = geometric(56, 1e4).to("meta"), torch.zeros((), device="meta")
     for scaled, _ in (
         riflex_scaling(theta, 66, repeats_at=30), riflex_scaling(theta, 66, index=2), ntk_scaling(theta, 2.0),

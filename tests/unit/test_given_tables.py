@@ -1,4 +1,4 @@
-"""Given cos and sin tables: semantics and errors."""
+"""Cos and sin tables from the caller: semantics and errors."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_tables_of_the_cosine_map():
 
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_each_channel_uses_its_own_entry(pairs):
-    """y_a = a cos_a - b sin_a and y_b = b cos_b + a sin_b; tokens without a row and channels without a table pass."""
+    """y_a = a cos_a - b sin_a and y_b = b cos_b + a sin_b; tokens and channels without entries are unchanged."""
     x, cos, sin = draw(2, 3, 15, 12), draw(2, 12, 8), draw(1, 12, 8).expand(2, -1, -1)
     blocks = ("blocks", pairs) if isinstance(pairs, tuple) else (pairs,)
     a, b = split_pairs(x[:, :, PREFIX:-1, 2:10], *blocks)
@@ -252,7 +252,7 @@ def test_positions_still_work_without_tables():
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_outputs_must_not_overlap_tables(rotary_dim):
-    """An output in the memory of a table is refused before anything is written."""
+    """An output that overlaps a table is rejected before anything is written."""
     place = torch.randn(1, 4, 12, 16)
     tables = place[0, 0, :, : rotary_dim or 8], COS[:, : rotary_dim or 8]
     out = place[..., : 8 + (rotary_dim or 8)]

@@ -41,7 +41,7 @@ X = torch.randn(1, 2, 6, 8)
 
 
 def _layouts(device):
-    """Return positions and frequencies with an explicit device, or on that of their arguments."""
+    """Return positions and frequencies on an explicit device, or on the device of their arguments."""
     theta, table = geometric_theta(8, device=device), GRID.explicit(device)
     for axis_map in f.AXIS_MAPS:
         yield axial_omega(theta, 8, 2, axis_map=axis_map, sections=(4, 4))
@@ -314,7 +314,7 @@ def test_traced_at_a_fixed_size(name):
 
 @pytest.mark.parametrize("name", ROPES)
 def test_exported_for_any_size(name):
-    """ONNX's exporter has no remainder by a symbolic size."""
+    """ONNX's exporter doesn't support the remainder by a symbolic size."""
     model = _Image(ROPES[name]())
     dynamic = torch.export.Dim.DYNAMIC
     program = torch.export.export(model, (IMAGE,), dynamic_shapes=({2: dynamic, 3: dynamic},)).run_decompositions()
@@ -355,8 +355,8 @@ def test_the_inverse(impl):
 
 def test_separate_frequencies_for_k_are_refused():
     with pytest.raises(
-        TypeError, match=r"omega: expected one tensor for q and k, got 2; .* encode q and k in separate calls"
+        TypeError, match=r"omega: expected one tensor for both q and k, got 2; .* encode q and k in separate calls"
     ):
         cosine(X, X, omega=(OMEGA, OMEGA), positions=GRID)
-    with pytest.raises(TypeError, match="omega: expected one tensor for q and k, got 2"):
+    with pytest.raises(TypeError, match="omega: expected one tensor for both q and k, got 2"):
         rotate(X, X, omega=[OMEGA[:, :4], OMEGA[:, :4]], positions=(GRID, GRID), inverse=True)

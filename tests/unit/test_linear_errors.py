@@ -62,7 +62,7 @@ ERRORS = {
     r"state: expected \(S, Σ\) of shapes \[\(2, 2, 12, 8\), \(2, 2, 8\)\], .*, got": {
         "rotary_dim": 4, "omega": OMEGA[:, :4], "state": (S, SUMS),
     },
-    # options without a meaning
+    # options that have no meaning here
     r"pairs: expected 'half', the default, with map='cosine', .*, got 'interleaved'; leave it out": {
         "pairs": "interleaved",
     },

@@ -1,4 +1,4 @@
-"""Decay and the delta rule against an implementation that goes token by token, and against diffusers' SanaWM."""
+"""Decay and the delta rule, compared with a token-by-token implementation and with diffusers' SanaWM."""
 
 import itertools
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def attend_head(case, t, b, h):
 
 
 def expected(case, t):
-    """Return o and, unless in both directions, S and the sums after the last token."""
+    """Return o and, except with both directions, S and the sums after the last token."""
     batch = len(t["q"])
     found = [[attend_head(case, t, b, h) for h in range(4)] for b in range(batch)]
     out = {"o": torch.stack([torch.stack([o for o, _ in row]) for row in found])}
@@ -307,7 +307,7 @@ def test_decay_close_to_zero_forgets_all(rule, block, dtype):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_gate_of_zero(rule, both):
-    """A closed gate lets the state only decay, whatever the tokens hold."""
+    """With a closed gate, the state only decays, whatever the tokens contain."""
     case = Case(rule=rule, both=both, state=not both)
     t = make(case)
     t["gate"] = torch.zeros_like(t["gate"])
@@ -449,7 +449,7 @@ def test_decay_keeps_its_precision(learnable):
 
 @pytest.mark.parametrize("encoding", ["own", "other", None])
 def test_module(encoding):
-    """The module passes its options on, also to an encoding without a description."""
+    """The module passes on its options, also for an encoding without a description."""
     rotate = RotateMd(head_dim=6, num_axes=3, act="softplus")
     call = {"own": rotate, None: None}.get(encoding, lambda q, k, positions: rotate(q, k, positions=positions))
     if encoding == "other":

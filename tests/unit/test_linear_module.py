@@ -1,4 +1,4 @@
-"""LinearAttention: an encoding's map, frequencies and activation, and encodings of foreign classes."""
+"""LinearAttention: an encoding's map, frequencies and activation, and third-party encodings."""
 
 import copy
 
@@ -98,7 +98,7 @@ def test_options_reach_the_function():
 
 @pytest.mark.parametrize("make", [lambda e: e, Foreign, lambda e: None], ids=["own", "foreign", "none"])
 def test_the_result_of_pack(make):
-    """It sets positions and cu_seqlens, in the module and in the function."""
+    """The result of pack sets positions and cu_seqlens, in the module and in the function."""
     q, k, v = (t[:1] for t in qkv())
     packed = pack([Grid((2, 3)), Grid((2, 2), prefix=3)])
     encoding = make(CosineMd(8, 2, act="relu"))
@@ -106,7 +106,7 @@ def test_the_result_of_pack(make):
     expected = module(q, k, v, packed.positions, cu_seqlens=packed.cu_seqlens)
     assert not torch.allclose(expected, module(q, k, v, packed.positions))
     assert torch.equal(module(q, k, v, packed), expected)
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected None with the result of lrpe_md\.pack"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected None if positions come from lrpe_md\.pack"):
         module(q, k, v, packed, cu_seqlens=packed.cu_seqlens)
     if isinstance(encoding, CosineMd):
         found = linear_attention(q, k, v, omega=encoding.get_omega(), positions=packed, is_causal=True)
@@ -231,7 +231,7 @@ def test_presets_describe_themselves(name):
 
 
 def test_activation_of_the_plain_path():
-    """q̄ of a foreign encoding is the activation of q, not q̂."""
+    """For a third-party encoding, q̄ is the activation of q, not q̂."""
     q, k, v = qkv()
     found = LinearAttention(Foreign(CosineMd(8, 2, act="softplus")))(q, k, v, GRID)
     q_bar, k_bar = (activate(t, "softplus") for t in (q, k))

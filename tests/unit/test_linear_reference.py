@@ -309,7 +309,7 @@ def test_pieces_equal_the_whole(mask, normalizer):
 
 
 def test_a_call_without_keys_and_one_without_queries():
-    """The state of the keys, read by the queries in a second call, gives the whole result."""
+    """If the queries read the keys' state in a second call, the result is complete."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4) for n in (5, 7, 7))
     omega, where = torch.rand(1, 4, 1), (torch.arange(5.0)[:, None], torch.arange(7.0)[:, None])
@@ -436,7 +436,7 @@ def test_products_are_formed_in_ieee(monkeypatch):
 
 
 def test_rounded_operands():
-    """Both operands of each product are rounded, in forward and derivatives; sums stay float32."""
+    """Both operands of each product are rounded, in the forward and in derivatives; sums stay float32."""
     a, b, g = (torch.randn(2, 5, 5) for _ in range(3))
 
     def low(t):
@@ -521,7 +521,7 @@ def test_factories():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_derivatives_of_any_order(mask):
-    """Differentiate by every float input, including coordinates and amplitude."""
+    """Differentiate with respect to every float input, including coordinates and amplitude."""
     case = LinearCase(
         shape=(5,), prefix=1, batch=1, heads=(2, 1), head_dim=2, v_dim=2, gate="float", state=True, return_state=True,
         act="softplus", dtype=torch.float64, phase="both", amplitude_heads=1, omega_dtype=torch.float64,

@@ -162,7 +162,7 @@ def test_adam_keeps_the_order_of_frequencies(cls):
 
 @pytest.mark.parametrize("kind", LEARNING)
 def test_trainers_that_treat_matrices_differently_leave_it_alone(cls, kind):
-    """Parameters have one dimension and the mark, also in copies and materialised modules."""
+    """Parameters are one-dimensional and marked, also in copies and materialised modules."""
     with torch.device("meta"):
         late = cls(8, 2, **kind)
     assigned = copy.deepcopy(late)
@@ -216,7 +216,7 @@ def test_parameter_groups(cls):
 @pytest.mark.parametrize("learnable", [True, "raw"])
 @pytest.mark.parametrize("signs", [1, -1], ids=["positive", "some below 0, one 0"])
 def test_state_dicts_of_other_parametrisations(cls, learnable, signs):
-    """Load theta, shaped tensors (before version 0.3), and logarithms into each other, signs and zeros included."""
+    """Convert between theta, shaped tensors (before version 0.3) and logarithms, including signs and zeros."""
     module = cls(8, 2, num_heads=4, learnable=learnable, phase=True)
     num_theta, num_phase = (4, 2) if cls is CosineMd else (2, 1), 8 if cls is CosineMd else 4
     theta = torch.linspace(0.1, 2, 4 * num_theta[0]).reshape(4, -1)

@@ -71,7 +71,7 @@ def test_a_packed_projection(name):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert found[2].data_ptr() == qkv[..., -1, :].data_ptr() if key_heads == 1 else found[2]._is_view()
-    assert all(y.is_contiguous() for y in found[:2])  # the layout that flash-attn's functions take
+    assert all(y.is_contiguous() for y in found[:2])  # the layout that flash-attn's functions expect
     dys = [torch.randn_like(t) for t in expected]
     for a, b in zip(*(torch.autograd.grad(t, (qkv, omega), dys) for t in (found, expected)), strict=True):
         torch.testing.assert_close(a, b)
@@ -172,7 +172,7 @@ def test_packed_tokens():
     ],
 )
 def test_packed_tokens_without_the_whole_pack(call, ways):
-    """The error names what the callee takes, and no more."""
+    """The error only names what the called function accepts."""
     ways = ways.format(pack="the whole result of lrpe_md.pack as positions (not only its first part)")
     with pytest.raises(ValueError, match=re.escape(f"; for packed tokens (N, H, D), pass {ways}") + "$"):
         call(projection(9, 4), pack([GRID, Grid((1, 2))]).positions)
@@ -409,7 +409,7 @@ WHOLE = {
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", WHOLE)
 def test_zigzag(name, ranks):
-    """Each rank with its two chunks computes its part of the whole."""
+    """Each rank computes its part of the result from its two chunks."""
     positions = WHOLE[name]
     x = projection(2, 4, 12)
     omega = OMEGA if positions.num_axes == 2 else THETA[None, :, None]

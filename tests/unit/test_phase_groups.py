@@ -195,7 +195,7 @@ def test_module_errors(kwargs, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_on_a_gpu(dtype):
-    """Errors of values and gradients from float64 are within the reference's."""
+    """Values and gradients are as close to float64 as the reference's."""
     generator = torch.Generator().manual_seed(0)
     grid = Grid((12, 10), prefix=2)
     x = torch.randn(2, 4, 122, 32, generator=generator).to(dtype)

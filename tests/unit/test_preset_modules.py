@@ -94,7 +94,7 @@ def test_frequencies_train(name):
 
 
 def test_frequencies_of_zero_stay_in_every_parametrisation():
-    """HoPE has frequencies of zero for time."""
+    """HoPE's temporal frequencies are zero."""
     log, raw = (PresetMd("hope", learnable=kind) for kind in (True, "raw"))
     raw.load_state_dict(log.state_dict())
     torch.testing.assert_close(raw.get_omega(), raw.preset.omega.float(), rtol=1e-6, atol=0)
@@ -114,7 +114,7 @@ def test_an_original_that_learns_theta_keeps_its_parameter():
 
 
 def test_dinov3_matches_published_periods():
-    """Published weights hold the periods in bfloat16, as the docstring says."""
+    """Published weights store the periods in bfloat16, as the docstring says."""
     made = preset("dinov3")
     rounded = replace(made, omega=2 * math.pi / (2 * math.pi / made.omega).bfloat16().double())
     expected = (100 ** (torch.arange(16, dtype=torch.float64) / 16)).bfloat16().double()
@@ -207,7 +207,7 @@ def test_phase_is_clamped_and_only_on_the_keys():
 
 
 def test_the_kernels_run_it():
-    """Combine a float64 omega, a float32 phase, an amplitude per pair, and a learned theta."""
+    """The cases combine a float64 omega, a float32 phase, an amplitude per pair, and a learned theta."""
     for module in (
         move_parameters(PresetMd(preset("pope", 8, num_heads=2), impl="triton")),
         PresetMd(preset("wan", 24, scaling=YARN), impl="triton"),
@@ -249,7 +249,7 @@ def test_repr():
 
 @pytest.mark.parametrize("name", ["rope_vit_mixed", "rope_1d", "ernie4_5_vl"])
 def test_repr_without_an_axis_order(name):
-    """Dense frequencies, one axis and axes in groups have no order of blocks."""
+    """Dense frequencies, a single axis and grouped axes have no block order."""
     assert "axis_order" not in repr(PresetMd(name, num_heads=2))
 
 

@@ -262,7 +262,7 @@ def test_preset_fields(name):
 
 
 def test_no_scheme_is_named_elsewhere():
-    """Scheme names appear in no code outside of presets/registry.py and the adapters."""
+    """Scheme names don't appear in any code outside presets/registry.py and the adapters."""
     import ast
     from pathlib import Path
 
@@ -281,7 +281,7 @@ def test_no_scheme_is_named_elsewhere():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCHEMES)
 def test_presets_on_a_gpu(name):
-    """Errors of the kernels from float64 are within the reference's, for every preset in float32."""
+    """The kernels are as close to float64 as the reference, for every preset in float32."""
     p = for_heads(name)
     positions = p.positions(*SEGMENTS[name])
     cuda = positions if isinstance(positions, Grid) else positions.to("cuda")
@@ -357,7 +357,7 @@ def test_resolution_is_a_position_rule():
 
 
 def test_rope_mixed_begins_as_the_original():
-    """Half of a head's pairs have a random direction, half the orthogonal one; magnitudes are 10^(-4 i / D)."""
+    """Half of a head's pairs have a random direction, the others the orthogonal one; magnitudes are 10^(-4 i / D)."""
     p = preset("rope_vit_mixed", num_heads=40)
     angles = torch.atan2(p.omega[:, 0, 0], p.omega[:, 0, 1])  # (y, x)
     magnitudes = torch.tensor([10.0 ** (-4 * i / 64) for i in range(16)], dtype=torch.float64)
@@ -408,7 +408,7 @@ def test_dinov3_trains_with_its_augmentation():
     ids=["yarn", "llama3", "longrope"],
 )  # fmt: skip
 def test_text_side_scalings(scaling, parameters):
-    """Qwen2-VL is stretched, and its amplitude follows."""
+    """Qwen2-VL is stretched, and its amplitude changes accordingly."""
     p, segments = preset("qwen2_vl", scaling=scaling), (3, (1, 3, 5), 20)
     positions = p.positions(*segments)
     q, k = inputs(positions.num_tokens, 128)

@@ -144,7 +144,7 @@ def test_a_part_of_a_head():
 
 
 def test_pairs_in_blocks_at_any_head_dim():
-    """Pairs are half and half in the channels of each axis, for unequal shares and either order."""
+    """Pairs use the half layout within each axis's channels, for unequal shares and either order."""
     for shares, order in (((1, 3), "major_first"), ((1, 3), "minor_first"), ((0, 1), "major_first")):
         blocks = replace(OWN, pairs="blocks", frequencies=Axial(shares, axis_order=order))
         for head_dim in (8, 24):
@@ -305,7 +305,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in WRONG.items() for value in values])
 def test_invalid_fields_raise_on_reading(path, value):
-    """Reading raises at once, not only the first preset() or the first positions."""
+    """Reading raises an error immediately, not only at the first preset() or positions."""
     where, _, name = path.rpartition(".")
     data = {
         "doc": "", "head_dim": 8, "frequencies": {"kind": "axial", "split": [1, 1], "base": 3.0},
@@ -347,7 +347,7 @@ def panels(figure):
 
 
 def similarity(figure):
-    """Return the first map of similarities; those of other variants follow."""
+    """Return the first similarity map; the maps of other variants follow it."""
     [first, *_] = [axis for title, axis in panels(figure).items() if title.startswith(("rotate", "cosine"))]
     return first.images[0].get_array()
 
@@ -486,7 +486,7 @@ def test_the_page_names_every_preset():
 
 
 def test_page_check_can_fail():
-    """The check in the page fails for another base."""
+    """The check on the page fails for a different base."""
     text = (DOCS / "schemes.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:6]
     assert any("test_ours_is_the_formula()" in block for block in blocks)

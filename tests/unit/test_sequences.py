@@ -134,7 +134,7 @@ def test_composing_then_slicing_equals_slicing_then_composing(segments, data):
 @given(sequences, sequences)
 @settings(deadline=None, max_examples=60)
 def test_plain_segments_compose_end_to_end(first, second):
-    """Composing segments without running positions is concatenation."""
+    """Composing segments without running positions concatenates them."""
     first, second = ([s for s in part if isinstance(s, (Grid, Coordinates))] for part in (first, second))
     both = compose(*first, *second, num_axes=3)
     equal(both, pack([compose(*first, num_axes=3), compose(*second, num_axes=3)]).positions)

@@ -81,7 +81,7 @@ QUOTED = {
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("quoted", QUOTED, ids=lambda f: f.__name__)
 def test_quoted_implementations(quoted, impl):
-    """Compare values and gradients to x and theta in float64; in the other layout they differ."""
+    """Compare values and the gradients of x and theta in float64; in the other layout, they differ."""
     x, theta = randn(2, 3, 6, 8).requires_grad_(), geometric_theta(4, 10.0).requires_grad_()
     expected, found = quoted(x, theta), lrpe_rotate_1d(x, theta, pairs=QUOTED[quoted], impl=impl)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -119,12 +119,12 @@ def test_theta_gradcheck(shape, impl):
 
 
 def test_grouped_queries_in_one_call():
-    """Per-head theta belongs to key heads, and the query heads of a group share it."""
+    """Per-head theta belongs to key heads, and the query heads in a group share it."""
     q, k = qk(dtype=torch.float64)
     for theta in (randn(2), randn(2, 4), randn(4)):
         by_query = theta if theta.shape == (4,) else theta.repeat_interleave(2, 0)
         if by_query.shape == (4,) and theta.shape == (2,):
-            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would be one per pair
+            by_query = by_query[:, None].expand(4, 4)  # a theta of length d/2 would have one entry per pair
         found = lrpe_rotate_1d((q, k), theta, offset=3)
         torch.testing.assert_close(found[0], lrpe_rotate_1d(q, by_query, offset=3))
         torch.testing.assert_close(found[1], lrpe_rotate_1d(k, theta, offset=3))

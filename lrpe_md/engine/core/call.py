@@ -1,6 +1,6 @@
 """Values that describe a call.
 
-:class:`Options` are the user's choices. :class:`Call` is the validated result that all lower layers take.
+:class:`Options` are the user's choices. :class:`Call` is the validated result, which all lower layers use.
 :class:`Variant` holds all compile-time settings of a kernel.
 """
 
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tensors beside x. The kernels compute gradients only for omega and phase."""
+    """All tensors except x. The kernels compute gradients only for omega and phase."""
 
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
@@ -162,7 +162,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]  # empty for explicit coords
 
     def is_same(self, other: Layout) -> bool:
-        """Compare field by field. If tuples were compared, Dynamo of torch 2.11 would treat the sizes as constants."""
+        """Compare field by field. If tuples were compared, Dynamo in torch 2.11 would treat the sizes as constants."""
         has_same_counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start
@@ -199,7 +199,7 @@ class Layout(NamedTuple):
         return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
     def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
-        """Return γ and β of q and of k for the reference."""
+        """Return γ and β for q and for k, in the reference's form."""
         groups = None
         if weights.weight is not None and weights.token_groups > 1:
             index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
@@ -241,7 +241,7 @@ class Call(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """All compile-time settings of a kernel, as one value that every helper takes.
+    """All compile-time settings of a kernel, as one value that is passed to every helper.
 
     Its repr can be evaluated anywhere, because compiler-generated code contains it.
     """
@@ -332,7 +332,7 @@ class Variant(NamedTuple):
     feature_blocks: tuple[int, ...] = ()
     sum_blocks: tuple[int, ...] = ()  # tiles of the normaliser's features
     num_sums: int = 0
-    state_size: int = 0  # elements of S and Z of a head
+    state_size: int = 0  # elements of a head's S and Z
     causal: bool = False
     one_side: bool = False  # q and k share positions and phase
     has_no_gqa: bool = False  # q and k have the same number of heads

@@ -1,4 +1,4 @@
-"""Code that all launchers share: preparing tables, describing grids by numbers, and detecting GPU features."""
+"""Code that all launchers share: preparing tables, describing grids as numbers, and detecting GPU features."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids
 
 
 def make_readable(call: Call) -> Call:
-    """Return the call with tables as the kernels read them.
+    """Return the call with tables in the form that the kernels read.
 
     Tables are contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
     """
@@ -73,14 +73,14 @@ def make_readable(call: Call) -> Call:
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Return the sides of linear attention with tables as the kernels read them. narrow: 16-bit inputs."""
+    """Return the sides of linear attention with tables in the form that the kernels read. narrow: 16-bit inputs."""
     if narrow:  # kernels use the hardware's sine and cosine
         q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as the kernels read it: contiguous, (H or 1, P, D)."""
+    """Return γ or β in the form that the kernels read: contiguous, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -100,8 +100,8 @@ def materialise(t: Tensor) -> Tensor:
 def use_affine_positions(call: Call) -> Call:
     """Return the call with the positions of a large grid as an affine map of indices.
 
-    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, that is 400
-    radians per position.
+    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, this allows
+    400 radians per position.
     """
     layout, tables = call.layout, call.tables
     if max(layout.sizes, default=0) <= LARGE_GRID or tables.affine is not None or tables.origin is not None:
@@ -206,7 +206,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads; 0 if these share their rows."""
+    """Return the strides of tables along samples and heads; a stride is 0 if they share rows."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels

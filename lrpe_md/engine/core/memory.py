@@ -37,7 +37,7 @@ def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Te
 
 
 def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
-    """Copy y (B, H, N, D) so that its first three dimensions are in this memory order, outermost first."""
+    """Copy y (B, H, N, D) so that its first three dimensions have this memory order, outermost first."""
     if order == (0, 1, 2):
         return y
     first, second, third = (order.index(i) for i in range(3))

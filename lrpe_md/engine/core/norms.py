@@ -135,7 +135,7 @@ def apply_norm(
 
 
 def _make_layout(positions: Any, num_tokens: int) -> Layout:
-    """Return a layout with the prefix and suffix of positions that are not validated yet."""
+    """Return a layout with the prefix and suffix of positions that have not been validated yet."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):

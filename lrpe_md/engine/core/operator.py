@@ -111,7 +111,8 @@ def check_impl(impl: Any) -> None:
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
     """Return whether to run the kernels, according to ``impl`` and the inputs.
 
-    constants: tensors for which the kernels compute no gradient. transformed: the result of :func:`is_transforming`.
+    constants: tensors for which the kernels don't compute gradients. transformed: the result of
+    :func:`is_transforming`.
     """
     if impl not in IMPLS:
         check_impl(impl)
@@ -135,7 +136,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
             if t is not None and t.requires_grad:
                 if is_required:
                     raise ValueError(
-                        "positions, amplitude: the kernels compute no gradient for coords, scale, shift or "
+                        "positions, amplitude: the kernels don't compute gradients of coords, scale, shift or "
                         "amplitude; use impl='auto' or detach them"
                     )
                 return False
@@ -153,7 +154,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
 
 @cache
 def warn_of_interpreter() -> None:
-    """Warn once that the interpreter of an old Triton is less accurate than a GPU."""
+    """Warn once that an old Triton's interpreter is less accurate than a GPU."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
@@ -208,8 +209,8 @@ _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 class Operator(ABC):
     """A pair of registered operators with their kernels, reference, fakes and derivatives.
 
-    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple of all other arguments. A backward
-    returns the gradients of the rows, then those of the learned tensors that need one, in the order of
+    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. A
+    backward returns the gradients of the rows, then those of the learned tensors that need one, in the order of
     :meth:`list_learned`.
     """
 
@@ -275,17 +276,17 @@ class Operator(ABC):
 
     @abstractmethod
     def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors beside the rows that may have a gradient."""
+        """Return the tensors other than the rows that may have a gradient."""
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors of a call for which the kernels compute no gradient."""
+        """Return the tensors of a call for which the kernels don't compute gradients."""
 
     @abstractmethod
     def replace(
         self, call: Any, inputs: Any, rows: Sequence[Tensor], learned: Sequence[Tensor | None]
     ) -> tuple[Any, Any]:
-        """Return the call and its inputs with other rows and other learned tensors."""
+        """Return the call and its inputs with the rows and learned tensors replaced."""
 
     @abstractmethod
     def gather(self, call: Any, rows: tuple[Tensor, ...], learned: tuple[Tensor | None, ...]) -> Any:
@@ -328,7 +329,7 @@ class Operator(ABC):
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward that is followed by a backward, and the number of results for the user."""
+        """Return the options for a forward that a backward will follow, and the number of results for the user."""
         raise NotImplementedError("expected an operator with options to override this method")
 
     # --- a call, from the choice of the path to a launch
@@ -428,7 +429,7 @@ class Operator(ABC):
         """Compute the gradients with the reference.
 
         We differentiate views of the saved tensors. Differentiating the tensors themselves would also follow the user's
-        own graph, for example if k was computed from q.
+        graph, for example if k was computed from q.
         """
         leaves: list[Tensor] = []
 
@@ -512,7 +513,7 @@ class Operator(ABC):
 
 
 def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Replace repeated tensors by views, because Dynamo accepts each tensor only once."""
+    """Replace repeated tensors with views, because Dynamo accepts each tensor only once."""
     distinct_tensors: list[Tensor | None] = []
     for i, t in enumerate(tensors):
         for other in tensors[:i]:

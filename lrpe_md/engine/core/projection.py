@@ -17,7 +17,7 @@ __all__ = ["ProjectionGradient", "Split", "TracedSplit", "find_split", "join"]
 
 
 class ProjectionGradient:
-    """The gradient of a projection while it is being written."""
+    """The gradient of a projection, while backward passes write it."""
 
     __slots__ = ("buffer", "num_key_heads", "shape")
 

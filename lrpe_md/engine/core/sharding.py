@@ -69,7 +69,7 @@ def check_placements(spec: Spec, xs: tuple[Any, ...], *others: Any) -> None:
             )
         if spec.norm != "none" and spec.norm_over == "heads" and count_ranks(x, HEADS) > 1:
             raise ValueError(
-                f"norm: over='heads' takes the mean over all heads of a token, got {name} with its heads sharded, "
+                f"norm: over='heads' needs all heads of a token, got {name} with its heads sharded, "
                 f"{tuple(x.placements)}; call {name}.redistribute first, or shard its batch or tokens"
             )
     check_mesh("omega, phase", others, names[0], xs[0])
@@ -139,7 +139,7 @@ def check_heads(name: str, t: Tensor, dim: int, x: Any) -> None:
     ranks = count_ranks(x, HEADS)
     if t.shape[dim] % ranks:
         raise ValueError(
-            f"{name}: expected a multiple of {ranks} heads, one part per rank, or 1 shared head, got {t.shape[dim]} "
+            f"{name}: expected a multiple of {ranks} heads (the number of ranks) or 1 shared head, got {t.shape[dim]} "
             f"({tuple(t.shape)}); redistribute x, or shard its batch or tokens"
         )
 
@@ -168,7 +168,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x's shards are those of torch.chunk, because tensors that share its dimensions are cut that way."""
+    """Check that x is sharded like torch.chunk, because tensors that share its dimensions are split that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)

@@ -140,7 +140,7 @@ def run_call(
 def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_call`. The launch writes its outputs to the target, or they are copied."""
+    """Run a validated call like :func:`run_call`, and write the outputs to a target, in the launch or by a copy."""
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
@@ -258,7 +258,7 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Apply the cosine map to the channels of ``rotary_dim``. The other channels become x̄ and keep their order."""
+    """Apply the cosine map to the channels of ``rotary_dim``. For the other channels, return x̄, in the same order."""
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:

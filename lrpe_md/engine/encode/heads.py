@@ -196,7 +196,7 @@ def _list_grid_numbers(layout: Layout) -> list[int]:
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
-    """Return how many programs work on q, so that all are equally busy.
+    """Return how many programs should work on q, so that all are equally busy.
 
     Half of the work grows with the tensor's own number of heads, and half with the larger of the two numbers.
     """

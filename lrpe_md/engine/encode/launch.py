@@ -105,7 +105,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """Inputs of a launch beside the tables, for one tensor or for q and k."""
+    """Inputs of a launch except the tables, for one tensor or for q and k."""
 
     xs: list[Tensor]  # empty if the backward needs no x
     dys: list[Tensor]  # empty in the forward
@@ -222,7 +222,7 @@ def order_tensors(
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
-    """Return the launches prepared for calls with the same sizes, dtypes and devices."""
+    """Return the launches that were prepared for calls with the same sizes, dtypes and devices."""
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = make_key(None, tensors)
     key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
@@ -381,7 +381,7 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
-    """Divide channels into small blocks if their number is not a power of two, so that no threads idle.
+    """Divide channels into small blocks if their number is not a power of two, so that no thread is idle.
 
     This only works if all channels are mapped, and nothing is summed over the channels.
     """
@@ -394,7 +394,7 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 
 def _find_tile_width(variant: Variant) -> int:
-    """Return how many channels of a row a tile holds."""
+    """Return how many channels of a row fit in a tile."""
     if not (variant.need_dangles or variant.need_dweight):
         return variant.num_mapped * variant.block_c
     return triton.next_power_of_2(sum(variant.blocks))  # includes the other channels

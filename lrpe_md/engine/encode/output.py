@@ -141,7 +141,7 @@ _cached_reaches: dict[Any, list[int | None]] = {}  # size in bytes of the memory
 def _check_no_overlap(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Check that outputs overlap no other tensor. tensors: the sources, then the outputs that are not None."""
+    """Check that outputs don't overlap other tensors. tensors: the sources, then the outputs that are not None."""
     addresses = [None if t is None else t.data_ptr() for t in tensors]
     num_outs = sum(t is not None for t in target.outs)
     first = len(tensors) - num_outs

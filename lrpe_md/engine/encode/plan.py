@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     block_n: int  # tokens of a tile
     num_warps: int
     max_registers: int | None  # per thread; fewer leave room for more warps
-    stages: int  # of the walk with dω: the rows of stages - 1 steps are loaded ahead
+    stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
     token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
     rows_per_program: int  # rows of a program, which share its angles
@@ -101,14 +101,14 @@ TILES = {
     (4, "rotate", Pass.BACKWARD, "tables"): (Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
 }  # fmt: skip
 _64 = Tile(1, 512, 4)
-NUM_SM = 132  # of the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
+NUM_SM = 132  # on the largest GPUs; a fixed number, so that dω is summed in the same order on every GPU
 REGISTERS = 65536  # per SM
 # The cost of a new block of tokens, in blocks of rows (docs/tuning.md).
 NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Return the tile for this work. It depends on no sizes except the width, so sizes don't cause recompilation."""
+    """Return the tile for this work. The only size it depends on is the width, so sizes don't cause recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
@@ -177,7 +177,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
     """Divide rows like :func:`cut_rows`, into parts of ``work.rows_per_weight`` rows or a divisor of it.
 
-    If there are more parts than programs that run at once, they run one after another.
+    If there are more parts than programs that can run at once, they run one after another.
     """
     best, shortest = (work.step, block_r), math.inf
     for part_rows in (n for n in range(work.rows_per_weight, 0, -block_r) if work.rows_per_weight % n == 0):

@@ -34,7 +34,7 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
     their rows of tables. Other tensors are sharded like xs along dimensions that they share, and replicated otherwise.
-    Plain tensors count as replicated. Gradients are those of the whole computation, in the tensors' own placements: if
+    Plain tensors count as replicated. Gradients cover the whole computation and have the tensors' own placements: if
     only xs were sharded, they are summed over the ranks.
 
     Raises:

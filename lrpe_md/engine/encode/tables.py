@@ -29,7 +29,7 @@ NO_POSITIONS = (
 
 
 def find_positional(xs: Sequence[Any], *names: str) -> str | None:
-    """Return the error for arguments that were passed without their keyword, among xs, or None.
+    """Return the error for arguments among xs that were passed without their keyword, or None.
 
     names: the keyword arguments that are missing.
     """

@@ -78,8 +78,8 @@ def validate(
     channels = spec.num_channels
     if isinstance(omega, (tuple, list)) and omega and isinstance(omega[0], Tensor):
         raise TypeError(
-            f"omega: expected one tensor for q and k, got {len(omega)}; q·k depends only on the relative position if "
-            "both use the same frequencies. To use different ones, encode q and k in separate calls"
+            f"omega: expected one tensor for both q and k, got {len(omega)}; q·k only depends on relative "
+            "positions if both use the same frequencies. To use different ones, encode q and k in separate calls"
         )
     _check_omega("omega", omega, xs, (channels, num_axes), "(H or 1, channels or pairs, axes)")
     amplitude = _lay_out_amplitude(amplitude, channels, x.device)
@@ -101,7 +101,7 @@ def validate(
 
 
 def _specify(options: Options, head_dim: int) -> Spec:
-    """Turn the user's options into a spec."""
+    """Convert the user's options to a spec."""
     check_act(options.act, options.dim)
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
@@ -188,7 +188,7 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
-    """Check q or k. packed: what the caller takes for packed tokens, for the error."""
+    """Check q or k. packed: what to pass for packed tokens, for the error."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(
@@ -234,7 +234,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
         start, stop = 0, head_dim
         if even and head_dim % 2:
             raise ValueError(
-                f"head_dim: expected an even number, got {head_dim}, because a rotation takes pairs of channels; "
+                f"head_dim: expected an even number, got {head_dim}, because channels are rotated in pairs; "
                 "rotate an even number of channels with rotary_dim=, or use the cosine map"
             )
     elif isinstance(rotary_dim, slice):

@@ -58,7 +58,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
 
 def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
-    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors stay as they are."""
+    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors don't change."""
     packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
     if not any(packed):
         return encode(*xs)
@@ -107,7 +107,7 @@ def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
 
 
 def order_heads(out: Any) -> Any:
-    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is refused later."""
+    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is rejected later."""
     is_valid = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
     return _put_heads_first(out) if is_valid else out
 

@@ -1,1 +1,1 @@
-"""Code that depends on private names of torch: of its compiler and its dispatcher."""
+"""Code that depends on private names in torch's compiler and dispatcher."""

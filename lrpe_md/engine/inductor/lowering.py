@@ -3,14 +3,14 @@
 In a compiled program, calling a Python operator takes more host time than the launches in it. So we register lowerings
 with Inductor. A lowering runs the operator's launcher on meta tensors, records what it allocates and launches, and adds
 each launch to Inductor's graph. If the launcher does anything else, the lowering falls back to calling the operator.
-Examples are tables that are created or changed before a kernel reads them, states, and pieces of packed sequences or
-of causal attention. It also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows
-that are not 16-byte aligned. Before torch 2.15, Inductor could not limit registers. In these versions, Triton launches
-kernels that need a limit from Inductor's Python code, and in C++ code such kernels stay operators. Export, ONNX and
-other ``torch.compile`` backends see only the operator.
+Examples are tables that are created or changed before a kernel reads them, states, and pieces of packed sequences or of
+causal attention. It also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows that
+are not 16-byte aligned. Before torch 2.15, Inductor could not limit registers. In these versions, Triton launches
+kernels that need a limit from Inductor's Python code, and in C++ code, such kernels remain operators. Export, ONNX and
+other ``torch.compile`` backends only see the operator.
 
 If gradients belong to one projection (core/projection.py), the operator writes them directly into the joined buffer,
-which is allocated with them. v's gradient comes from elsewhere. If it is in memory by then, extra programs of the same
+which is allocated with them. v's gradient comes from elsewhere. If it is already in memory, extra programs of the same
 launch copy it; otherwise, the lowering of the join does.
 """
 
@@ -351,7 +351,7 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
     These are the inputs. If all of them are inputs of the whole graph, also add the tensors that the outputs are first
-    used with. An example is the incoming gradient, if an encoding is recomputed for attention's backward.
+    used with. One example is the incoming gradient, if an encoding is recomputed for attention's backward.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -381,7 +381,7 @@ def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str])
 
     Inductor searches for the order with the least memory. It assumes that a storage shared by several inputs is freed
     with each of them. So it may move an allocation that depends on nothing, or only on saved tensors, before all
-    layers. That can cost all the memory that recomputing an encoding saves.
+    layers. That can use up all the memory that recomputing an encoding saves.
     """
     from torch._inductor.virtualized import V
 
@@ -431,7 +431,7 @@ def _node_type() -> Any:
             self.kernel_idx = kernel_side_table.add_kernel(tuned_kernel)
             self.grid = [(launch.programs + fixed_kernel.programs, 1, 1)]
             self.device = device
-            self.launch_kwargs = tuple(options)  # used from torch 2.15 on; earlier compilers take no other options
+            self.launch_kwargs = tuple(options)  # used since torch 2.15; earlier compilers accept no other options
             self.kwargs |= options if _takes_options() else {}
             self.ordered_kwargs_for_cpp_kernel = list(arguments)
             self.mutable_args = list(written_boxes)

@@ -1,9 +1,9 @@
 """Private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, including the names in lowering.py and
-core/recording.py. A test resolves all of them, and reports those that a new torch has removed. The attributes
-``_cdata`` and ``_backward_cls`` are not listed. If torch removes a name, the import fails if it is bound at module
-level; otherwise, calls fail.
+core/recording.py. A test resolves all of them, and reports any that a new torch has removed. The attributes ``_cdata``
+and ``_backward_cls`` are not listed. If torch removes a name that is bound at module level, the import fails;
+otherwise, calls fail.
 """
 
 from __future__ import annotations

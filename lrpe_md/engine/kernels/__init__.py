@@ -9,10 +9,10 @@
 - rows: products and sums of rows. tiles: loads and stores. signature: which arguments select a variant.
 - fixed: kernels with their numbers compiled in, for compilers.
 
-The formulas are those of ``reference.py``. Prefixes: p_ pointer, o_ offsets, m_ mask; tiles in registers have none.
-s is a position and w a frequency. V holds all compile-time settings (:class:`engine.core.call.Variant`). A tile has
-V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a row is
-one head of one sample. Sizes are always run-time arguments.
+The formulas are the same as in ``reference.py``. Prefixes: p_ pointer, o_ offsets, m_ mask; tiles in registers have
+none. s is a position and w a frequency. V holds all compile-time settings (:class:`engine.core.call.Variant`). A tile
+has V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a
+row is one head of one sample. Sizes are always run-time arguments.
 
 In Triton 3.6 the fields of V are plain numbers. Shapes and ranges need a constexpr, so we assign them to local ones.
 """

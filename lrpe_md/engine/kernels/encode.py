@@ -287,10 +287,10 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two. Also return each row's location.
 
-    If only one of x and dy is read, it stands in for the other. tensors: x, dy, the output, the statistics of softmax
-    over the sequence, and the extras of :func:`lrpe_kernel`. rows: the end, the first sample, the group and its heads.
-    A row's location: pointers to x, dy and the output; the number of tokens; a pointer to the maximum over the sequence
-    and the offset from there to the sum. With V.has_start, the range of tokens to write is also returned.
+    If only one of x and dy is read, it is also used in place of the other. tensors: x, dy, the output, the statistics
+    of softmax over the sequence, and the extras of :func:`lrpe_kernel`. rows: the end, the first sample, the group and
+    its heads. A row's location: pointers to x, dy and the output; the number of tokens; a pointer to the maximum over
+    the sequence and the offset from there to the sum. With V.has_start, the range of tokens to write is also returned.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -397,9 +397,10 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
 def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
     """Plan program t's walk: steps of block_r rows, through all rows of one block of tokens after another.
 
-    First, the program walks over every T-th block alone, as long as every program has a block. The programs that have
-    the same channels (V.flat: every V.flat-th program) then share the remaining blocks evenly. Returns the number of
-    steps walked alone, the total number of steps, and the block and row where the program's share begins.
+    First, the program walks over every T-th block on its own, as long as there is a block for every program. The
+    programs that have the same channels (V.flat: every V.flat-th program) then share the remaining blocks evenly.
+    Returns the number of steps walked alone, the total number of steps, and the block and row where the program's share
+    begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY

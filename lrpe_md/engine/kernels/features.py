@@ -3,7 +3,7 @@
 A row's features are a tuple of tiles: first the output of the map, with both halves channel by channel, then the
 channels that the map leaves out, as x̄ (kernels/encode.py). Widths that are not powers of two are split into several
 tiles, for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If they were in a
-single tile, sums over the channels of a row might go through all warps.
+single tile, sums over the channels of a row might involve all warps.
 
 A "side" of an attention (q or k) has two parts. One encodes its tokens: frequencies, positions and tables, often shared
 by q and k. The other is the norm: None, or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
@@ -74,7 +74,7 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 def load_side(side, b, g, h, V: tl.constexpr):
     """Load the tables of a head of a sample; also return h. g: the head of k.
 
-    Callers pass the result on next to the side's pointers. A function can't return these, as they may be None.
+    Callers pass the result on, together with the side's pointers. A function can't return these, as they may be None.
     """
     return load_tables(side, b, g, V=V), h
 

@@ -73,7 +73,7 @@ class Copy(NamedTuple):
         return batch * heads * triton.cdiv(num_tokens, self.block)
 
     def write(self, source: str, destination: str) -> str:
-        """Write the source code of a call of :func:`copy_rows`."""
+        """Write the source code of a call to :func:`copy_rows`."""
         _, heads, num_tokens, head_dim = self.source.shape
         sizes = heads, num_tokens, head_dim, self.width
         x, o = self.source.stride()[:3], self.destination.stride()[:3]
@@ -97,7 +97,7 @@ def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
     """Return the kernel with the numbers of these arguments compiled in, plus programs that copy.
 
     Inductor would derive each number's type from its value, and compile in every 1. Our kernels declare their types, so
-    these are written down here. Compiled-in numbers also cost no time at launch.
+    we state them here. Compiled-in numbers also add no launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []

@@ -6,8 +6,8 @@ linear_causal.py.
 S is stored transposed, Sᵀ (D_v, Ê), with a tile for each pair of a feature tile and a tile of v. So v goes to the
 matrix units as it was loaded. With one pass, a program computes the state of a key head of a sample, and then the
 outputs of its query heads. With two passes, programs compute the states of pieces of the tokens, another kernel sums
-them, and further programs use the sums. Both ways share their loops: over keys and values for S, over queries for o,
-over queries and do for dq and dS, and over keys and values for dk and dv.
+them, and further programs use the sums. One pass and two passes share their loops: over keys and values for S, over
+queries for o, over queries and do for dq and dS, and over keys and values for dk and dv.
 
 Names: S, dS are transposed states. Z, dZ are the sums Σ β k̄ (Σ β k̂ for V.normalizer "encoded") and their gradients.
 """

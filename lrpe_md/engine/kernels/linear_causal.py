@@ -200,7 +200,7 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
 def sum_causal(counts, Z, tri, V: tl.constexpr):
     """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
 
-    Encoded features cancel in z, which would magnify the rounding of operands. So their rounding errors are added, too.
+    Encoded features cancel in z, which would magnify the rounding of operands. So their rounding errors are also added.
     """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     tri = tri.to(ACC)

@@ -1,8 +1,8 @@
 """Memory that forgets, over blocks of tokens: S_f = g_f (I − A_f) S_{f−1} + B_f, forward and backward.
 
-The kernels in linear.py compute B_f and read states. The kernels here compute A_f = Σ β k̂ k̂ᵀ of all blocks at
-once, and scan from block to block. They also compute the gradients of the keys through A and B. The scan uses float32,
-because in 16 bits I − A would lose too much precision. With V.memory "add", A is 0. States are transposed, as in
+The kernels in linear.py compute B_f and read states. The kernels here compute A_f = Σ β k̂ k̂ᵀ of all blocks at once,
+and scan from block to block. They also compute the gradients of the keys through A and B. The scan uses float32,
+because I − A would lose too much precision in 16 bits. With V.memory "add", A is 0. States are transposed, as in
 linear.py. A is symmetric, so each row of Sᵀ is scanned independently, and the normaliser's sums are one more row.
 
 Names are those of linear.py. M = −g (dS Sᵀ + S dSᵀ) is the gradient of A plus its transpose, where S is the state

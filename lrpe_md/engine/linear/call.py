@@ -116,7 +116,7 @@ class LinearCall(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Arguments of the registered operators that don't belong to any other part of a call."""
+    """Arguments of the registered operators that belong to no other part of a call."""
 
     cu_seqlens: Tensor | None
     one_side: bool
@@ -132,7 +132,7 @@ class Results(NamedTuple):
 class Operands(NamedTuple):
     """Tensors that are not in the call.
 
-    state: (S, Σ), (S,) or (). For both directions, there are twice as many: see
+    state: (S, Σ), (S,) or (). With both directions, there are twice as many: see
     :func:`lrpe_md.reference_linear.attend`.
     """
 

@@ -92,7 +92,7 @@ def _split_packed(arguments: TensorArguments, packed: Packed) -> tuple[TensorArg
     """Return the arguments with the cu_seqlens of packed sequences, and the positions."""
     if arguments.cu_seqlens is not None:
         raise ValueError(
-            "cu_seqlens: expected None with the result of lrpe_md.pack as positions, which contains it, got both"
+            "cu_seqlens: expected None if positions come from lrpe_md.pack, which already contains cu_seqlens, got both"
         )
     return arguments._replace(cu_seqlens=packed.cu_seqlens), packed.positions
 
@@ -106,8 +106,8 @@ def run_encoded(
 ) -> Any:
     """Run linear attention on q̂ and k̂ from any other encoding: ``encoding(q, k, positions=positions)``.
 
-    With normalizer "unrotated" this runs the reference, because no operator takes q̄ and k̄ as well. A norm is applied
-    first, with PyTorch operators.
+    With normalizer "unrotated", this runs the reference, because the operators don't accept q̄ and k̄. A norm is
+    applied first, with PyTorch operators.
     """
     if type(positions) is Packed:
         arguments, positions = _split_packed(arguments, positions)

@@ -84,7 +84,7 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Number of elements of S and Z of a head."""
+        """Number of elements of a head's S and Z."""
         return self.v_dim * self.num_features + self.num_sums
 
 
@@ -257,7 +257,7 @@ def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: in
 
 
 def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """List the first token of each block, and the end of the last one. Prefix and suffix are blocks of their own."""
+    """List the first token of each block, and the end of the last one. Prefix and suffix are separate blocks."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
@@ -479,7 +479,7 @@ def name_operand(dtype: torch.dtype) -> str:
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
-    """Return how many tokens of a channel are in the same thread, which loads up to 8 elements of each token."""
+    """Return how many tokens of a channel share a thread, which loads up to 8 elements of each token."""
     elements = tile.block_n * block_c // (32 * tile.num_warps)
     return max(1, elements // 8)
 
@@ -511,7 +511,7 @@ def _add_zero_phase(side: Call) -> Call:
 
 
 def with_strides(t: Tensor | None, variant: Variant) -> tuple:
-    """Return a tensor and its packed strides, as the kernels take them."""
+    """Return a tensor and its packed strides, in the form that the kernels expect."""
     if t is None:
         return None, pack_numbers(0, 0, 0, 0)
     return t, _pack_strides(t.stride(), 8 if variant.aligned else 1)
@@ -531,7 +531,7 @@ def gate_with_strides(gate: Tensor | None) -> tuple:
 
 
 def gates_with_strides(inputs: LaunchInputs) -> tuple:
-    """Return β and log g, as causal kernels take them. Either may be None."""
+    """Return β and log g in the form that causal kernels expect. Either may be None."""
     return gate_with_strides(inputs.gate), gate_with_strides(inputs.log_decay)
 
 
@@ -620,7 +620,7 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
 
 
 def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
-    """Return whether one pass over so many tokens is faster than two. v_dim is padded to a power of two."""
+    """Return whether one pass over this many tokens is faster than two. v_dim is padded to a power of two."""
     state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
     longest = plans.ONE_PASS if state <= plans.ONE_PASS_STATE else min(plans.ONE_PASS, plans.ONE_PASS_LARGE)
     return num_tokens <= longest
@@ -751,9 +751,9 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
     """Choose how many channels of one half of the map's output are adjacent in a tile of features.
 
     A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8 or
-    (better) 64 channels, it holds both halves of a channel, so their gradient needs no communication. Runs of 64 are
-    also stored without bank conflicts. If sums over channels follow, alternating halves are better. state_stays: the
-    kernel doesn't write its state.
+    (better) 64 channels, it holds both halves of a channel, so their gradient needs no communication. Runs of 64 also
+    avoid bank conflicts in stores. If sums over channels follow, alternating halves are better. state_stays: the kernel
+    doesn't write its state.
     """
     channels = spec.num_channels
     if spec.map == "none" or not (causal or (state_stays and channels % 64 == 0)):
@@ -795,7 +795,7 @@ def find_permutation(inputs: LaunchInputs, inverse: bool) -> Tensor | None:
 
 
 def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
-    """Join (S, Σ) to one row per head: Sᵀ with features in the kernels' order, then the sums."""
+    """Join (S, Σ) into one row per head: Sᵀ with features in the kernels' order, then the sums."""
     sizes = inputs.sizes
     order = find_permutation(inputs, False)
     matrix, *sums = state
@@ -820,7 +820,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
-    """Copy a state, with its features reordered. Compiled code needs aligned outputs that share no memory."""
+    """Copy a state, with its features reordered. Compiled code needs aligned outputs that don't share memory."""
     return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 

@@ -495,8 +495,8 @@ def sum_decay_gradients(
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`.
 
-    For each token, the running sum starts at the end of the piece with smaller terms on the way. Otherwise, the tokens
-    after the state has decayed would get the rounding errors of the large terms before.
+    For each token, the running sum starts at the end of the piece with smaller terms on the way. Otherwise, tokens
+    after the state has decayed would inherit the rounding errors of the large terms before.
 
     ends_in_zero: no gradient reaches the state after the last piece.
     """

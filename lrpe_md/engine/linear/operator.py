@@ -197,8 +197,8 @@ class Attend(Operator):
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """Return whether the kernels support a call. If impl is "triton", raise an error instead of returning False.
 
-    On a GPU, Triton has no float64 products, and a state must fit into a program. The gradient of a per-head decay is a
-    sum over all tokens of sums over later tokens. The causal kernels' rounding errors would add up in it, so on a GPU
+    On a GPU, Triton has no float64 products, and a state must fit into a program. The gradient of a per-head decay
+    sums, over all tokens, sums over later tokens. The causal kernels' rounding errors would add up in it, so on a GPU
     the reference computes it.
     """
     q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention

@@ -158,10 +158,10 @@ def choose_walk(causal: bool, raw: bool) -> Walk:
 
 
 def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
-    """Return the number of pieces and their length, so that the GPU is full and each program has a long walk.
+    """Return the number of pieces and their length, so that the GPU is fully used and each program has a long walk.
 
-    state: elements of a state, which each piece writes. For short pieces, writing large states costs more than a full
-    GPU gains.
+    state: elements of a state, which each piece writes. For short pieces, writing large states costs more than using
+    the whole GPU gains.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
     if length < 2 * SHORTEST and state > LARGE_STATE:

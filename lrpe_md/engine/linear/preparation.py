@@ -26,7 +26,7 @@ def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bo
 
 
 def _normalise_heads(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Apply a norm over all heads in a separate pass, because a program of linear attention sees only one head.
+    """Apply a norm over all heads in a separate pass, because a program of linear attention only sees one head.
 
     Tokens with gate 0 are set to zero first, so that they affect neither other heads nor the weights.
     """

@@ -46,8 +46,8 @@ def run_shards(
 
     The state is sharded like k along batch and heads, and replicated otherwise. As in the encoding
     (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
-    gradients are those of the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads
-    are sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
+    gradients cover the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads are
+    sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
 
     Raises:
         TypeError: plain tensors among DTensors.
@@ -178,10 +178,10 @@ def _check_placements(call: LinearCall, q: Any, k: Any, v: Any) -> None:
             f"{tuple(q.placements)}"
         )
     if sum(p.is_shard(TOKENS) for p in k.placements) > 1:
-        raise ValueError(f"q: expected tokens sharded over one axis of the mesh, got {tuple(q.placements)}")
+        raise ValueError(f"q: expected tokens sharded over a single mesh axis, got {tuple(q.placements)}")
     if k.shape[1] % count_ranks(k, HEADS):
         raise ValueError(
-            f"k: expected a multiple of {count_ranks(k, HEADS)} heads, one part per rank, or 1 replicated head, got "
+            f"k: expected a multiple of {count_ranks(k, HEADS)} heads (the number of ranks) or 1 replicated head, got "
             f"{k.shape[1]}"
         )
     for tables, x in ((call.q_tables, q), (call.k_tables, k)):

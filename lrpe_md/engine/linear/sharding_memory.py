@@ -5,7 +5,7 @@ tokens that follow. Each rank computes its T and B without queries and gathers t
 maps of the preceding ranks (the following ones, in the reverse direction) in order, and runs its own tokens from the
 result.
 
-With rule "add", T is the product of the rank's decays, and B a sum of its keys, weighted by the decays of the blocks
+With rule "add", T is the product of the rank's decays, and B is a sum of its keys, weighted by the decays of the blocks
 that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the rank's final state if it starts from the identity
 and all values are 0. A_f is symmetric, so the reverse direction has the transpose of T.
 """
@@ -85,7 +85,7 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
     """Return B and the product of the decays, for rule "add".
 
-    In each direction, the decays are weights of the keys, like a gate. B is a sum over all keys, so it needs no scan.
+    In each direction, the decays weight the keys, like a gate. B is a sum over all keys, so it needs no scan.
     """
     _, k, _, gate, _, decay = operands
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
@@ -139,7 +139,7 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
     """Return T (B, H_k, E, E): the final state if the initial state is the identity and all values are 0.
 
-    If a kernel can't hold the whole identity, each call processes as many of its columns as v has channels.
+    If a kernel can't process the whole identity, each call processes as many of its columns as v has channels.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -160,10 +160,7 @@ def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, O
 
 
 def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for zero tokens, with the same frequencies.
-
-    Both are new objects, so that q and k don't count as one side.
-    """
+    """Return a layout and tables for no tokens, with the same frequencies. Both are new, so q and k aren't one side."""
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables

@@ -52,7 +52,7 @@ class Buckets:
         return np.flatnonzero(self.of == bucket)
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps of a training. The samples of a step have one size and come from one bucket.
+        """Return the steps of a training run. The samples of a step have one size and come from one bucket.
 
         A sample's number in a step is its index + N · (index of the step's size).
         """

@@ -174,7 +174,7 @@ def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
 
 
 def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
-    """Return the largest central part of an image with the proportions of a shape, resized to (*shape, 3)."""
+    """Return the largest central part of an image with the aspect ratio of a shape, resized to (*shape, 3)."""
     (height, width), (across, down) = shape, image.size
     across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
     left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2

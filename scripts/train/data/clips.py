@@ -39,7 +39,7 @@ class Sampling:
 
     @property
     def span(self) -> int:
-        """Return the number of frames of the shortest video in which no frame of a clip is repeated."""
+        """Return the minimum number of frames that a video needs so that a clip repeats no frame."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:

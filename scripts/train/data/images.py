@@ -1,4 +1,4 @@
-"""Labelled images for training: idx files (as in MNIST), class folders and timm data sets in memory, or streams."""
+"""Labelled images for training: idx files (as in MNIST), class folders and timm datasets in memory, or streams."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TEST_FOLDERS = ("validation", "val", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 REMEDY = (
     "expected CLASS/*.png with at least two classes, or train/CLASS/*.png and val/CLASS/*.png, or idx files as in "
-    "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face data set, or a table of "
-    "classes with --label, or the root of a timm data set with --dataset"
+    "MNIST (train-images-idx3-ubyte, ..), or webdataset shards (.tar), or a Hugging Face dataset, or a table of "
+    "classes with --label, or the root of a timm dataset with --dataset"
 )
 PARTS = 5  # one image in PARTS is held out if a folder has no test set
 STREAM_PARTS = 20  # the same for streams
@@ -120,7 +120,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_idx(path: Path) -> bool:
-    """Return whether a folder holds idx files."""
+    """Return whether a folder contains idx files."""
     return bool(_idx_file(path, "train-images-idx3-ubyte", False))
 
 
@@ -138,7 +138,8 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 def read_idx(path: Path) -> np.ndarray:
     """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
 
-    It holds two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the data.
+    It contains two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the
+    data.
     """
     try:
         raw = path.read_bytes()
@@ -167,7 +168,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
     return Images(torch.from_numpy(images[chosen][:, None]), torch.from_numpy(labels[chosen].astype(np.int64)))
 
 
-# --- folders, and timm's data sets -----------------------------------------------------------------------------------
+# --- folders, and timm's datasets ------------------------------------------------------------------------------------
 
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
@@ -217,9 +218,9 @@ def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = N
     """Return training images as a stream, and test images in memory.
 
     Args:
-        path: shards or a Hugging Face data set, see :func:`.streams.open_source`, or class folders.
+        path: shards or a Hugging Face dataset, see :func:`.streams.open_source`, or class folders.
         size, limit: see :func:`load_images`.
-        label: field that holds the class. Default: .cls in shards, the ClassLabel of a data set.
+        label: field that holds the class. Default: .cls in shards, the ClassLabel of a dataset.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
     train, test, num_classes, classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
@@ -235,7 +236,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
     try:
         found: Any = create_dataset(name, root=str(root), split=split)
         chosen = choose_subset(len(found), limit)
-    except Exception as error:  # the readers of torchvision, hfds and tfds can raise anything
+    except Exception as error:  # the readers of torchvision, hfds and tfds can raise any exception
         raise ImageError(
             f"--dataset {name}: its {split} split is not in {root} ({error}); download it first"
         ) from error

@@ -76,7 +76,7 @@ class Pictures:
             return sizes.sort(np.array(list(pool.map(self.measure, range(len(self))))))
 
     def take(self, indices: np.ndarray) -> Pictures:
-        """Return some of the images."""
+        """Return the selected images."""
         if len(indices) == len(self):
             return self
         choose = partial(_choose, indices)
@@ -91,7 +91,7 @@ def _choose(indices: np.ndarray, function: Callable[[int], T], index: int) -> T:
 def open_pictures(
     path: Path, split: Split, *, condition: str = "auto", without: str = "", label: str = ""
 ) -> Pictures:  # fmt: skip
-    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face data set.
+    """Open the images of a folder, a zip, an .npz, shards or a Hugging Face dataset.
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`); CLASS/*.png, or train/CLASS/*.png and
@@ -122,7 +122,7 @@ def load_classes(
 ) -> Labelled:
     """Load the images of a table into memory. One of its fields is the class.
 
-    An image is for tests if the hash of its file name is 0 modulo ``parts``.
+    An image is in the test set if the hash of its file name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
     found = found.take(choose_subset(len(found), limit))

@@ -1,4 +1,4 @@
-"""Clips of symbols with questions about what an earlier frame held, generated from numbers.
+"""Clips of symbols with questions about the contents of earlier frames, generated from numbers.
 
 A clip is a grid of F frames × H × W tokens. In each frame some tokens **write**: they hold a key and a value. Others
 **ask**, and the rest are blank:

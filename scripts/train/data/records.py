@@ -25,7 +25,7 @@ class Split:
 
 
 def choose_subset(num: int, limit: int | None) -> np.ndarray:
-    """Return the numbers of the chosen samples, in order: a random choice that is the same in every call."""
+    """Return the numbers of the chosen samples, in order. The choice is random, but the same in every call."""
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
@@ -70,11 +70,11 @@ class Records:
         return replace(self, captions=captions, labels=labels, classes=classes)
 
     def held_out(self, path: Path, split: Split) -> np.ndarray:
-        """Return which samples are held out, (N,) bool: the data's test part if it has one.
+        """Return which samples are held out, (N,) bool: the data's test set if it has one.
 
         Otherwise a sample is held out if the hash of its caption (without captions, of its name) is ``fold`` modulo
         ``parts``. Equal captions stay together. Equal images with different captions do not, and neither do captions
-        that only differ after the maximum text length. If a small set has no such sample, the sample with the
+        that only differ after the maximum text length. If a small dataset has no such sample, the sample with the
         smallest hash is held out.
 
         Raises:

@@ -25,7 +25,7 @@ from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Va
 
 @dataclass(frozen=True, kw_only=True)
 class GenerativeTraining(Training):
-    """Options of trainings on images or videos."""
+    """Options for training on images or videos."""
 
     data: Path = field(
         metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
@@ -35,7 +35,7 @@ class GenerativeTraining(Training):
     )
     without: str = option("", "Boolean field of the caption table; rows where it is true are left out.")
     limit: int = option(0, "Number of images or videos to use; 0 uses all.", least=0, off=True)
-    label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face data set.")
+    label: str = option("", "Field that holds the class, in .json files of shards or in a Hugging Face dataset.")
     parts: int = option(20, "Hold out one in this many images or video segments.", least=1)
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     flip: bool = option(False, "Flip half of the training images horizontally.")
@@ -44,8 +44,8 @@ class GenerativeTraining(Training):
     max_ratio: float = option(1.0, MAX_RATIO, least=1)
     stream: bool = option(
         False,
-        "Decode images on demand, in --workers, instead of all before training. Webdataset shards and Hugging Face "
-        "data sets are always streamed.",
+        "Decode images on demand, in --workers, instead of decoding all of them before training. Webdataset shards "
+        "and Hugging Face datasets are always streamed.",
     )
     frames: int = option(16, "Frames per clip.", least=1)
     every: int = option(1, "Distance between the frames of a clip, in frames of the video.", least=1)
@@ -69,7 +69,7 @@ class GenerativeTraining(Training):
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of a training.
+    """Samples of a training run.
 
     Args:
         values: what the model generates.
@@ -99,7 +99,7 @@ class Source:
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return values and conditions of training samples; numbers from ``len(train)`` on mean the next size."""
+        """Return values and conditions of training samples; numbers from ``len(train)`` on stand for the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
@@ -109,7 +109,7 @@ class Source:
         return isinstance(self.values, Decoded)
 
     def check_batch(self, batch: int) -> None:
-        """Raise an error if a batch is larger than the training part."""
+        """Raise an error if a batch is larger than the training set."""
         if batch > len(self.train):
             raise typer.BadParameter(
                 f"--batch {batch}: expected at most {len(self.train)}, the number of training samples; make it smaller"
@@ -159,7 +159,7 @@ def load_source(
     device: torch.device,
     encoding: Encoding,
 ) -> Source:
-    """Open the data of a training.
+    """Open the data of a training run.
 
     Args:
         sizes: sizes of the images.

@@ -1,4 +1,4 @@
-"""Pictures from webdataset shards and Hugging Face data sets, decoded on demand."""
+"""Pictures from webdataset shards and Hugging Face datasets, decoded on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any,
     Args:
         condition: one of :data:`.records.CONDITIONS`. "auto": captions if the data has them,
             otherwise classes if it has them.
-        label: field that holds the class. Default: .cls in shards, the ClassLabel of a data set.
+        label: field that holds the class. Default: .cls in shards, the ClassLabel of a dataset.
 
     Raises:
         typer.BadParameter: no images.

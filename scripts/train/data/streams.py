@@ -1,4 +1,4 @@
-"""Samples that are read on demand: webdataset shards, Hugging Face data sets, and folders of files.
+"""Samples that are read on demand: webdataset shards, Hugging Face datasets, and folders of files.
 
 Every source knows the number and the location of its samples. The order of the samples therefore depends only on (seed,
 step, process), and a run can resume at any step without reading earlier samples.
@@ -351,11 +351,11 @@ def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
     return [each for each in found if each not in tests], tests
 
 
-# --- Hugging Face data sets, and files -------------------------------------------------------------------------------
+# --- Hugging Face datasets, and files --------------------------------------------------------------------------------
 
 
 class HubSource:
-    """Split of a Hugging Face data set. Image, ClassLabel and "text" columns are renamed to a sample's fields."""
+    """Split of a Hugging Face dataset. Image, ClassLabel and "text" columns are renamed to a sample's fields."""
 
     def __init__(self, data: Any, name: str) -> None:
         from datasets import ClassLabel
@@ -426,7 +426,7 @@ def open_hub(name: str) -> tuple[Source, Source | None]:
         saved = any((Path(name) / each).is_file() for each in ("dataset_dict.json", "state.json"))
         found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:  # the library, its file systems and formats raise various errors
-        raise StreamError(f"--data {name} can't be opened as a data set ({type(error).__name__}: {error})") from error
+        raise StreamError(f"--data {name} can't be opened as a dataset ({type(error).__name__}: {error})") from error
     if isinstance(found, datasets.Dataset):
         return HubSource(found, name), None
     test = next((split for split in TEST_NAMES if split in found), None)
@@ -506,7 +506,7 @@ def number_classes(
 ) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
     """Return both streams with the classes in a field, the number of classes, and their names if they are known.
 
-    Class names are sorted, unless the data numbers them.
+    Class names are sorted, unless the data assigns numbers to them.
     """
     values = {id(each.source): each.source.list_values(label) for each in (train, test)}
     found = [values[id(each.source)] for each in (train, test)]
@@ -527,7 +527,7 @@ def number_classes(
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether :func:`open_source` reads this: shards, or a Hugging Face data set."""
+    """Return whether :func:`open_source` reads this: shards, or a Hugging Face dataset."""
     if path.is_dir():
         markers = ("dataset_dict.json", "state.json")
         return (
@@ -550,7 +550,7 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return which samples are held out for testing, (N,) bool: those whose name's hash is 0 modulo ``parts``."""
+    """Return which samples are held out for testing, (N,) bool: the hash of their name is 0 modulo ``parts``."""
     return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
 
 

@@ -78,8 +78,7 @@ class Pixels:
     """Images of one shape in memory.
 
     Args:
-        images: uint8 (N, 3, height, width) for each size, on the device.
-        flip: mirror half of the samples of a training.
+        images: uint8 (N, 3, height, width) for each size, on the device. flip: mirror half of the training samples.
     """
 
     images: dict[int, Tensor]
@@ -201,11 +200,10 @@ def read_records(path: Path) -> Records:
 
 
 class Latents:
-    """Latents that ``train latents`` has written, memory-mapped.
+    """Latents written by ``train latents``, memory-mapped.
 
     Args:
-        path: the folder.
-        flip: mirror half of the samples of a training; the folder must have been written with --flip.
+        path: the folder. flip: mirror half of the training samples; the folder must have been written with --flip.
         device: device of the batches.
 
     Attributes:

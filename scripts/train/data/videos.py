@@ -218,7 +218,7 @@ def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: i
 
 
 def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int, span: int) -> None:
-    """Refuse videos whose segments hold no training clip or no held-out clip.
+    """Reject videos whose segments contain no training clip or no held-out clip.
 
     Args:
         lengths, segment, parts, fold, gap: of :func:`segments`. A held-out clip has ``gap`` frames.

@@ -94,7 +94,7 @@ class DiffusionTraining(GenerativeTraining):
     mlp: str = option("gelu", "MLP of the blocks: gelu, gelu_tanh or swiglu.", panel=MODEL)
     modulation: str = option(
         "block",
-        "Layers that compute shifts, scales and gates from the time: block (one per block) or shared.",
+        "Layers that compute shifts, scales and gates from the time: block (separate for each block) or shared.",
         panel=MODEL,
     )
     reg_tokens: int = option(0, "Number of register tokens.", least=0, off=True, panel=MODEL)
@@ -122,7 +122,7 @@ class DiffusionTraining(GenerativeTraining):
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
         0,
-        "Steps between two sheets of samples; 0 draws one only at the end.",
+        "Number of steps between two sheets of samples; 0 only draws one at the end.",
         free=True,
         least=0,
         off=True,

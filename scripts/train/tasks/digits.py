@@ -88,7 +88,7 @@ class DigitsTraining(Training):
     warmup: int = changed("warmup", 42)
     clip: float = changed("clip", 0.0)
     ema: float = changed("ema", 0.0)
-    data: str = option("digits", f"Data set, one of: {', '.join(SOURCES)}.")
+    data: str = option("digits", f"Dataset, one of: {', '.join(SOURCES)}.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", IMAGES.attention_help)

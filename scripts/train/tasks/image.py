@@ -13,8 +13,8 @@ DATA is one of:
 - a folder CLASS/*.png, of which one image in 5 is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
 - with ``--label``, images and a metadata.jsonl with file_name and that field
 - webdataset shards: a folder, or a pattern such as train-{000..099}.tar
-- a Hugging Face data set: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
-- with ``--dataset``, the root of a downloaded timm data set
+- a Hugging Face dataset: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
+- with ``--dataset``, the root of a downloaded timm dataset
 
 Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same command resumes
 an interrupted run.
@@ -90,15 +90,13 @@ class ImageTraining(Training):
     batch: int = changed("batch", 256, "Images per step, over all processes and micro-batches.")
     warmup: int = changed("warmup", 120)
     data: Path = field(
-        metadata=describe("Folder of images, shards (.tar), or a Hugging Face data set (hf:OWNER/NAME).", free=True)
+        metadata=describe("Folder of images, shards (.tar), or a Hugging Face dataset (hf:OWNER/NAME).", free=True)
     )
-    dataset: str = option("", "Data set from timm, such as torch/cifar10, with --data as its root.")
-    label: str = option(
-        "", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a data set."
-    )
+    dataset: str = option("", "Dataset from timm, such as torch/cifar10, with --data as its root.")
+    label: str = option("", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a dataset.")
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
     limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
-    stream: bool = option(False, "Decode a folder's images when needed, instead of all before training.")
+    stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
@@ -107,7 +105,7 @@ class ImageTraining(Training):
     test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
-        1.0, "Smallest fraction of the image in a random crop; 1 takes the central square.", least=0, below=1.001
+        1.0, "Smallest fraction of the image in a random crop; 1 uses the central square.", least=0, below=1.001
     )
     shift: int = option(2, "Largest random shift of an image in each direction, in pixels.", least=0, off=True)
     flip: bool = option(True, "Mirror half of the images.")
@@ -202,7 +200,7 @@ def find_patch(name: str) -> int:
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
-            f"--model {name}: expected a plain ViT of timm, such as vit_base_patch16_224, got one of the family "
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got one of the family "
             f"{type(model).__module__.rpartition('.')[2]}"
         )
     return model.patch_embed.patch_size[0]
@@ -225,7 +223,7 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model of a training. more: additional arguments."""
+    """Return the model of a training run. more: additional arguments."""
     return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
 
@@ -255,7 +253,7 @@ def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeV
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data once for all trainings of a process."""
+    """Load the data once for all runs in a process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:

@@ -100,15 +100,15 @@ class LmTraining(Training):
     attention: str = option("softmax", TEXT.attention_help)
     memory: str = option("", MEMORY_HELP)
     size: str = option("small", "Size of the model: tiny (27,000 parameters) or small (9.5 million).", panel=MODEL)
-    dim: int = option(0, "Embedding width; 0 takes that of --size.", least=0)
-    depth: int = option(0, "Number of blocks; 0 takes that of --size.", least=0)
-    heads: int = option(0, "Number of attention heads; 0 takes that of --size.", least=0)
+    dim: int = option(0, "Embedding width; 0 uses the value from --size.", least=0)
+    depth: int = option(0, "Number of blocks; 0 uses the value from --size.", least=0)
+    heads: int = option(0, "Number of attention heads; 0 uses the value from --size.", least=0)
     length: int = option(512, "Length of a text window, in bytes.", least=1)
     lengths: str = option(
-        ",".join(map(str, LENGTHS)), "Lengths to evaluate at besides --length, in bytes.", free=True, panel=RUN
+        ",".join(map(str, LENGTHS)), "Additional lengths to evaluate at, in bytes.", free=True, panel=RUN
     )
     scaling: str = option(
-        "", f"Length scalings to evaluate with as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
+        "", f"Length scalings to evaluate as well, separated by commas: {', '.join(SCALINGS)}.", free=True,
         panel=RUN,
     )  # fmt: skip
     test_bytes: int = option(EVAL_BYTES, "Maximum number of bytes of held-out text to evaluate.", free=True, least=1)
@@ -139,7 +139,7 @@ class LmTraining(Training):
     def model_arguments(self) -> dict[str, Any]:
         chosen = TEXT.find(self.encoding)
         given: dict[str, Any] = {"encoding": chosen.encoding or "none", **chosen.arguments}
-        given["phase"] = bool(given.get("phase"))  # on the keys, as the model has it
+        given["phase"] = bool(given.get("phase"))  # on the keys, as in the model
         return {**self.architecture, **TEXT.attention_arguments(self.attention, self.memory), **given}
 
     @property

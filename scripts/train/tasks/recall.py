@@ -3,7 +3,7 @@
     lrpe-md train recall --out runs/recall --attention delta --encoding rotate
     lrpe-md train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
-Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a data set.
+Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a dataset.
 Every token sees its own frame and earlier ones. Loss and accuracy only count tokens that ask. The model is trained at
 one size and tested there, at 2, 4 and 8 times the frames, and at twice the height and width.
 
@@ -74,13 +74,13 @@ class RecallTraining(Training):
     ema: float = changed("ema", 0.0)
     data: str = option("8x4x4", "Size of a training clip in tokens: frames x height x width.")
     sizes: str = option(
-        "", "Sizes to test at as well, separated by commas. Default: 2, 4 and 8 times the frames, and twice the height "
-        "and width.", free=True, panel=RUN,
+        "", "Additional sizes to test at, separated by commas. Default: 2, 4 and 8 times the frames, and twice the "
+        "height and width.", free=True, panel=RUN,
     )  # fmt: skip
     keys: int = option(8, "Number of different keys.", least=1)
     values: int = option(8, "Number of different values.", least=2)
-    writes: int = option(4, "Tokens of a frame that write a value.", least=1)
-    questions: int = option(2, "Tokens of a frame that ask, of each kind.", least=1)
+    writes: int = option(4, "Number of tokens per frame that write a value.", least=1)
+    questions: int = option(2, "Number of tokens per frame that ask a question of each kind.", least=1)
     encoding: str = option("rotate", RECALL.help)
     attention: str = option(
         "delta",
@@ -98,14 +98,14 @@ class RecallTraining(Training):
         if frames <= max(t for t, *_ in OFFSETS):
             raise typer.BadParameter(
                 f"--data: expected more than {max(t for t, *_ in OFFSETS)} frames, got {self.data}; questions by place "
-                "reach back so far"
+                "reach that far back"
             )
         if self.writes > self.keys:
             raise typer.BadParameter(f"--writes: expected at most --keys = {self.keys}, got {self.writes}")
         if self.writes + 2 * self.questions > height * width:
             raise typer.BadParameter(
-                f"--writes, --questions: expected at most {height * width} tokens, those of a frame, got {self.writes} "
-                f"+ 2 · {self.questions}"
+                f"--writes, --questions: expected at most {height * width} tokens, the number per frame, got "
+                f"{self.writes} + 2 · {self.questions}"
             )
         _ = self.test_sizes
         check_width("--dim", self.dim, self.heads)
@@ -121,7 +121,7 @@ class RecallTraining(Training):
 
     @property
     def test_sizes(self) -> list[Size]:
-        """The trained size, then the others."""
+        """The training size, then the others."""
         frames, height, width = self.size
         longer = [(by * frames, height, width) for by in (2, 4, 8)]
         others = [parse_size("--sizes", part) for part in self.sizes.split(",") if part]
@@ -168,7 +168,7 @@ def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
 def accuracy(config: RecallTraining, model: nn.Module, size: Size, device: torch.device, autocast: Any) -> list[float]:
     """Return the accuracy of each kind of question in %, on new clips that are the same for all models.
 
-    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the trained length.
+    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the training length.
     """
     draws = np.random.default_rng((TEST_SEED, *size)).integers(2**63, size=config.test_clips)
     right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))

@@ -43,7 +43,7 @@ class VaeTraining(GenerativeTraining):
     Cost: 1.7 M parameters by default.
 
     Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE: they need a perceptual loss
-    and a discriminator, which this program lacks.
+    and a discriminator, which this program doesn't have.
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})

@@ -49,10 +49,10 @@ class VideoTraining(Training):
     take 12 kB per frame at 64×64.
 
     Expect: chance (50% for arrow, 4.2% for order) for --encoding none and space-only, exactly except for ties, at any
-    length, because they can't see the order of frames. Cosine without a phase is also at chance for arrow: its q·k is
-    even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in 3,000
-    steps, or stay at chance, where each remains for hundreds to thousands of steps before it improves. For arrow, the
-    model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
+    length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
+    q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
+    3,000 steps, or stay at chance. Each stays there for hundreds to thousands of steps before it improves. For arrow,
+    the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
     between key frames can reveal the direction of time as well as motion does; small sizes hide most of them.
     """
 
@@ -93,7 +93,7 @@ class VideoTraining(Training):
     )
     flip: bool | None = option(
         None,
-        "Mirror half of the clips. Default: off with --task labels, where classes may differ in left and right; on "
+        "Mirror half of the clips. Default: off with --task labels, because classes may depend on left and right; on "
         "otherwise.",
     )
     patch: int = option(8, "Height and width of a patch, in pixels.", least=1)
@@ -245,7 +245,7 @@ def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
-    """Return the test lengths and sizes, beginning with those of the training."""
+    """Return the test lengths and sizes, beginning with the training length and size."""
     return [(config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size)]
 
 
