@@ -126,11 +126,15 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     return list(best.items())[:LINES]
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
-    """Move values up, keeping their order, until neighbours are at least ``gap`` apart."""
+def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
+    """Move values apart, keeping their order, until neighbours are at least ``gap`` apart and none is above ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
-    for i in np.argsort(values, kind="stable"):
+    order = np.argsort(values, kind="stable")
+    for i in order:
         placed[i] = last = max(values[i], last + gap)
+    for i in order[::-1]:
+        placed[i] = min(placed[i], most)
+        most = placed[i] - gap
     return placed.tolist()
 
 
@@ -146,7 +150,7 @@ def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> No
         for axis, kind in zip(axes, KINDS, strict=True):
             lines = select_lines(results, kind)
             means = [stats.loc[(kind, *line)].reindex(ticks) for line in lines]
-            heights = spread([each["mean"].iloc[-1] for each in means], 6.0)
+            heights = spread([each["mean"].iloc[-1] for each in means], 6.0, 101.0)
             for (attention, encoding), each, height in zip(lines, means, heights, strict=True):
                 kinds = list(dict.fromkeys(attention.split(",")))
                 color = OKABE_ITO[COLORS[kinds[0]]]

@@ -182,8 +182,9 @@ def test_lines_of_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_labels_are_spread() -> None:
-    assert report_recall.spread([10.0, 50.0, 11.0, 12.0], 6.0) == [10.0, 50.0, 16.0, 22.0]
-    assert report_recall.spread([], 6.0) == []
+    assert report_recall.spread([10.0, 50.0, 11.0, 12.0], 6.0, 100.0) == [10.0, 50.0, 16.0, 22.0]
+    assert report_recall.spread([99.0, 98.0, 50.0], 6.0, 100.0) == [100.0, 94.0, 50.0]
+    assert report_recall.spread([], 6.0, 100.0) == []
 
 
 def test_the_longer_comparison() -> None:
