@@ -127,7 +127,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart, keeping their order, until neighbours are at least ``gap`` apart and none is above ``most``."""
+    """Move values apart, in order, until neighbours are at least ``gap`` apart and none is above ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:
