@@ -12,7 +12,7 @@ import typer
 
 from lrpe_md.checks import suggest
 
-__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "in_shell_terms", "positive"]
+__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "in_shell_terms", "plural", "positive"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
@@ -33,6 +33,11 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {value}")
     return value
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "1200 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:

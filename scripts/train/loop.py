@@ -57,6 +57,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..common.devices import choose_device
 from ..common.folder import flat
+from ..common.options import plural
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
 from .config import Training, parse_betas
 from .history import HISTORY, HistoryFile
@@ -365,8 +366,8 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps (the last checkpoint is from an earlier step); "
-                "try a lower --lr, more --warmup, or --precision bf16 instead of fp16"
+                f"the loss is {reduced.item()} after {plural(self.step, 'step')} (the last checkpoint is from an "
+                "earlier step); try a lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
 
@@ -431,8 +432,8 @@ class Trainer:
         text = f"Continuing the {steps}-step run from step {self.step} to step {config.steps}."
         if not same:
             text += (
-                f" Its {config.schedule} schedule was planned for {steps} steps, so the result differs from a single "
-                f"run of {config.steps} steps; --schedule constant avoids this."
+                f" Its {config.schedule} schedule was planned for {plural(steps, 'step')}, so the result differs from "
+                f"a single run of {config.steps} steps; --schedule constant avoids this."
             )
         typer.echo(text, err=True)
 

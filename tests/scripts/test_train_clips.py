@@ -107,7 +107,9 @@ def test_short_videos_are_counted(folder, tmp_path, capsys):
     ):
         given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
         train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
-        assert capsys.readouterr().err.strip() == message
+        held_out, *others = capsys.readouterr().err.splitlines()
+        assert held_out == "Held out 2 of 20 videos for tests: bright 0, dark 2"
+        assert others == [message] * bool(message)
 
 
 def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):

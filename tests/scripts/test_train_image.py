@@ -74,6 +74,15 @@ def data(tmp_path_factory) -> Path:
     return write_idx(tmp_path_factory.mktemp("images") / "idx")
 
 
+def write_flat(folder: Path, classes: tuple[str, ...] = ("cat", "dog"), number: int = 12) -> Path:
+    """Write CLASS/*.png, without folders for training and tests."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(number):
+            Image.new("RGB", (8, 8), (10 * i, 20, 30)).save(folder / name / f"{i}.png")
+    return folder
+
+
 def write_folders(folder: Path, classes: str = "ab") -> Path:
     for part, num in (("train", 4), ("val", 2)):
         for c, name in enumerate(classes):
@@ -121,6 +130,18 @@ def test_damaged_idx_files(tmp_path):
         load_images(folder, 8)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_held_out_images_are_counted_by_class(tmp_path, stream, capsys):
+    folder = write_flat(tmp_path / "flat")
+    config = ImageTraining(data=folder, out=tmp_path / "run", stream=stream, **{**SMALL, "batch": 4})
+    train_image.prepare(config, torch.device("cpu"))
+    sources = image_data.list_folder(folder)
+    cats, dogs = np.bincount(sources[1].labels)
+    assert cats
+    assert dogs
+    assert f"Held out {cats + dogs} of 24 images for tests: cat {cats}, dog {dogs}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dataset", ["", "folder"])
 def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     found = load_images(write_folders(tmp_path), 8, dataset=dataset)
@@ -139,7 +160,7 @@ def test_unsuitable_folders(tmp_path, monkeypatch):
         with pytest.raises(ImageError, match=r"found no images; expected CLASS/\*\.png .* or idx files as in MNIST"):
             read(tmp_path, 8)
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
-    with pytest.raises(ImageError, match=r"found 1 images outside any class folder; expected CLASS/\*\.png"):
+    with pytest.raises(ImageError, match=r"found 1 image outside any class folder; expected CLASS/\*\.png"):
         load_images(tmp_path, 8)
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")

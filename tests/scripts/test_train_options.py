@@ -55,6 +55,8 @@ def test_a_warmup_as_long_as_the_run_is_reduced(tmp_path, capsys):
     assert rates[-1] < 0.05
     digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3}))
     assert "--warmup 3 reduced to 0, because the run has only 2 steps" in capsys.readouterr().err
+    digits.run(DigitsTraining(out=tmp_path / "one", steps=1, **{**TINY, "warmup": 2}))
+    assert "because the run has only 1 step\n" in capsys.readouterr().err
     digits.run(DigitsTraining(out=tmp_path / "other", steps=2, **TINY))
     assert "reduced" not in capsys.readouterr().err
 

@@ -50,6 +50,7 @@ from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
+from ..data.records import describe_held_out
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
@@ -379,6 +380,9 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
         )
+    if PartialState().is_main_process:
+        held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
+        typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
     buckets = sort_images(config, data.train)

@@ -30,6 +30,7 @@ from ...common.devices import sent
 from ...common.options import choose
 from ..config import MODEL, Training, changed, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
+from ..data.records import describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
 from ..loop import Trainer
@@ -316,10 +317,13 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     train = np.flatnonzero(~videos.held_out)
     steps_per_epoch(len(train), config.batch)  # before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
+    if PartialState().is_main_process:
+        typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
     if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+        verb = "is" if short == 1 else "are"
         repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
         typer.echo(
-            f"{short} of {len(videos.lengths)} videos are shorter than a clip of {sampling.span} frames; {repeated} "
+            f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
             "repeated",
             err=True,
         )
