@@ -31,6 +31,7 @@ Values = dict[str, dict[str, float]]  # series (such as positions) → size → 
 CHOSEN = (
     "out",
     "data",
+    "reference",  # results need both kinds of positions
     "encoding",
     "attention",
     "seed",

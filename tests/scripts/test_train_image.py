@@ -533,6 +533,48 @@ def test_patches_of_another_size_are_announced(tmp_path, capsys):
     assert "w.safetensors was trained with --patch 4; this training uses 8" in capsys.readouterr().err
 
 
+def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    short = {**SMALL, "data": data, "steps": 1, "test_sizes": "20"}
+    train_image.run(ImageTraining(out=first, **short))
+    larger = {**short, "size": 16, "weights": str(first)}
+    said = "first was trained with 2×2 patches; this training has 4×4. To map their positions onto the trained grid, "
+    for encoding, size, expected in (
+        ("rotate", 16, True),
+        ("sincos", 16, True),
+        ("learned", 16, False),
+        ("rotate", 8, False),
+    ):
+        out, options = tmp_path / f"{encoding}-{size}", {**larger, "encoding": encoding, "size": size}
+        model = train_image.run(ImageTraining(out=out, **options))
+        assert (f"{said}pass --reference 8\n" in capsys.readouterr().err) == expected
+        assert list(model["accuracy"]) == ["extrapolated", "rescaled"]
+        assert load_run(out).reference is None
+    result = train_image.run(ImageTraining(out=second, **larger, reference=8))
+    assert "--reference" not in capsys.readouterr().err
+    assert list(result["accuracy"]) == ["rescaled"]
+    model = load_run(second)
+    assert model.reference == (2, 2)
+    x = torch.randn(2, 1, 16, 16)
+    mapped = model(x)
+    model.reference = None
+    assert not torch.allclose(mapped, model(x))
+    train_image.run(ImageTraining(out=tmp_path / "third", **{**larger, "size": 24, "weights": str(second)}))
+    assert "2×2 patches; this training has 6×6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reference": 10}, "--reference: expected a multiple of 4, got 10"),
+        ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
+    ],
+)
+def test_unsuitable_references(data, tmp_path, options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        ImageTraining(data=data, out=tmp_path, **SMALL, **options)
+
+
 def test_train_without_val(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "train" / "a" / "0.png")

@@ -55,6 +55,7 @@ from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..outcome import placements
+from ..weights import has_coordinates
 from ..work import Work, train
 
 
@@ -103,6 +104,10 @@ class ImageTraining(Training):
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
+    reference: int = option(
+        0, "Image size whose patch grid all positions are mapped onto, in pixels, such as the size of --weights when "
+        "you fine-tune at another size; 0 uses one unit per patch.", least=0, off=True,
+    )  # fmt: skip
     mix_sizes: str = option("", MIX_SIZES)
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
@@ -140,6 +145,13 @@ class ImageTraining(Training):
             raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
+        if self.reference % self.patch:
+            raise typer.BadParameter(f"--reference: expected a multiple of {self.patch}, got {self.reference}")
+        if self.reference and not has_coordinates(shape_arguments(self)):
+            raise typer.BadParameter(
+                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
+                "--reference"
+            )
         if not self.model:
             check_width("--dim", self.dim, self.heads)
         parse_sizes(self.test_sizes, self.patch)
@@ -212,6 +224,8 @@ def find_patch(name: str) -> int:
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
     """Return the arguments of the model that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
+    if config.reference:
+        encoding["reference"] = config.reference // config.patch
     if config.model:
         return {"model": config.model, "img_size": config.size, "qk_norm": config.qk_norm, **encoding}
     return {
@@ -234,13 +248,19 @@ def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeV
     """Return our ViT, or a timm model with the encoding.
 
     Args:
-        arguments: arguments of the model; ``model`` names a timm model.
+        arguments: arguments of the model; ``model`` names a timm model, and ``reference`` is the model's attribute.
         keep_table: keep the position table of a timm model, because the initial weights were trained with it.
     """
-    if "model" not in arguments:
-        # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
-        return lrpe_vit_tiny_patch16_224(**arguments)
     given = dict(arguments)
+    reference = given.pop("reference", None)
+    # Don't use timm.create_model for our models: it drops arguments that are None, such as encoding=None.
+    model = _adapt_timm_model(given, keep_table) if "model" in given else lrpe_vit_tiny_patch16_224(**given)
+    model.reference = reference
+    return model
+
+
+def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTransformer:
+    given = dict(given)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
         raise ValueError(
@@ -361,7 +381,7 @@ def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: An
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracy at all sizes, with one unit per patch and with positions mapped onto the training grid."""
+    """Return the accuracy at all sizes, for each way to place tokens (see :func:`.outcome.placements`)."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):
