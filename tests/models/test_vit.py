@@ -979,6 +979,11 @@ def test_hybrid_embeddings_of_any_size(name, size):
 def test_argument_errors():
     for kwargs, match in (
         ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
+        (
+            {"encoding": "linear"},
+            r"got 'linear'; pass an encoding such as 'rotate', and attention='linear' to adapt\(\)",
+        ),
+        ({"encoding": "learned"}, r"got 'learned'; .*, and absolute='learned' to the model itself"),
         ({"encoding": 3}, r"encoding: expected"),
         ({"encoding": lambda d, h: d}, r"encoding: expected a factory that returns an nn.Module, got a int"),
         ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
@@ -1010,6 +1015,7 @@ def snapshot(model):
         ({"attn_layer": GatedAttention}, {"encoding": "cosine"}, r"GatedAttention"),
         ({}, {"encoding": "rope"}, r"encoding: expected"),
         ({}, {"encoding": "cosine", "absolute": "sincos"}, r"absolute: expected 'keep' or 'drop'"),
+        ({}, {"encoding": "cosine", "absolute": "linear"}, r"got 'linear'; pass attention='linear'"),
         ({}, {"encoding": "cosine", "attention": "linear", "normalizer": "x"}, r"normalizer"),
         ({}, {"encoding": "cosine", "encoding_kwargs": {"act": "silu"}, "attention": "linear"}, r"normalizer"),
         ({"num_heads": 32}, {"encoding": "rotate"}, r"even"),
