@@ -111,6 +111,15 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def unused_path(path: Path) -> Path:
+    """Return the first of NAME.png, NAME-2.png, NAME-3.png, .. that does not exist."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_stem(f"{path.stem}-{number}")
+    return found
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that one of these programs wrote.
 

@@ -89,6 +89,11 @@ def main(
         )  # fmt: skip
     sizes = Sizes(parse_mixed(mix_sizes, size, multiple), multiple=multiple, max_ratio=max_ratio)
     if is_footage(data):
+        for option, value in (("--without", without), ("--label", label)):
+            if value:
+                raise typer.BadParameter(
+                    f"{option} {value}: only works with images, and --data contains videos; leave it out"
+                )
         images = open_films(data, Split(1, limit=limit or None), condition, sizes)
     else:
         images = open_images(

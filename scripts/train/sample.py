@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.devices import choose_device
+from ..common.folder import unused_path
 from ..common.options import SEEDS, finite, positive
 from .checkpoint import read_checkpoint
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
@@ -109,7 +110,9 @@ def main(
         str | None,
         typer.Option(help="Images: positions at other sizes: rescaled (to the training grid) or extrapolated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")
+    ] = None,
     vae: Annotated[
         str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that encoded them)")
     ] = None,
@@ -140,7 +143,22 @@ def main(
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
     if (number is None) != (npz is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
-    options["out"] = options["out"] or run / "sheet.png"
+    condition = state["settings"]["condition"]["kind"]
+    for option, is_given, has_effect, reason in (
+        ("--out", out is not None, npz is None, "with --npz, no sheet is written"),
+        ("--images", images is not None, npz is None, "with --npz, --count is the number of images"),
+        ("--vae", vae != "auto", "latents" in state["settings"], "this run was trained on pixels"),
+        ("--encoder", encoder is not None, condition == "features", "this run was trained without --text-features"),
+        (
+            "--scale",
+            scale is not None,
+            condition != "none",
+            "this run was trained without captions or classes to guide to",
+        ),
+    ):
+        if is_given and not has_effect:
+            raise typer.BadParameter(f"{option}: has no effect, because {reason}; leave it out")
+    options["out"] = options["out"] or unused_path(run / "sheet.png")
     sheet = Sheet(**options)
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if not prompts and npz is None and painter.condition["kind"] != "none":

@@ -308,6 +308,14 @@ BAD = {
     "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
     "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
+    "texts for guidance": (
+        r"text: expected one text for each of 2 samples, got 1; repeat your texts",
+        lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
+    ),
+    "negative texts": (
+        r"negative: expected one text for each of 2 samples, got 1",
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+    ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
     "text as strings": (r"text: expected tokens .* got list; pass tokenize", lambda: dit()(*inputs()[:2], [RED, RED])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,23 @@ class GenerativeTraining(Training):
     @property
     def split(self) -> Split:
         return Split(self.parts, self.fold, self.limit or None)
+
+
+def check_ignored(config: Training, names: str, reason: str) -> None:
+    """Reject options that the data would ignore.
+
+    Args:
+        names: names of the options, separated by spaces.
+        reason: why they have no effect, and what to do.
+
+    Raises:
+        typer.BadParameter: an option that differs from its default.
+    """
+    defaults = {f.name: f.default for f in fields(config)}
+    for name in names.split():
+        if (value := getattr(config, name)) != defaults[name]:
+            shown = "" if value is True else f" {value}"
+            raise typer.BadParameter(f"--{name.replace('_', '-')}{shown}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -170,10 +187,12 @@ def load_source(
     """
     path, split = config.data, config.split
     if (path / LATENTS).is_file():
+        check_ignored(config, "stream", "latents are read from memory; leave it out")
         latents = Latents(path, config.flip, device)
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
             return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
+        check_ignored(config, "frames every segment", "only works with latents of videos; leave it out")
         chosen = choose_subset(len(records.names), split.limit)
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
@@ -182,9 +201,13 @@ def load_source(
             len(latents.sizes),
         )  # fmt: skip
     if is_footage(path):
+        check_ignored(
+            config, "without label stream", "only works with images, and --data contains videos; leave it out"
+        )
         films, buckets, parts = open_films(path, sizes, split, config.condition)
         digest = hash_data(parts, films.records)
         return _clips(config, load_pixels(parts, buckets, config.flip, device), films, digest, encoding)
+    check_ignored(config, "frames every segment", "only works with videos, and --data contains images; leave it out")
     pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
     held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)
     if config.stream or is_stream(path):

@@ -31,7 +31,7 @@ from ..conditions import Captions, EncoderSize, build_encoder
 from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
-from ..data.source import Encoding, GenerativeTraining, Source, load_source
+from ..data.source import Encoding, GenerativeTraining, Source, check_ignored, load_source
 from ..data.values import LATENTS
 from ..encodings import CAPTIONED, MEMORY_HELP, Backbone
 from ..generation import TIMES, Evaluation
@@ -154,6 +154,7 @@ class DiffusionTraining(GenerativeTraining):
 
     def _check_sizes(self) -> None:
         if self.latents is None:
+            check_ignored(self, "vae", "only works with latents; leave it out, or pass the output of `train latents`")
             for name, size in (("--size", self.size), ("--test-size", self.test_size)):
                 if size % self.patch:
                     raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")
@@ -172,12 +173,10 @@ class DiffusionTraining(GenerativeTraining):
                     f"--size {self.size}: the latents have a fixed size of {', '.join(map(str, sizes))} pixels; leave "
                     "it out, or compute them again with `train latents --size`"
                 )
-            for name, default in (("mix_sizes", ""), ("max_ratio", 1), ("without", ""), ("label", "")):
-                if getattr(self, name) != default:
-                    raise typer.BadParameter(
-                        f"--{name.replace('_', '-')} {getattr(self, name)}: latents have fixed sizes and conditions; "
-                        "pass it to `train latents` instead"
-                    )
+            check_ignored(
+                self, "mix_sizes max_ratio without label",
+                "latents have fixed sizes and conditions; pass it to `train latents` instead",
+            )  # fmt: skip
             if self.test_size not in (0, DiffusionTraining.test_size):
                 raise typer.BadParameter(
                     f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
