@@ -37,7 +37,7 @@ from ..common.folder import missing, open_folder, parse_shard, require_checkout,
 from ..common.markdown import PAGES
 from ..common.options import choose, group_options
 from ..common.provenance import environment
-from .report import choose_baseline, folders, task_of, write_pages, write_report
+from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, overrides, train
 
 app = typer.Typer(
@@ -211,8 +211,8 @@ def report(
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
     pages: Annotated[
-        Path, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
-    ] = PAGES,
+        Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
+    ] = None,
 ) -> None:
     """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
@@ -220,7 +220,11 @@ def report(
         require_checkout("--folder")
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: expected at most one task, got {', '.join(names)}")
+    if folder is not None and pages is not None:
+        raise typer.BadParameter(f"--pages {pages}: only works without --folder; leave one of them out")
+    if folder is not None and task:
+        check_task(folder, names[0])
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:
         write_report(each, baseline)
     if folder is None:
-        write_pages(pages)
+        write_pages(pages or PAGES)

@@ -368,6 +368,45 @@ def test_a_plot_has_at_most_six_series():
     assert all(len({tuple(look.values()) for look in each.values()}) == len(each) for each in looks)
 
 
+@pytest.mark.parametrize(("task", "plot"), [("image", "sizes"), ("lm", "lengths")])
+def test_titles_of_split_panels_list_their_encodings(tmp_path, monkeypatch, task, plot):
+    shown = {}
+
+    def keep_titles(figure, path, **options):
+        for axis in figure.axes:
+            names = axis.get_legend_handles_labels()[1]
+            shown[axis.get_title()] = names
+        plots.plt.close(figure)
+
+    module = ablate_report.report_sizes if task == "image" else ablate_report.report_lengths
+    monkeypatch.setattr(module, "save", keep_titles)
+    folder = ablate_report.committed(task)
+    results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+    config = json.loads((folder / "config.json").read_text())
+    ablate_report.PLOTS[plot](results, config, tmp_path / "plot.png")
+    split = {title: names for title, names in shown.items() if not title.startswith("linear, ")}
+    assert len({tuple(names) for names in split.values()}) == (3 if task == "image" else 2)
+    for title, names in split.items():
+        assert title.replace("\n", " ").endswith(", ".join(names))
+    if task == "image":  # five encodings with linear attention are not split
+        assert {"linear, extrapolated", "linear, rescaled"} <= set(shown)
+
+
+def test_a_report_of_another_task_is_refused(tmp_path):
+    folder = tmp_path / "image"
+    shutil.copytree(ablate_report.committed("image"), folder)
+    before = (folder / "table.md").stat().st_mtime_ns
+    for wrong, message in (
+        (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave it out"),
+        (["--pages", str(tmp_path)], "only works without --folder"),
+    ):
+        refused = invoke("report", *wrong, "--folder", str(folder))
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.output
+    assert (folder / "table.md").stat().st_mtime_ns == before
+    assert invoke("report", "image", "--folder", str(folder)).exit_code == 0
+
+
 def test_an_encoding_looks_the_same_in_every_plot():
     names = ["none", "sincos", "rotate", "rotate-mixed", "cosine", "cosine-softplus", "cosine-softplus-phase"]
     alone = {name: choose_looks([name])[name] for name in names}
