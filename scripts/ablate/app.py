@@ -38,7 +38,7 @@ from ..common.markdown import PAGES
 from ..common.options import choose, group_options
 from ..common.provenance import environment
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
-from .tasks import TASKS, Comparison, Task, overrides, train
+from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
@@ -107,8 +107,9 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # check all encodings with the model before training the first
-        comparison.config(out, *job)
+    with options_as_set(chosen):
+        for job in todo.values():  # check all encodings with the model before training the first
+            comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
     open_comparison(out, comparison, baseline)
@@ -117,12 +118,13 @@ def run(
     turn = turn_of(where) if timed else None
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
-        for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
-            value = next(iter(next(iter(result["values"].values())).values()))
-            console.print(
-                f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
-                f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
-            )
+        with options_as_set(chosen):
+            for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
+                value = next(iter(next(iter(result["values"].values())).values()))
+                console.print(
+                    f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
+                    f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
+                )
     except KeyboardInterrupt:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "

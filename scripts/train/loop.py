@@ -56,7 +56,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..common.devices import choose_device
-from ..common.folder import flat
+from ..common.folder import flat, show_value
 from ..common.options import plural
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
 from .config import Training, parse_betas
@@ -408,7 +408,9 @@ class Trainer:
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
         differ = [
-            "the data has changed" if key == "digest" else f"{key}: was {there.get(key)}, is now {here.get(key)}"
+            "the data has changed"
+            if key == "digest"
+            else f"{self._as_option(key)}: was {show_value(there.get(key))}, is now {show_value(here.get(key))}"
             for key in {**there, **here}
             if there.get(key) != here.get(key) and key not in may_differ
         ]
@@ -418,6 +420,11 @@ class Trainer:
                 "pass the same settings"
             )
         return state
+
+    def _as_option(self, setting: str) -> str:
+        """Return the option with the name of a setting; settings of the model and the data have none."""
+        is_option = setting in {f.name for f in fields(self.config)}
+        return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
         """Extend a run of ``steps`` steps to ``config.steps``, and warn if its learning rates would differ."""

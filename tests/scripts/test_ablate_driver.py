@@ -1,6 +1,7 @@
 """``scripts.ablate run`` and ``report``: shards, resuming, errors, numbers, pages."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -405,6 +406,35 @@ def test_a_report_of_another_task_is_refused(tmp_path):
         assert message in refused.output
     assert (folder / "table.md").stat().st_mtime_ns == before
     assert invoke("report", "image", "--folder", str(folder)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("pictures", [], r"DATA {data}: found no images; expected CLASS/\*\.png .* with --set label, or the root"),
+        ("idx", ["--set", "size=15"], "--set size: expected a multiple of 4, got 15"),
+        ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
+        ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),
+        ("idx", ["-e", "linear"], "as --attention linear"),
+    ],
+)
+def test_errors_name_options_of_the_comparison(images, tmp_path, data, options, message):
+    folder = images if data == "idx" else tmp_path / data
+    folder.mkdir(exist_ok=True)
+    refused = invoke(*command(folder, tmp_path / "out", *options))
+    assert refused.exit_code == 2, refused.output
+    assert re.search(message.format(data=re.escape(str(folder))), refused.output), refused.output
+
+
+def test_settings_that_differ_are_named_as_options(images, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    assert invoke(*command(other, out)).exit_code == 2  # no images, so no runs
+    assert invoke(*command(images, out, "--shard", "0/4")).exit_code == 0
+    shutil.copytree(images, tmp_path / "copy")
+    refused = invoke(*command(tmp_path / "copy", out, "--set", "label=kind"))
+    assert refused.exit_code == 2
+    assert "(DATA: idx in the folder, copy requested; --set label: '' in the folder, kind requested)" in refused.output
 
 
 def test_an_encoding_looks_the_same_in_every_plot():

@@ -121,7 +121,7 @@ def test_more_steps_of_another_schedule_are_announced(tmp_path, capsys):
     assert "cosine schedule was planned for 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(typer.BadParameter, match="steps: was 12, is now 8"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 8}))
-    with pytest.raises(typer.BadParameter, match=r"different settings \(seed: was 0, is now 1\)"):
+    with pytest.raises(typer.BadParameter, match=r"different settings \(--seed: was 0, is now 1\)"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 13, "seed": 1}))
 
 
