@@ -35,7 +35,7 @@ from lrpe_md.presets.registry import REGISTERED
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard, require_checkout, shown
 from ..common.markdown import PAGES
-from ..common.options import choose, group_options
+from ..common.options import choose, group_options, warn_of_smoke
 from ..common.provenance import environment
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
@@ -53,6 +53,7 @@ PANELS = {
 @app.command(epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
 @group_options(PANELS)
 def run(
+    context: typer.Context,
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[
         list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
@@ -135,6 +136,8 @@ def run(
         write_report(out, baseline)
     else:
         console.print("Other runs are not finished yet; `report` shows the results so far.")
+    if smoke:
+        warn_of_smoke(context, "tiny models train for a few steps")
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:

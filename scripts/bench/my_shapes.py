@@ -30,7 +30,7 @@ from rich.table import Column, Table
 from lrpe_md.testing import Case, LinearCase
 
 from ..common.devices import choose_device
-from ..common.folder import save_whole
+from ..common.folder import save_whole, unused_path
 from ..common.options import LIMIT, choose, group_options
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
@@ -344,7 +344,10 @@ def main(
     ] = 1,
     limit: Annotated[float, LIMIT] = 60.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV; the plot is saved next to it.")] = Path("my-shapes.csv"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ..)"),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
@@ -363,6 +366,7 @@ def main(
     for text in messages:
         console.print(text, markup=False, soft_wrap=True)
     functorch_config.donated_buffer = False  # graphs are differentiated many times
+    out = out or unused_path(Path("my-shapes.csv"))
     session = Session(out, where, start + limit, rep, True, environment(where, commit), progress, turns)
     run = None
     try:

@@ -64,6 +64,10 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
     assert first.exit_code == 0, first.output
     assert started_trainings == [("none", "softmax", 0), ("none", "softmax", 1)]
     assert "not finished yet" in first.output
+    real = f" run image {images} --encoding none --encoding rotate --attention softmax --seeds 2 --set size=8"
+    assert "These numbers mean nothing, because with --smoke tiny models train for a few steps" in first.output
+    assert real in first.output
+    assert "--smoke" not in first.output.partition("run:\n")[2]
     assert not (out / "results.csv").exists()
     (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # left by a killed process
     second = invoke(*command(images, out, "--shard", "1/2"))

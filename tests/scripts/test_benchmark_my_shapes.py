@@ -150,6 +150,13 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
     assert not (tmp_path / "mine.png").exists()
 
 
+def test_earlier_results_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-shapes.csv", "my-shapes-2.csv"):
+        assert f"\n{name}" in invoke(*SMALL, "--limit", 1e-9).output
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["my-shapes-2.csv", "my-shapes.csv"]
+
+
 def test_exhausted_limit_is_reported(tmp_path):
     done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
