@@ -189,7 +189,10 @@ def _of_series(
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
     split = own.get("split")
     if split is not None and len(split) != num_axes:
-        raise ValueError(f"split: expected a share for each of {num_axes} axes, got {tuple(split)}")
+        raise ValueError(
+            f"split: expected a share for each of {num_axes} axes, got {tuple(split)}; pass {num_axes} numbers, such "
+            f"as {(1,) * num_axes}"
+        )
     if encoding != "mixed":
         own = _shared_out(**own)
     seed = own.pop("seed", 0)

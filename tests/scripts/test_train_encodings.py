@@ -75,10 +75,10 @@ WRONG_OPTIONS = {
     "rotate:pairs=x": "pairs: expected one of half, interleaved or the number of pairs of each block, got 'x'",
     "rotate:frequencies=x": "frequencies: expected axial or mixed, got 'x'",
     "rotate:heads=all": "heads: expected one of shared, own, got 'all'",
-    "rotate:split=1,2": "split: expected a share for each of 3 axes, got 1,2",
+    "rotate:split=1,2": "split: expected a share for each of 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "rotate:amplitude=1,2": "amplitude: expected a number, got 1,2",
     "rotate:remainder=1": "remainder: expected no value without split, because",
-    "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2",
+    "wan:split=1,2": "split: expected a share for each of wan's 3 axes, got 1,2; pass 3 numbers, such as 1,1,1",
     "wan:seed=3": "seed: expected no value, because wan doesn't use it",
     "wan:scaling=x": "wan has no option 'scaling'",
 }
