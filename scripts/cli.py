@@ -27,6 +27,11 @@ MACHINE = {
     "info": "Print versions, GPUs, and which implementation runs here.",
     "bench": "Benchmark the operators and whole training steps.",
 }
+# The same text as in the README and in docs/troubleshooting.md.
+REPORT_BUGS = (
+    "To report a bug, open an issue in the repository that you installed lrpe-md from. Include a minimal example, the "
+    "error message, and the output of `lrpe-md info`."
+)
 DEVELOPMENT = {
     "adapters": "Test adapt_rotary on the models of installed libraries.",
     "fuzz": "Check random configurations against the formula.",
@@ -111,7 +116,7 @@ def run_info(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] not in ("-h", "--help"):
         raise SystemExit(f"lrpe-md info: expected no arguments, got {' '.join(arguments)}")
     if arguments:
-        print(f"Usage: lrpe-md info\n\n{MACHINE['info']} Paste the output into a bug report.\n\nExample: lrpe-md info")
+        print(f"Usage: lrpe-md info\n\n{MACHINE['info']}\n{REPORT_BUGS}\n\nExample: lrpe-md info")
         return
     from .info import describe
 

@@ -280,7 +280,12 @@ def test_internal_import_errors_are_raised(monkeypatch):
 def test_info_takes_no_arguments(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "info", "--help"])
     cli.main()
-    assert "Example: lrpe-md info" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Example: lrpe-md info" in shown
+    assert cli.REPORT_BUGS in shown
+    for page in ("README.md", "docs/troubleshooting.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert cli.REPORT_BUGS.removeprefix("To report a bug, ") in text
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "info", "twice"])
     with pytest.raises(SystemExit, match="expected no arguments, got twice"):
         cli.main()
