@@ -8,10 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+import lrpe_md
 from lrpe_md import __version__
 
 from .common.lazy import import_or_explain
@@ -111,6 +115,26 @@ def describe_usage() -> str:
     return "\n".join([*lines, "", "Run `lrpe-md PROGRAM --help` for the options of a program."])
 
 
+@contextmanager
+def reword_warnings() -> Iterator[None]:
+    """Print warnings of the library as one line each, with options instead of arguments, and without the code."""
+    roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
+
+    def show(message: Any, category: Any, filename: str, *place: Any) -> None:
+        if category is not UserWarning or not any(Path(filename).is_relative_to(root) for root in roots):
+            shown(message, category, filename, *place)
+            return
+        from .common.options import in_shell_terms
+
+        print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
+
+    shown, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
+
+
 def run_info(arguments: Sequence[str]) -> None:
     """Run ``lrpe-md info``."""
     if arguments and arguments[0] not in ("-h", "--help"):
@@ -127,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``lrpe-md PROGRAM ..`` with these arguments, by default those of the command line."""
     name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
-        load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
+        with reword_warnings():
+            load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
     elif name == "info":
         run_info(rest)
     elif name == "--version":

@@ -120,12 +120,7 @@ def run(
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
         with options_as_set(chosen):
-            for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
-                value = next(iter(next(iter(result["values"].values())).values()))
-                console.print(
-                    f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
-                    f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
-                )
+            show_results(console, train_all(comparison, mine, workers, turn), len(mine), chosen.measure)
     except KeyboardInterrupt:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
@@ -138,6 +133,16 @@ def run(
         console.print("Other runs are not finished yet; `report` shows the results so far.")
     if smoke:
         warn_of_smoke(context, "tiny models train for a few steps")
+
+
+def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
+    """Print a line for each training that ends."""
+    for i, result in enumerate(results, 1):
+        value = next(iter(next(iter(result["values"].values())).values()))
+        console.print(
+            f"{i}/{total} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
+            f"{measure} {value:.4g}   {result['train_seconds']:.1f} s"
+        )
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:

@@ -111,6 +111,8 @@ _SHELL_TERMS = {
     r"space_time='(\w+)'": r"--space-time \1",
     r"attention='(\w+)'": r"--attention \1",
     r"use num_axes=3": "train on videos",
+    r"encoding_kwargs=\{'(\w+)': \.\.\}": r"--encoding NAME:\1=..",
+    r"\b(\w+)=, in encoding_kwargs or lrpe_md\.preset,": r"--encoding NAME:\1=..",
     r"\bexpected None\b": "expected no value",
     r"(number),? or None\b": r"\1",
     r"\(('[^']*'(?:, '[^']*')*),?\)": r"\1",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
 from lrpe_md.scripts.train.data.videos import VideoError
 from lrpe_md.scripts.train.runs import load_clip, load_run
@@ -96,6 +97,19 @@ def test_classes_without_training_videos_are_refused(tmp_path):
     write_video(data / "val" / "grey" / "0.mp4", shades(60, 8), DECODERS[0])
     with pytest.raises(VideoError, match=r"expected videos of each class in train/, got grey only in val/; add"):
         load_labelled([data], 8, parts=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"segment": 30}, "--segment 30: does not work with --task labels, which tests whole videos; leave it out"),
+        ({"fold": 1}, "--fold 1: does not work with --task labels"),
+        ({"task": "order", "sampling": "uniform"}, "--sampling uniform: only works with --task labels; leave it out"),
+    ],
+)
+def test_options_of_other_tasks_are_refused(folder, tmp_path, options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [folder], **options})
 
 
 def test_short_videos_are_counted(folder, tmp_path, capsys):

@@ -566,11 +566,17 @@ def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"dataset": "torch/cifar10", "label": "kind"},
+            "--label kind: does not work with --dataset; leave one of them",
+        ),
+        ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
+        ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
         ({"reference": 10}, "--reference: expected a multiple of 4, got 10"),
         ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
     ],
 )
-def test_unsuitable_references(data, tmp_path, options, message):
+def test_unsuitable_options(data, tmp_path, options, message):
     with pytest.raises(typer.BadParameter, match=message):
         ImageTraining(data=data, out=tmp_path, **SMALL, **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.options import choose
 from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
-from ..config import Training, describe, option
+from ..config import Training, check_ignored, describe, option
 from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
@@ -65,23 +65,6 @@ class GenerativeTraining(Training):
     @property
     def split(self) -> Split:
         return Split(self.parts, self.fold, self.limit or None)
-
-
-def check_ignored(config: Training, names: str, reason: str) -> None:
-    """Reject options that the data would ignore.
-
-    Args:
-        names: names of the options, separated by spaces.
-        reason: why they have no effect, and what to do.
-
-    Raises:
-        typer.BadParameter: an option that differs from its default.
-    """
-    defaults = {f.name: f.default for f in fields(config)}
-    for name in names.split():
-        if (value := getattr(config, name)) != defaults[name]:
-            shown = "" if value is True else f" {value}"
-            raise typer.BadParameter(f"--{name.replace('_', '-')}{shown}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
+from ..config import MODEL, OPTIMISER, RUN, check_ignored, check_model_options, check_width, describe, option
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
-from ..data.source import Encoding, GenerativeTraining, Source, check_ignored, load_source
+from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..data.values import LATENTS
 from ..encodings import CAPTIONED, MEMORY_HELP, Backbone
 from ..generation import TIMES, Evaluation

@@ -44,7 +44,17 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ..config import MODEL, OPTIMISER, Training, changed, check_model_options, check_width, describe, option
+from ..config import (
+    MODEL,
+    OPTIMISER,
+    Training,
+    changed,
+    check_ignored,
+    check_model_options,
+    check_width,
+    describe,
+    option,
+)
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
@@ -143,6 +153,10 @@ class ImageTraining(Training):
         super().__post_init__()
         if self.without and not self.label:
             raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
+        if self.dataset:
+            check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
+        elif self.stream or is_stream(self.data):
+            check_ignored(self, "without", "does not work with streamed data; leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
         if self.reference % self.patch:

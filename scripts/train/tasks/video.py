@@ -28,7 +28,7 @@ from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import MODEL, Training, changed, check_width, describe, option
+from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
 from ..data.records import describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
@@ -138,6 +138,12 @@ class VideoTraining(Training):
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {by}, got {getattr(self, name)}"
                 )
+        if self.task == "labels":
+            check_ignored(
+                self, "segment fold", "does not work with --task labels, which tests whole videos; leave it out"
+            )
+        else:
+            check_ignored(self, "sampling", "only works with --task labels; leave it out")
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
