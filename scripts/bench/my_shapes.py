@@ -356,6 +356,8 @@ def main(
     shapes = make_shapes(batch, heads, kv_heads, grid, prefix, head_dim, pairs, dtype)
     choose("--map", [map], ("rotate", "cosine", "both"))
     maps = ["rotate", "cosine"] if map == "both" else [map]
+    if map == "cosine" and pairs != "half":
+        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
     if linear_too and (shapes.key_heads or pairs != "half"):
         raise typer.BadParameter("--linear: expected --pairs half and no --kv-heads; leave those options out")
     free = free_memory(where)
