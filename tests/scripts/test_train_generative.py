@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from contextlib import nullcontext
@@ -673,6 +674,15 @@ def test_latents_of_videos_refuse_options_of_tables(data, tmp_path, option):
     folder = write_vae(tmp_path / "vae")
     command = ("latents", "--vae", folder, "--data", data["clips"]["data"], "--size", 8, "--out", tmp_path / "out")
     assert f"{option} kind: only works with images, and --data contains videos" in output_of(*command, option, "kind")
+
+
+def test_held_out_samples_are_counted(data, tmp_path, capsys):
+    for kind, classes in (("labels", r": blue \d+, green \d+, red \d+"), ("none", "")):
+        diffusion.prepare(config(data[kind], tmp_path / "out"), torch.device("cpu"))
+        source = diffusion.open_source(config(data[kind], tmp_path / "out"), torch.device("cpu"))
+        total = len(source.train) + len(source.held_out)
+        said = rf"Held out {len(source.held_out)} of {total} samples for tests{classes}\n"
+        assert re.search(said, capsys.readouterr().err)
 
 
 def test_prompts_of_a_file(runs, tmp_path):

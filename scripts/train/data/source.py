@@ -18,7 +18,7 @@ from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split, choose_subset
+from .records import CONDITIONS, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
@@ -107,6 +107,14 @@ class Source:
     def is_streamed(self) -> bool:
         """True if worker processes prepare the batches on the CPU."""
         return isinstance(self.values, Decoded)
+
+    def describe_held_out(self) -> str:
+        """Return how many samples are held out, by class if they have one."""
+        numbers = np.concatenate([self.train, self.held_out])
+        held_out = np.arange(len(numbers)) >= len(self.train)
+        if isinstance(self.condition, Labels):
+            return describe_held_out("sample", held_out, self.condition.labels[numbers], self.condition.classes)
+        return describe_held_out("sample", held_out, np.zeros_like(numbers), ())
 
     def check_batch(self, batch: int) -> None:
         """Raise an error if a batch is larger than the training part."""

@@ -283,6 +283,8 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
+    if PartialState().is_main_process:
+        typer.echo(source.describe_held_out(), err=True)
     if isinstance(source.condition, Captions) and PartialState().is_main_process:
         for said in (source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out)):
             if said:
