@@ -196,7 +196,7 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
             for k in {**found, **now}
             if found.get(k) != now.get(k)
         ]
-        if differ and any(file != path and file.suffix != ".part" for file in out.iterdir()):
+        if differ:
             text = "; ".join(differ)
             raise typer.BadParameter(
                 f"--out {out} contains runs with different settings ({text}); choose another folder"
