@@ -522,7 +522,9 @@ class DiT(nn.Module):
             text, drop = drop_inputs(text, drop), None
         encoded = self.encode_text(text)
         if encoded.batch_size != batch:
-            raise ValueError(f"text: expected one text for each of {batch} samples, got {encoded.batch_size}")
+            raise ValueError(
+                f"text: expected one text for each of {batch} samples, got {encoded.batch_size}; repeat your texts"
+            )
         return encoded if drop is None else replace_texts(encoded, self.empty_text(1, text), drop)
 
     def _grid_shape(self, x: Tensor, t: Tensor) -> tuple[int, ...]:

@@ -150,6 +150,9 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     both = join_texts(wanted, away)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
+        if len(z) != batch:
+            name = "negative" if text is None else "text"
+            raise ValueError(f"{name}: expected one text for each of {len(z)} samples, got {batch}; repeat your texts")
         with_text, without = model(torch.cat([z, z]), torch.cat([t, t]), both).chunk(2)
         return without + scale * (with_text - without)
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+import lrpe_md
 from lrpe_md import __version__
 
 from .common.lazy import import_or_explain
@@ -27,6 +31,11 @@ MACHINE = {
     "info": "Print versions, GPUs, and which implementation runs here.",
     "bench": "Benchmark the operators and whole training steps.",
 }
+# The same text as in the README and in docs/troubleshooting.md.
+REPORT_BUGS = (
+    "To report a bug, open an issue in the repository that you installed lrpe-md from. Include a minimal example, the "
+    "error message, and the output of `lrpe-md info`."
+)
 DEVELOPMENT = {
     "adapters": "Test adapt_rotary on the models of installed libraries.",
     "fuzz": "Check random configurations against the formula.",
@@ -106,12 +115,32 @@ def describe_usage() -> str:
     return "\n".join([*lines, "", "Run `lrpe-md PROGRAM --help` for the options of a program."])
 
 
+@contextmanager
+def reword_warnings() -> Iterator[None]:
+    """Print warnings of the library as one line each, with options instead of arguments, and without the code."""
+    roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
+
+    def show(message: Any, category: Any, filename: str, *place: Any) -> None:
+        if category is not UserWarning or not any(Path(filename).is_relative_to(root) for root in roots):
+            shown(message, category, filename, *place)
+            return
+        from .common.options import in_shell_terms
+
+        print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
+
+    shown, warnings.showwarning = warnings.showwarning, show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
+
+
 def run_info(arguments: Sequence[str]) -> None:
     """Run ``lrpe-md info``."""
     if arguments and arguments[0] not in ("-h", "--help"):
         raise SystemExit(f"lrpe-md info: expected no arguments, got {' '.join(arguments)}")
     if arguments:
-        print(f"Usage: lrpe-md info\n\n{MACHINE['info']} Paste the output into a bug report.\n\nExample: lrpe-md info")
+        print(f"Usage: lrpe-md info\n\n{MACHINE['info']}\n{REPORT_BUGS}\n\nExample: lrpe-md info")
         return
     from .info import describe
 
@@ -122,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``lrpe-md PROGRAM ..`` with these arguments, by default those of the command line."""
     name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
-        load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
+        with reword_warnings():
+            load_program(name)(args=rest, prog_name=f"lrpe-md {name}")
     elif name == "info":
         run_info(rest)
     elif name == "--version":

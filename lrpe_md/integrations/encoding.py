@@ -67,6 +67,19 @@ class Activation(nn.Module):
         return f"act={self.act!r}"
 
 
+# Values of other arguments → what to do if one is passed as the encoding, for its error.
+REMEDIES = {
+    value: f"; pass an encoding such as 'rotate', and {name}={value!r} to {where}"
+    for value, name, where in (
+        ("linear", "attention", "adapt() or the model itself"),
+        ("keep", "absolute", "adapt()"),
+        ("drop", "absolute", "adapt()"),
+        ("learned", "absolute", "the model itself"),
+        ("sincos", "absolute", "the model itself"),
+    )
+}
+
+
 def build_encoding(
     encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, depth: int, num_axes: int
 ) -> nn.Module | None:
@@ -114,7 +127,7 @@ def build_encoding(
         raise ValueError(
             "encoding: expected 'cosine', 'rotate', 'mixed', 'none', a name from lrpe_md.list_presets(), None, a "
             "Preset, a Scheme, an nn.Module or a factory (head_dim, num_heads) -> nn.Module, got "
-            f"{encoding!r}{suggest(encoding, [*RESERVED, *list_presets()])}"
+            f"{encoding!r}{REMEDIES.get(str(encoding)) or suggest(encoding, [*RESERVED, *list_presets()])}"
         )
     else:
         make, usual = _of_factory(encoding, kwargs, head_dim, num_heads, num_axes), "layer"
@@ -176,7 +189,10 @@ def _of_series(
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
     split = own.get("split")
     if split is not None and len(split) != num_axes:
-        raise ValueError(f"split: expected a share for each of {num_axes} axes, got {tuple(split)}")
+        raise ValueError(
+            f"split: expected a share for each of {num_axes} axes, got {tuple(split)}; pass {num_axes} numbers, such "
+            f"as {(1,) * num_axes}"
+        )
     if encoding != "mixed":
         own = _shared_out(**own)
     seed = own.pop("seed", 0)

@@ -473,7 +473,8 @@ def adapt(
         TypeError, ValueError: an invalid model or argument; the model is left unchanged.
     """
     if absolute not in ("keep", "drop"):
-        raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}")
+        hint = "; pass attention='linear'" if absolute == "linear" else ""
+        raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}{hint}")
     if copy_v and not keep_encoded:
         raise ValueError("copy_v: expected False with keep_encoded=False, which keeps only the projection's output")
     blocks = _attentions(model)

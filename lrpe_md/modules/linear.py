@@ -16,6 +16,8 @@ from ..engine.linear.dispatch import as_state, run_encoded
 from ..engine.linear.validate import TensorArguments, check_decay_range, check_eps, check_normalizer, check_rule
 from ..functional_linear import linear_attention
 from ..norm import Norm
+from ..positions.sequences import text_positions
+from .encodings import Rotate1d
 
 __all__ = ["HeadDecay", "LinearAttention", "Memory", "attend_with"]
 
@@ -171,7 +173,8 @@ class LinearAttention(nn.Module):
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
         decay: a :class:`HeadDecay`, or another module that returns a decay. None: no decay, unless passed to forward.
 
-    Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v).
+    Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v). With a
+    :class:`Rotate1d`, the default positions are 0, 1, ...
 
     Raises:
         ValueError: normalizer="unrotated" with an activation that can be negative.
@@ -272,6 +275,13 @@ def attend_with(
     act: activation to use instead of the encoding's; the encoding must then have ``describe()``.
     """
     call: Any = encoding
+    if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
+        if state is not None:
+            raise ValueError(
+                "positions: expected those of the new tokens with a state, got None; after n tokens, pass "
+                "Grid((N,)).offset(n)"
+            )
+        positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions
     if encoding is not None and not getattr(encoding, "describes", False):
         options = LinearOptions(

@@ -561,6 +561,8 @@ def preset(
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
     frequencies = scheme.frequencies
+    if split is not None and not isinstance(split, Sequence):
+        raise TypeError(f"split: expected a tuple of shares, such as {(1,) * frequencies.num_axes}, got {split!r}")
     changes = {"base": base, "split": None if split is None else tuple(split), "scaling": scaling, "seed": seed}
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
@@ -570,7 +572,10 @@ def preset(
         )
     changes.pop("seed", None)
     if split is not None and len(split) != frequencies.num_axes:
-        raise ValueError(f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}")
+        raise ValueError(
+            f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}; pass "
+            f"{frequencies.num_axes} numbers, such as {(1,) * frequencies.num_axes}"
+        )
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(

@@ -439,7 +439,7 @@ class Preset:
                         f"{self.name}'s {scheme.grid}"
                     )
                 if grid.num_axes != self.num_axes:
-                    raise ValueError(f"segments: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
+                    raise ValueError(f"shape: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(

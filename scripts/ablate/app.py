@@ -35,10 +35,10 @@ from lrpe_md.presets.registry import REGISTERED
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard, require_checkout, shown
 from ..common.markdown import PAGES
-from ..common.options import choose, group_options
+from ..common.options import choose, group_options, warn_of_smoke
 from ..common.provenance import environment
-from .report import choose_baseline, folders, task_of, write_pages, write_report
-from .tasks import TASKS, Comparison, Task, overrides, train
+from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
+from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
@@ -53,6 +53,7 @@ PANELS = {
 @app.command(epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
 @group_options(PANELS)
 def run(
+    context: typer.Context,
     task: Annotated[str, typer.Argument(help=f"One of: {', '.join(TASKS)}.")],
     data: Annotated[
         list[str] | None, typer.Argument(help="Training data; for video, one or more files.")
@@ -107,8 +108,9 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
-    for job in todo.values():  # check all encodings with the model before training the first
-        comparison.config(out, *job)
+    with options_as_set(chosen):
+        for job in todo.values():  # check all encodings with the model before training the first
+            comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
     open_comparison(out, comparison, baseline)
@@ -117,12 +119,8 @@ def run(
     turn = turn_of(where) if timed else None
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
-        for i, result in enumerate(train_all(comparison, mine, workers, turn), 1):
-            value = next(iter(next(iter(result["values"].values())).values()))
-            console.print(
-                f"{i}/{len(mine)} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
-                f"{chosen.measure} {value:.4g}   {result['train_seconds']:.1f} s"
-            )
+        with options_as_set(chosen):
+            show_results(console, train_all(comparison, mine, workers, turn), len(mine), chosen.measure)
     except KeyboardInterrupt:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
@@ -133,6 +131,18 @@ def run(
         write_report(out, baseline)
     else:
         console.print("Other runs are not finished yet; `report` shows the results so far.")
+    if smoke:
+        warn_of_smoke(context, "tiny models train for a few steps")
+
+
+def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
+    """Print a line for each training that ends."""
+    for i, result in enumerate(results, 1):
+        value = next(iter(next(iter(result["values"].values())).values()))
+        console.print(
+            f"{i}/{total} {result['encoding']:<23} {result['attention']:<9} seed {result['seed']}   "
+            f"{measure} {value:.4g}   {result['train_seconds']:.1f} s"
+        )
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
@@ -211,8 +221,8 @@ def report(
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
     pages: Annotated[
-        Path, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
-    ] = PAGES,
+        Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
+    ] = None,
 ) -> None:
     """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
@@ -220,7 +230,11 @@ def report(
         require_checkout("--folder")
     if folder is not None and len(task or ()) > 1:
         raise typer.BadParameter(f"--folder: expected at most one task, got {', '.join(names)}")
+    if folder is not None and pages is not None:
+        raise typer.BadParameter(f"--pages {pages}: only works without --folder; leave one of them out")
+    if folder is not None and task:
+        check_task(folder, names[0])
     for each in [folder] if folder else [path for path in folders() if task_of(path) in names]:
         write_report(each, baseline)
     if folder is None:
-        write_pages(pages)
+        write_pages(pages or PAGES)

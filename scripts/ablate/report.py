@@ -44,6 +44,19 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
     return BASELINE if baseline is None else baseline
 
 
+def check_task(folder: Path, task: str) -> None:
+    """Check that the runs in a folder are of this task.
+
+    Raises:
+        typer.BadParameter: they are of another task.
+    """
+    if (folder / "config.json").is_file() and (found := task_of(folder)) in TASKS and found != task:
+        raise typer.BadParameter(
+            f"TASK: expected {found}, the task of the runs in {folder}, got {task}; leave it out, or pass another "
+            "--folder"
+        )
+
+
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
@@ -56,12 +69,12 @@ def write_report(folder: Path, baseline: str | None) -> None:
         raise typer.BadParameter(
             f"--folder: expected runs/*.json or results.csv in {folder}, found neither; pass an output folder of `run`"
         )
-    config = read_json(folder / "config.json")
-    if config["settings"].get("task") not in TASKS:
+    config, task_name = read_json(folder / "config.json"), task_of(folder)
+    if task_name not in TASKS:
         raise typer.BadParameter(
             f"--folder: expected an output folder from `ablate run`, but {folder} was written by another command"
         )
-    task = TASKS[config["settings"]["task"]]
+    task = TASKS[task_name]
     if files:
         write(folder / "results.csv", collect(files, task.series).to_csv(index=False))
     results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
@@ -96,13 +109,14 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 
-def task_of(folder: Path) -> str:
-    return read_json(folder / "config.json")["settings"]["task"]
+def task_of(folder: Path) -> str | None:
+    """Return the task of the runs in a folder; None for the output folder of another command."""
+    return read_json(folder / "config.json")["settings"].get("task")
 
 
 def render(folder: Path) -> str:
     """Render the page of a folder: table.md, plots, and samples.png if it exists."""
-    task = TASKS[task_of(folder)]
+    task = TASKS[read_json(folder / "config.json")["settings"]["task"]]
     name = folder.name.removeprefix("ablate-")
     measure = task.measure.replace(", %", " in %").capitalize()
     by = {

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..common.markdown import table
-from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, split_series
+from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from .report_sizes import count_seeds
 
@@ -99,6 +99,9 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8, rotation=30)
                 axes[-1, list(row).index(axis)].set_xlabel(label)
+            if len(groups) > 1:
+                for axis in row:
+                    set_title(axis, "", names, True)
             row[0].set_yscale("log")  # keeps close curves apart even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
         low, high = axes[0, 0].get_ylim()

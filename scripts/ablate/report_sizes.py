@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import t as student
 
 from ..common.markdown import table
-from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, split_series
+from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from .tasks import TASKS
 
@@ -173,11 +173,12 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
     order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
     groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
     stats = groups.agg(["mean", "std"]).fillna(0)
-    rows = []
+    split = {}
     for attention, names in compared.items():
         measured = set(results[results.attention == attention].encoding)
         shown = [name for name in names if name in measured]
-        rows += [(attention, group) for group in (split_series(shown) if shown else [])]
+        split[attention] = split_series(shown) if shown else []
+    rows = [(attention, group) for attention, groups in split.items() for group in groups]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             len(rows), len(POSITIONS), figsize=(WIDTH, 1.6 + 2.3 * len(rows)), sharex=True, sharey=True, squeeze=False,
@@ -195,7 +196,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                         range(len(order)), line["mean"], yerr=line["std"], label=name, capsize=2, elinewidth=0.8,
                         markersize=5, **looks[name],
                     )  # fmt: skip
-                axis.set_title(f"{attention}, {positions}")
+                set_title(axis, f"{attention}, {positions}", names, len(split[attention]) > 1)
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
         for axis in axes[-1]:

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ Values = dict[str, dict[str, float]]  # series (such as positions) → size → 
 CHOSEN = (
     "out",
     "data",
+    "reference",  # results need both kinds of positions
     "encoding",
     "attention",
     "seed",
@@ -246,6 +247,26 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
             expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "another value")
             raise typer.BadParameter(f"--set {name}: expected {expected}, got {text!r}") from error
     return found
+
+
+@contextlib.contextmanager
+def options_as_set(task: Task) -> Iterator[None]:
+    """Reword errors of a training: its options are ``--set NAME=VALUE`` of a comparison, and its data is DATA."""
+    known = {f.name for f in fields(task.config)} - set(CHOSEN)
+
+    def reword(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        if name == "data":
+            return found[0].replace("--data", "DATA")
+        if name not in known:
+            return found[0]
+        return f"--set {name}" + (f"={value.strip()}" if value else "")
+
+    try:
+        yield
+    except typer.BadParameter as error:
+        text = re.sub(r"(?<!--set )--([a-z][a-z-]*[a-z])( \d[\w.,x]*)?", reword, error.message)
+        raise typer.BadParameter(text) from error
 
 
 @dataclass(frozen=True)

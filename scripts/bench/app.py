@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
 
 import torch._functorch.config as functorch
 import typer
 
+from ..common.options import is_given, warn_of_smoke
 from . import (
     compare,
     compiled,
@@ -40,6 +43,7 @@ class Command(NamedTuple):
     example: str
 
 
+SMOKE = Path("runs/bench-smoke")  # folder of results with --smoke
 YOURS, OPERATORS, STEPS, MAINTENANCE = "Your GPU and sizes", "Operators", "Training steps", "Kernels and results"
 COMMANDS = {
     "my-shapes": Command(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
@@ -57,6 +61,29 @@ COMMANDS = {
     "compare": Command(compare.main, MAINTENANCE, "HEAD~10 HEAD"),
     "report": Command(report.main, MAINTENANCE, ""),
 }
+
+
+def with_smoke(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a benchmark; with --smoke, it writes to another folder and says what to run instead."""
+    signature = inspect.signature(run)
+    if "smoke" not in signature.parameters:
+        return run
+
+    def call(context: typer.Context, **values: Any) -> None:
+        if values["smoke"] and not is_given(context, "out"):
+            values["out"] = SMOKE / f"{name}.csv"
+        run(**values)
+        if values["smoke"]:
+            warn_of_smoke(context, "sizes are tiny and calls are few", ("device",))
+
+    hints: dict[str, Any] = {"context": typer.Context, **get_type_hints(run, include_extras=True)}
+    own = [each.replace(annotation=hints[each.name]) for each in signature.parameters.values()]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    call.__doc__, call.__annotations__ = run.__doc__, hints
+    call.__signature__ = inspect.Signature([context, *own])  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
 for name, command in COMMANDS.items():
     example = f"Example: lrpe-md bench {name} {command.example}".rstrip()
-    app.command(name, rich_help_panel=command.panel, epilog=example)(command.run)
+    app.command(name, rich_help_panel=command.panel, epilog=example)(with_smoke(name, command.run))

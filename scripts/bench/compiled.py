@@ -143,7 +143,13 @@ def main(
     blocks: Annotated[int, typer.Option(min=1, help="Number of timed blocks of calls per measurement.")] = 30,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-compiled.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Time only a few calls to test that everything runs.")] = False,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke",
+            help="Time only a few calls to test that everything runs; writes to runs/bench-smoke.",
+        ),
+    ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
     """Measure the host time of compiled calls. Each row is written to the CSV at once."""

@@ -165,7 +165,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-linear.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")
+    ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Benchmark linear attention, lrpe-md first. Each row is written to the CSV at once."""

@@ -237,7 +237,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/linear-scaling.csv"),
     append: Annotated[bool, typer.Option("--append", help="Append to the CSV instead of replacing it.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Use a tiny model and a batch of one.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Use a tiny model and a batch of one; writes to runs/bench-smoke.")
+    ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Time training steps of softmax and linear attention at increasing numbers of tokens."""

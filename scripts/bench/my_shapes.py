@@ -30,7 +30,7 @@ from rich.table import Column, Table
 from lrpe_md.testing import Case, LinearCase
 
 from ..common.devices import choose_device
-from ..common.folder import save_whole
+from ..common.folder import save_whole, unused_path
 from ..common.options import LIMIT, choose, group_options
 from ..common.plots import OKABE_ITO, STYLE, plt
 from ..common.provenance import measured_on
@@ -344,7 +344,10 @@ def main(
     ] = 1,
     limit: Annotated[float, LIMIT] = 60.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
-    out: Annotated[Path, typer.Option(help="Output CSV; the plot is saved next to it.")] = Path("my-shapes.csv"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output CSV; the plot is saved next to it. (default: my-shapes.csv, my-shapes-2.csv, ..)"),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
@@ -353,6 +356,8 @@ def main(
     shapes = make_shapes(batch, heads, kv_heads, grid, prefix, head_dim, pairs, dtype)
     choose("--map", [map], ("rotate", "cosine", "both"))
     maps = ["rotate", "cosine"] if map == "both" else [map]
+    if map == "cosine" and pairs != "half":
+        raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
     if linear_too and (shapes.key_heads or pairs != "half"):
         raise typer.BadParameter("--linear: expected --pairs half and no --kv-heads; leave those options out")
     free = free_memory(where)
@@ -363,6 +368,7 @@ def main(
     for text in messages:
         console.print(text, markup=False, soft_wrap=True)
     functorch_config.donated_buffer = False  # graphs are differentiated many times
+    out = out or unused_path(Path("my-shapes.csv"))
     session = Session(out, where, start + limit, rep, True, environment(where, commit), progress, turns)
     run = None
     try:

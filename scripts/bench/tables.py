@@ -95,7 +95,9 @@ def main(
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-tables.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Use tiny sizes to test that everything runs; writes to runs/bench-smoke.")
+    ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
     """Compare rotations by precomputed tables and by computed angles. Each row is written to the CSV at once."""

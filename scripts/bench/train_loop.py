@@ -195,7 +195,13 @@ def main(
     number: Annotated[int, typer.Option(min=1, help="Number of latents to write to disk.")] = 8192,
     out: Annotated[Path, typer.Option(help="Output CSV.")] = Path("scripts/results/benchmark-train-loop.csv"),
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu with --smoke.")] = "cuda",
-    smoke: Annotated[bool, typer.Option("--smoke", help="Train a tiny model to test that everything runs.")] = False,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke",
+            help="Train a tiny model to test that everything runs; writes to runs/bench-smoke.",
+        ),
+    ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
     """Compare `train diffusion` on latents with a bare loop over the same compiled model, on one GPU."""

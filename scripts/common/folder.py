@@ -111,6 +111,15 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def unused_path(path: Path) -> Path:
+    """Return the first of NAME.png, NAME-2.png, NAME-3.png, .. that does not exist."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_stem(f"{path.stem}-{number}")
+    return found
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that one of these programs wrote.
 
@@ -154,6 +163,21 @@ def flat(nested: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
 
 
+def show_value(value: Any) -> str:
+    """Format the value of an option as the user types it."""
+    if isinstance(value, list):
+        return " ".join(map(show_value, value))
+    return repr(value) if value == "" else str(value)
+
+
+def as_option(name: str) -> str:
+    """Return how the user of a comparison passes a setting: "training.size" → "--set size", "data" → "DATA"."""
+    if name in ("task", "data"):
+        return name.upper()
+    part, _, option = name.partition(".")
+    return f"--set {option}" if part == "training" else f"--{name}"
+
+
 def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], extended: Collection[str] = ()) -> None:
     """Write config.json, or check that the folder's settings match these.
 
@@ -168,7 +192,7 @@ def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], exten
         found, environments = config["settings"], config["environments"]
         found, now = (flat({k: v for k, v in each.items() if k not in extended}) for each in (found, wanted))
         differ = [
-            f"{k}: {found.get(k)} in the folder, {now.get(k)} requested"
+            f"{as_option(k)}: {show_value(found.get(k))} in the folder, {show_value(now.get(k))} requested"
             for k in {**found, **now}
             if found.get(k) != now.get(k)
         ]

@@ -5,14 +5,26 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
 from lrpe_md.checks import suggest
 
-__all__ = ["LIMIT", "SEEDS", "choose", "finite", "group_options", "in_shell_terms", "positive"]
+__all__ = [
+    "LIMIT",
+    "SEEDS",
+    "choose",
+    "describe_command",
+    "finite",
+    "group_options",
+    "in_shell_terms",
+    "plural",
+    "positive",
+    "warn_of_smoke",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
@@ -35,6 +47,11 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "1200 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the wanted names without duplicates; reject unknown ones."""
     known, names = list(known), list(dict.fromkeys(wanted))
@@ -44,6 +61,42 @@ def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str
                 f"{option}: unknown {name!r}{suggest(name, known)}; choose from: {'; '.join(known)}"
             )
     return names
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the user passed a parameter on the command line."""
+    source: Any = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
+    """Return a command as the user typed it, without these parameters."""
+    words = context.command_path.split()
+    for parameter in context.command.params:
+        name: Any = parameter.name
+        if name in leave_out or not is_given(context, name):
+            continue
+        value = context.params[name]
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                words.append(str(each))
+            elif isinstance(each, bool):
+                words.append((parameter.opts if each else parameter.secondary_opts)[0])
+            else:
+                words += [max(parameter.opts, key=len), str(each)]
+    return shlex.join(words)
+
+
+def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str] = ()) -> None:
+    """Say that the numbers of a run with --smoke mean nothing, and print the command of the real run.
+
+    Args:
+        context: of the command.
+        reason: why they mean nothing.
+        leave_out: parameters that the real run does not need, besides smoke and out.
+    """
+    command = describe_command(context, {"smoke", "out", *leave_out})
+    typer.echo(f"\nThese numbers mean nothing, because with --smoke {reason}. For real ones, run:\n{command}", err=True)
 
 
 # Patterns of the library's errors, and what to show on a command line instead; applied in order.
@@ -58,6 +111,8 @@ _SHELL_TERMS = {
     r"space_time='(\w+)'": r"--space-time \1",
     r"attention='(\w+)'": r"--attention \1",
     r"use num_axes=3": "train on videos",
+    r"encoding_kwargs=\{'(\w+)': \.\.\}": r"--encoding NAME:\1=..",
+    r"\b(\w+)=, in encoding_kwargs or lrpe_md\.preset,": r"--encoding NAME:\1=..",
     r"\bexpected None\b": "expected no value",
     r"(number),? or None\b": r"\1",
     r"\(('[^']*'(?:, '[^']*')*),?\)": r"\1",

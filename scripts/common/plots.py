@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lrpe_md.picture.figure import OKABE_ITO, STYLE
 
 __all__ = [
     "OKABE_ITO", "SERIES", "STYLE", "WIDTH", "add_legend", "choose_colors", "choose_looks", "plt", "save",
-    "split_series",
+    "set_title", "split_series",
 ]  # fmt: skip
 
 WIDTH = 6.2  # inches: 9-point text is legible on a page and on a phone
@@ -43,6 +44,7 @@ LIBRARIES = {
     "timm": "vermilion", "torch.compile, tables": "purple", "torch.compile, angles": "sky", "copy": "grey",
 }  # fmt: skip
 LEGEND_WIDTH, HANDLE_WIDTH = 84, 7  # in characters
+PANEL_WIDTH = 50  # characters of a small title above one of two panels in a row
 SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 
 
@@ -60,6 +62,12 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
         plots = math.ceil(len(part) / (SERIES - len(kept)))
         groups += [{*kept, *part[len(part) * i // plots : len(part) * (i + 1) // plots]} for i in range(plots)]
     return [[name for name in names if name in group] for group in groups]
+
+
+def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> None:
+    """Set the title of a panel. If the series are split over several panels, it also lists those of this one."""
+    listed = textwrap.fill(", ".join(names), PANEL_WIDTH, break_on_hyphens=False)
+    axis.set_title(f"{title}\n{listed}".strip() if is_split else title, **({"fontsize": 7} if is_split else {}))
 
 
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:

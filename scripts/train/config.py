@@ -277,6 +277,23 @@ def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
         )
 
 
+def check_ignored(config: Any, names: str, reason: str) -> None:
+    """Reject options that have no effect.
+
+    Args:
+        names: names of the options, separated by spaces.
+        reason: why they have no effect, and what to do.
+
+    Raises:
+        typer.BadParameter: an option that differs from its default.
+    """
+    defaults = {f.name: f.default for f in fields(config)}
+    for name in names.split():
+        if (value := getattr(config, name)) != defaults[name]:
+            shown = "" if value is True else f" {value}"
+            raise typer.BadParameter(f"--{name.replace('_', '-')}{shown}: {reason}")
+
+
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
     """Return the values of --dim and --heads closest to these arguments with which a model can be built.
 

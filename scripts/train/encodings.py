@@ -246,6 +246,11 @@ class Backbone:
             typer.BadParameter: an unknown name or option.
         """
         name, options = split_options(text)
+        if name in self.attentions:
+            raise typer.BadParameter(
+                f"{option}: expected an encoding, such as rotate, got {name!r}, a kind of attention; pass it as "
+                f"--attention {name}"
+            )
         choose(option, [name], self.names)
         chosen = ENCODINGS[name] if name in self.encodings else _entry(name)
         known = encoding_options(chosen.encoding) - {"num_heads", "device", "dtype", "scaling"}

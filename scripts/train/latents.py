@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..common.devices import choose_device
 from ..common.folder import new_folder
-from ..common.options import choose
+from ..common.options import choose, plural
 from .data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Shape, Sizes, parse_mixed
 from .data.footage import find_films, is_footage, sort_films
 from .data.pictures import Pictures, open_pictures
@@ -89,6 +89,11 @@ def main(
         )  # fmt: skip
     sizes = Sizes(parse_mixed(mix_sizes, size, multiple), multiple=multiple, max_ratio=max_ratio)
     if is_footage(data):
+        for option, value in (("--without", without), ("--label", label)):
+            if value:
+                raise typer.BadParameter(
+                    f"{option} {value}: only works with images, and --data contains videos; leave it out"
+                )
         images = open_films(data, Split(1, limit=limit or None), condition, sizes)
     else:
         images = open_images(
@@ -101,7 +106,7 @@ def main(
         (part / RECORDS).write_text(json.dumps(images.records.to_json()), encoding="utf-8")
         (part / LATENTS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shown = ", ".join(f"{h}×{w}" for each in about["shapes"].values() for h, w in each)
-    Console(stderr=True).print(f"{out}: latents of {about['number']} images of {shown} pixels")
+    Console(stderr=True).print(f"{out}: latents of {plural(about['number'], 'image')} of {shown} pixels")
 
 
 class Images(NamedTuple):

@@ -56,7 +56,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..common.devices import choose_device
-from ..common.folder import flat
+from ..common.folder import flat, show_value
+from ..common.options import plural
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
 from .config import Training, parse_betas
 from .history import HISTORY, HistoryFile
@@ -365,8 +366,8 @@ class Trainer:
         reduced: Any = self.accelerator.reduce(self.total, "mean")
         if not torch.isfinite(reduced):
             raise FloatingPointError(
-                f"the loss is {reduced.item()} after {self.step} steps (the last checkpoint is from an earlier step); "
-                "try a lower --lr, more --warmup, or --precision bf16 instead of fp16"
+                f"the loss is {reduced.item()} after {plural(self.step, 'step')} (the last checkpoint is from an "
+                "earlier step); try a lower --lr, more --warmup, or --precision bf16 instead of fp16"
             )
         return reduced.item()
 
@@ -407,7 +408,9 @@ class Trainer:
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
         differ = [
-            "the data has changed" if key == "digest" else f"{key}: was {there.get(key)}, is now {here.get(key)}"
+            "the data has changed"
+            if key == "digest"
+            else f"{self._as_option(key)}: was {show_value(there.get(key))}, is now {show_value(here.get(key))}"
             for key in {**there, **here}
             if there.get(key) != here.get(key) and key not in may_differ
         ]
@@ -417,6 +420,11 @@ class Trainer:
                 "pass the same settings"
             )
         return state
+
+    def _as_option(self, setting: str) -> str:
+        """Return the option with the name of a setting; settings of the model and the data have none."""
+        is_option = setting in {f.name for f in fields(self.config)}
+        return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
         """Extend a run of ``steps`` steps to ``config.steps``, and warn if its learning rates would differ."""
@@ -431,8 +439,8 @@ class Trainer:
         text = f"Continuing the {steps}-step run from step {self.step} to step {config.steps}."
         if not same:
             text += (
-                f" Its {config.schedule} schedule was planned for {steps} steps, so the result differs from a single "
-                f"run of {config.steps} steps; --schedule constant avoids this."
+                f" Its {config.schedule} schedule was planned for {plural(steps, 'step')}, so the result differs from "
+                f"a single run of {config.steps} steps; --schedule constant avoids this."
             )
         typer.echo(text, err=True)
 

@@ -111,8 +111,11 @@ def is_series(value: Any) -> bool:
 def placements(model: Any) -> Iterator[str]:
     """Set each way to place tokens at a different size on the model, and yield its name.
 
-    "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid."""
-    for name, reference in (("extrapolated", None), ("rescaled", model.patch_embed.grid_size)):
+    "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid. A model that was trained with
+    a reference grid only has "rescaled", to this grid."""
+    own = model.reference
+    ways = {"extrapolated": None, "rescaled": model.patch_embed.grid_size}
+    for name, reference in (ways if own is None else {"rescaled": own}).items():
         model.reference = reference
         yield name
-    model.reference = None
+    model.reference = own

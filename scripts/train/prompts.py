@@ -20,7 +20,7 @@ from torch import Tensor
 from ...models.dit import DiT
 from ...models.text import Text, tokenize
 from ..common.folder import save_whole
-from ..common.options import choose
+from ..common.options import choose, plural
 from .checkpoint import restore
 from .conditions import build_encoder
 from .encodings import restore_arguments
@@ -60,9 +60,21 @@ class Sheet:
     def __post_init__(self) -> None:
         choose("--positions", [self.positions], ("rescaled", "extrapolated"))
         choose("--sampler", [self.sampler], SAMPLERS)
+        if self.negative is not None and self.scale == 1:
+            raise typer.BadParameter(
+                f"--negative {self.negative!r}: has no effect with --scale 1, which disables guidance; pass another "
+                "--scale, or leave out --negative"
+            )
 
-    def height_and_width(self, trained: int, multiple: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
+    def height_and_width(self, trained: int, patch: int, factor: int = 1) -> tuple[int, int]:
+        """Return height and width in pixels.
+
+        Args:
+            trained: size in training, in pixels.
+            patch: height and width of a patch, in pixels or latents.
+            factor: pixels per latent.
+        """
+        multiple = patch * factor
         if self.size is None:
             return trained, trained
         found = re.fullmatch(r"(\d+)x(\d+)", self.size)
@@ -70,9 +82,11 @@ class Sheet:
             raise typer.BadParameter(f"--size: expected HEIGHTxWIDTH in pixels, such as 96x64, got {self.size!r}")
         height, width = int(found[1]), int(found[2])
         if height % multiple or width % multiple or not height * width:
+            patches = "the model's patch size"
+            if factor > 1:
+                patches = f"because a patch has {plural(patch, 'latent')} per side, and a latent {factor} pixels"
             raise typer.BadParameter(
-                f"--size: expected multiples of {multiple}, the model's patch size, got {self.size}; the next valid "
-                "size is "
+                f"--size: expected multiples of {multiple}, {patches}, got {self.size}; the next valid size is "
                 f"{max(1, math.ceil(height / multiple)) * multiple}x{max(1, math.ceil(width / multiple)) * multiple}"
             )
         return height, width
@@ -256,7 +270,7 @@ def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> T
 def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet) -> None:
     """Save samples as a PNG with a row for each prompt and a column for each noise."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    size = sheet.height_and_width(painter.settings["size"], painter.multiple)
+    size = sheet.height_and_width(painter.settings["size"], painter.settings["patch"], painter.factor)
     _check(run, painter, prompts, sheet, console)
     check_out(sheet.out)
     drawn = draw(painter, prompts, draw_noise(sheet.images, painter.shape(size), seed), sheet)
@@ -293,7 +307,7 @@ def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, shee
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     check_out(count.npz, "--npz", "samples.npz")
-    size = sheet.height_and_width(painter.settings["size"], painter.multiple)
+    size = sheet.height_and_width(painter.settings["size"], painter.settings["patch"], painter.factor)
     _check(run, painter, prompts, sheet, console)
     if painter.condition["kind"] == "labels" and not any(prompts):
         prompts = painter.condition["classes"]

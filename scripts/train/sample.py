@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.devices import choose_device
+from ..common.folder import unused_path
 from ..common.options import SEEDS, finite, positive
 from .checkpoint import read_checkpoint
 from .prompts import Count, Painter, Sheet, sample_images, sample_many
@@ -109,7 +110,9 @@ def main(
         str | None,
         typer.Option(help="Images: positions at other sizes: rescaled (to the training grid) or extrapolated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN)")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")
+    ] = None,
     vae: Annotated[
         str | None, typer.Option(help="Images: VAE that decodes latents. (default: the one that encoded them)")
     ] = None,
@@ -125,23 +128,19 @@ def main(
 ) -> None:
     """Generate text or images with a trained model. Uses averaged weights if the run saved them."""
     on, (task, state) = choose_device(device), read_run(run)
-    options = own_options(
-        task,
-        {
-            "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
-            "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
-            "sampler": sampler, "vae": vae, "encoder": encoder, "count": count, "npz": npz,
-        },
-    )  # fmt: skip
+    given = {
+        "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
+        "scale": scale, "negative": negative, "steps": steps, "images": images, "positions": positions, "out": out,
+        "sampler": sampler, "vae": vae, "encoder": encoder, "count": count, "npz": npz,
+    }  # fmt: skip
+    options = own_options(task, given)
     prompts = [*(prompt or []), *read_prompts(prompt_file)]
     if task == TEXT:
         lm.sample_text(state, prompts or ["\n"], seed, on, **options)
         return
+    check_effects(state["settings"], given)
     vae, encoder, number, npz = (options.pop(name) for name in ("vae", "encoder", "count", "npz"))
-    if (number is None) != (npz is None):
-        raise typer.BadParameter(f"--count, --npz: expected both or neither, got {number}, {npz}")
-    options["out"] = options["out"] or run / "sheet.png"
-    sheet = Sheet(**options)
+    sheet = Sheet(**{**options, "out": options["out"] or unused_path(run / "sheet.png")})
     painter = Painter(state, on, vae=vae or "auto", encoder=encoder)
     if not prompts and npz is None and painter.condition["kind"] != "none":
         raise typer.BadParameter(
@@ -152,6 +151,22 @@ def main(
         sample_images(run, painter, prompts or [""], seed, sheet)
     else:
         sample_many(run, painter, prompts or [""], seed, sheet, Count(number, npz))
+
+
+def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
+    """Reject options that have no effect for a run of images with these settings, or with other options."""
+    if (given["count"] is None) != (given["npz"] is None):
+        raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']}, {given['npz']}")
+    is_sheet, condition = given["npz"] is None, settings["condition"]["kind"]
+    for name, has_effect, reason in (
+        ("out", is_sheet, "with --npz, no sheet is written"),
+        ("images", is_sheet, "with --npz, --count is the number of images"),
+        ("vae", "latents" in settings or given["vae"] == "auto", "this run was trained on pixels"),
+        ("encoder", condition == "features", "this run was trained without --text-features"),
+        ("scale", condition != "none", "this run was trained without captions or classes to guide to"),
+    ):
+        if given[name] is not None and not has_effect:
+            raise typer.BadParameter(f"--{name}: has no effect, because {reason}; leave it out")
 
 
 def read_prompts(path: Path | None) -> list[str]:

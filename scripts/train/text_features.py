@@ -21,7 +21,7 @@ from rich.progress import track
 from ...models.text import PretrainedEncoder
 from ..common.devices import choose_device
 from ..common.folder import new_folder
-from ..common.options import choose
+from ..common.options import choose, plural
 from .checkpoint import digest_of, first_line
 from .conditions import FEATURES, FORMAT
 from .data.footage import find_films, is_footage
@@ -103,7 +103,9 @@ def main(
         about |= {"format": FORMAT, "encoder": encoder, "weights": digest_of(model.model.state_dict())}
         (part / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
         (part / FEATURES).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    Console(stderr=True).print(f"{out}: features of {len(captions)} captions, {about['length']} × {about['width']}")
+    Console(stderr=True).print(
+        f"{out}: features of {plural(len(captions), 'caption')}, {about['length']} × {about['width']}"
+    )
 
 
 def write_features(

@@ -98,7 +98,29 @@ def start_from(
             ours, trained = ((each or {}).get(name) for each in (settings, before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)
+        if (said := _describe_grids(before, settings or {})) is not None:
+            typer.echo(f"{path} was {said}", err=True)
     return digest
+
+
+def has_coordinates(arguments: dict[str, Any]) -> bool:
+    """Return whether a vision transformer with these arguments computes positions, which its reference grid scales."""
+    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+
+
+def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
+    """Describe the patch grids of a run and of this training if they differ and this training has no --reference."""
+    known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
+    if not known or settings.get("reference") != 0:
+        return None
+    trained = (before.get("reference") or before["size"]) // before["patch"]
+    number = settings["size"] // settings["patch"]
+    if trained == number:
+        return None
+    return (
+        f"trained with {trained}×{trained} patches; this training has {number}×{number}. To map their positions onto "
+        f"the trained grid, pass --reference {trained * settings['patch']}"
+    )
 
 
 def _count_heads(model: nn.Module) -> int | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..common.folder import claim
+from ..common.options import plural
 from .config import Training, list_model_options, settings_of
 from .loop import Trainer, begin
 from .order import Steps
@@ -54,7 +55,8 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:
         typer.echo(
-            f"--warmup {config.warmup} reduced to {config.warmup_steps}, because the run has only {config.steps} steps",
+            f"--warmup {config.warmup} reduced to {config.warmup_steps}, because the run has only "
+            f"{plural(config.steps, 'step')}",
             err=True,
         )
     console.print("Reading the data, building the model")

@@ -35,6 +35,7 @@ from lrpe_md.picture.data import NO_ORDER, Subject
 from lrpe_md.picture.figure import View, draw, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
+from ..common.folder import unused_path
 from ..common.options import SEEDS, choose, group_options, in_shell_terms
 from ..common.plots import plt, save
 
@@ -65,9 +66,9 @@ def _name_option(option: str) -> Iterator[None]:
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
     """Parse "4x18x28", "4,18,28" or "4 18 28"; with ``gaps``, "-" is None."""
-    parts = [part for part in re.split(r"[x×,\s]+", text.strip()) if part]
+    parts = re.split(r"\s*[x×,]\s*|\s+", text.strip())
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
-    if not parts or not all(good) or any(part != "-" and int(part) < least for part in parts):
+    if not all(good) or any(part != "-" and int(part) < least for part in parts):
         raise typer.BadParameter(
             f"{option}: expected integers of at least {least}, such as 18x28 or 9x18x28, got {text!r}"
         )
@@ -172,7 +173,7 @@ def main(
     map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
         str | None,
-        typer.Option(help="Axis order, without a preset: minor_first (default) or major_first."),
+        typer.Option(help="Axis order, for axial frequencies: minor_first (default) or major_first."),
     ] = None,
     base: Annotated[
         float | None,
@@ -200,7 +201,9 @@ def main(
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
     channel: Annotated[list[int] | None, typer.Option(help="Channel or pair to map; repeatable.")] = None,
     maps: Annotated[int, typer.Option(min=1, help="Number of angle maps, without --channel.")] = 4,
-    out: Annotated[Path, typer.Option(help="Output folder for the figures.")] = Path("runs/visualize"),
+    out: Annotated[
+        Path, typer.Option(help="Output folder for the figures, NAME.png; the next ones are NAME-2.png, ..")
+    ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,
     dark: Annotated[
@@ -223,6 +226,10 @@ def main(
         choose("--frequencies", [frequencies or ""], FREQUENCIES)
         choose("--map", [map or "rotate"], data.MAPS)
         choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
+        if axis_order is not None and frequencies == "mixed":
+            raise typer.BadParameter(
+                f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
+            )
         own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
         own = {key: value for key, value in own.items() if value is not None}
         with _name_option("--frequencies"):
@@ -231,7 +238,7 @@ def main(
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     out.mkdir(parents=True, exist_ok=True)
     for view in views:
-        save_view(view, out / f"{view.subject.preset.name}.{format}", dpi, dark)
+        save_view(view, unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
 
 
 def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
@@ -263,6 +270,9 @@ def _read_scheme(file: str) -> Scheme:
     try:
         return Scheme.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(
-            f"--preset: expected a JSON file of Scheme.to_dict(), got {file!r}: {error}"
-        ) from error
+        remedy = (
+            "a file can't contain functions of your own: register the scheme in a module with "
+            "lrpe_md.presets.register_scheme, and pass --import MODULE --preset NAME"
+        )
+        text = re.sub(r"pass your own functions with .*", remedy, str(error))
+        raise typer.BadParameter(f"--preset: expected a JSON file of Scheme.to_dict(), got {file!r}: {text}") from error

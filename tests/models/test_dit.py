@@ -292,7 +292,7 @@ BAD = {
     "encoding": (r"encoding: .*'flux3'", lambda: dit(encoding="flux3")),
     "preset without rotation": (r"encoding: .*'pope'", lambda: dit(encoding="pope")),
     "preset of another order": (r"encoding: .*row-major.*'qwen2_vl_vision'", lambda: dit(encoding="qwen2_vl_vision")),
-    "preset of other axes": (r"segments: eva02 expects a shape with 2", lambda: dit(num_axes=3, encoding="eva02")),
+    "preset of other axes": (r"shape: eva02 expects a shape with 2", lambda: dit(num_axes=3, encoding="eva02")),
     "rules beside a preset": (r"preset flux1 defines both", lambda: dit(encoding="flux1", text_positions="zero")),
     "rule": (r"rule: .*'left'", lambda: dit(text_positions="left")),
     "axis": (r"axes from 0 to 1, got \(2,\)", lambda: dit(text_positions="axis", image_after=(2,))),
@@ -308,6 +308,14 @@ BAD = {
     "odd size": (r"x: expected sizes that are multiples of \(2, 2\), got \(8, 7\)", lambda: dit()(*inputs(8, 7))),
     "time": (r"t: expected floats \(2,\)", lambda: dit()(inputs()[0], torch.rand(3))),
     "texts": (r"text: expected one text for each of 2 samples, got 1", lambda: dit()(*inputs()[:2], tokenize([RED]))),
+    "texts for guidance": (
+        r"text: expected one text for each of 2 samples, got 1; repeat your texts",
+        lambda: sample(dit(), inputs()[0], tokenize([RED]), scale=3.0, steps=1),
+    ),
+    "negative texts": (
+        r"negative: expected one text for each of 2 samples, got 1",
+        lambda: sample(dit(), inputs()[0], negative=tokenize([RED]), scale=3.0, steps=1),
+    ),
     "text without encoder": (r"text: .*because the model has no text_encoder", lambda: dit(text=False)(*inputs())),
     "text as floats": (r"text: expected integer tokens", lambda: dit()(*inputs()[:2], torch.rand(2, 3))),
     "text as strings": (r"text: expected tokens .* got list; pass tokenize", lambda: dit()(*inputs()[:2], [RED, RED])),

@@ -734,7 +734,13 @@ def test_presets_compile_once_for_all_sizes():
         ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope expects a shape with 1 axes"),
         ("qwen2_vl_vision", {}, r"expected a preset whose tokens are in row-major order, got 'qwen2_vl_vision'"),
         ("flux1", {}, r"head_dim: flux1 doesn't support 16"),
-        ("eva02", {"split": (1, 1, 1)}, r"split: expected a share for each of eva02's 2 axes"),
+        (
+            "eva02",
+            {"split": (1, 1, 1)},
+            r"split: expected a share for each of eva02's 2 axes.*; pass 2 numbers, such as",
+        ),
+        ("eva02", {"split": 2}, r"split: expected a tuple of shares, such as \(1, 1\), got 2"),
+        ("rotate", {"split": (2, 3, 3)}, r"split: .* 2 axes, got \(2, 3, 3\); pass 2 numbers, such as \(1, 1\)"),
         ("eva02", {"seed": 1}, r"seed: expected None, because"),
         ("eva02", {"bas": 1}, r"bas"),
     ],
@@ -979,6 +985,11 @@ def test_hybrid_embeddings_of_any_size(name, size):
 def test_argument_errors():
     for kwargs, match in (
         ({"encoding": "rope"}, r"encoding: expected 'cosine'.*got 'rope'"),
+        (
+            {"encoding": "linear"},
+            r"got 'linear'; pass an encoding such as 'rotate', and attention='linear' to adapt\(\)",
+        ),
+        ({"encoding": "learned"}, r"got 'learned'; .*, and absolute='learned' to the model itself"),
         ({"encoding": 3}, r"encoding: expected"),
         ({"encoding": lambda d, h: d}, r"encoding: expected a factory that returns an nn.Module, got a int"),
         ({"encoding": "cosine", "absolute": "yes"}, r"absolute: expected 'none', 'learned' or 'sincos', got 'yes'"),
@@ -1010,6 +1021,7 @@ def snapshot(model):
         ({"attn_layer": GatedAttention}, {"encoding": "cosine"}, r"GatedAttention"),
         ({}, {"encoding": "rope"}, r"encoding: expected"),
         ({}, {"encoding": "cosine", "absolute": "sincos"}, r"absolute: expected 'keep' or 'drop'"),
+        ({}, {"encoding": "cosine", "absolute": "linear"}, r"got 'linear'; pass attention='linear'"),
         ({}, {"encoding": "cosine", "attention": "linear", "normalizer": "x"}, r"normalizer"),
         ({}, {"encoding": "cosine", "encoding_kwargs": {"act": "silu"}, "attention": "linear"}, r"normalizer"),
         ({"num_heads": 32}, {"encoding": "rotate"}, r"even"),

@@ -1,6 +1,7 @@
 """``scripts.ablate run`` and ``report``: shards, resuming, errors, numbers, pages."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -63,6 +64,10 @@ def test_shards_resume_and_report(images, tmp_path, started_trainings):
     assert first.exit_code == 0, first.output
     assert started_trainings == [("none", "softmax", 0), ("none", "softmax", 1)]
     assert "not finished yet" in first.output
+    real = f" run image {images} --encoding none --encoding rotate --attention softmax --seeds 2 --set size=8"
+    assert "These numbers mean nothing, because with --smoke tiny models train for a few steps" in first.output
+    assert real in first.output
+    assert "--smoke" not in first.output.partition("run:\n")[2]
     assert not (out / "results.csv").exists()
     (out / "runs" / "rotate-softmax-0.json.77.part").write_text('{"enc')  # left by a killed process
     second = invoke(*command(images, out, "--shard", "1/2"))
@@ -366,6 +371,72 @@ def test_a_plot_has_at_most_six_series():
     looks = [choose_looks(group) for group in split_series(names)]
     assert looks[0]["rotate"] == looks[1]["rotate"]
     assert all(len({tuple(look.values()) for look in each.values()}) == len(each) for each in looks)
+
+
+@pytest.mark.parametrize(("task", "plot"), [("image", "sizes"), ("lm", "lengths")])
+def test_titles_of_split_panels_list_their_encodings(tmp_path, monkeypatch, task, plot):
+    shown = {}
+
+    def keep_titles(figure, path, **options):
+        for axis in figure.axes:
+            names = axis.get_legend_handles_labels()[1]
+            shown[axis.get_title()] = names
+        plots.plt.close(figure)
+
+    module = ablate_report.report_sizes if task == "image" else ablate_report.report_lengths
+    monkeypatch.setattr(module, "save", keep_titles)
+    folder = ablate_report.committed(task)
+    results = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+    config = json.loads((folder / "config.json").read_text())
+    ablate_report.PLOTS[plot](results, config, tmp_path / "plot.png")
+    split = {title: names for title, names in shown.items() if not title.startswith("linear, ")}
+    assert len({tuple(names) for names in split.values()}) == (3 if task == "image" else 2)
+    for title, names in split.items():
+        assert title.replace("\n", " ").endswith(", ".join(names))
+    if task == "image":  # five encodings with linear attention are not split
+        assert {"linear, extrapolated", "linear, rescaled"} <= set(shown)
+
+
+def test_a_report_of_another_task_is_refused(tmp_path):
+    folder = tmp_path / "image"
+    shutil.copytree(ablate_report.committed("image"), folder)
+    before = (folder / "table.md").stat().st_mtime_ns
+    for wrong, message in (
+        (["digits"], f"TASK: expected image, the task of the runs in {folder}, got digits; leave it out"),
+        (["--pages", str(tmp_path)], "only works without --folder"),
+    ):
+        refused = invoke("report", *wrong, "--folder", str(folder))
+        assert refused.exit_code == 2, refused.output
+        assert message in refused.output
+    assert (folder / "table.md").stat().st_mtime_ns == before
+    assert invoke("report", "image", "--folder", str(folder)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("pictures", [], r"DATA {data}: found no images; expected CLASS/\*\.png .* with --set label, or the root"),
+        ("idx", ["--set", "size=15"], "--set size: expected a multiple of 4, got 15"),
+        ("idx", ["--set", "batch=99"], "--set batch=99: expected at most 24, the number of training images"),
+        ("idx", ["--set", "without=ugly"], "--set without ugly: only works with --set label; add --set label"),
+        ("idx", ["-e", "linear"], "as --attention linear"),
+    ],
+)
+def test_errors_name_options_of_the_comparison(images, tmp_path, data, options, message):
+    folder = images if data == "idx" else tmp_path / data
+    folder.mkdir(exist_ok=True)
+    refused = invoke(*command(folder, tmp_path / "out", *options))
+    assert refused.exit_code == 2, refused.output
+    assert re.search(message.format(data=re.escape(str(folder))), refused.output), refused.output
+
+
+def test_settings_that_differ_are_named_as_options(images, tmp_path):
+    out = tmp_path / "out"
+    assert invoke(*command(images, out, "--shard", "0/4")).exit_code == 0
+    shutil.copytree(images, tmp_path / "copy")
+    refused = invoke(*command(tmp_path / "copy", out, "--set", "label=kind"))
+    assert refused.exit_code == 2
+    assert "(DATA: idx in the folder, copy requested; --set label: '' in the folder, kind requested)" in refused.output
 
 
 def test_an_encoding_looks_the_same_in_every_plot():

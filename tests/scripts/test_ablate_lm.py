@@ -67,7 +67,7 @@ def test_shards_resume_and_report(tmp_path: Path, monkeypatch) -> None:
 
     refused = invoke(*command, "--set", "length=32")
     assert refused.exit_code == 2
-    assert "training.length: 16 in the folder, 32 requested" in refused.output
+    assert "(--set length: 16 in the folder, 32 requested)" in refused.output
 
     lost.unlink()  # the report uses the remaining results
     assert invoke("report", "lm", "--folder", str(out)).exit_code == 0

@@ -150,6 +150,13 @@ def test_nothing_measured_leaves_no_plot(tmp_path):
     assert not (tmp_path / "mine.png").exists()
 
 
+def test_earlier_results_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-shapes.csv", "my-shapes-2.csv"):
+        assert f"\n{name}" in invoke(*SMALL, "--limit", 1e-9).output
+    assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["my-shapes-2.csv", "my-shapes.csv"]
+
+
 def test_exhausted_limit_is_reported(tmp_path):
     done = invoke(*SMALL, "--limit", 1e-9, "--out", tmp_path / "mine.csv")
     assert done.exit_code == 0, done.output
@@ -167,6 +174,10 @@ REFUSED = {
     "map": (("--map", "turn"), "--map: unknown 'turn'"),
     "dtype": (("--dtype", "int8"), "--dtype: unknown 'int8'"),
     "pairs": (("--pairs", "thirds"), "--pairs: unknown 'thirds'"),
+    "pairs of cosine": (
+        ("--map", "cosine", "--pairs", "interleaved"),
+        "--pairs interleaved: only works with --map rotate; leave it out",
+    ),
     "linear": (("--linear", "--kv-heads", "1"), "--linear: expected --pairs half and no --kv-heads"),
     "memory": (("--batch", "1000000", "--grid", "512x512"), "GiB are free; use --batch"),
     "one is too large": (("--grid", "100000x100000x1000"), "use a smaller grid"),

@@ -1,11 +1,12 @@
 """scripts.bench norm at tiny sizes on a CPU: implementations, rows, errors."""
 
 import csv
+import inspect
 
 import pytest
 import torch
 from lrpe_md.scripts.bench import norm
-from lrpe_md.scripts.bench.app import app
+from lrpe_md.scripts.bench.app import COMMANDS, app, with_smoke
 from typer.testing import CliRunner
 
 from lrpe_md.testing import Violation
@@ -32,6 +33,25 @@ def test_every_workload_and_pass_is_a_row(tmp_path):
     assert all(float(row["ms"]) > 0 and float(row["share"]) > 0 and row["commit"] == "abc" for row in rows)
     found = [(row["workload"], row["over"], row["pass"], row["impl"]) for row in rows]
     assert len(set(found)) == len(found) == len(norm.WORKLOADS) * 2 * len(norm.PASSES) * 2
+
+
+def test_smoke_writes_elsewhere_and_names_the_real_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(norm, "measure", lambda *args: None)
+    done = run("--impl", norm.OURS, "--workload", "wan")
+    assert done.exit_code == 0, done.output
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv")] == ["runs/bench-smoke/norm.csv"]
+    assert "These numbers mean nothing, because with --smoke sizes are tiny" in done.output
+    assert done.output.rstrip().endswith(f" norm --workload wan --impl {norm.OURS}")
+    done = run("--impl", norm.OURS, "--workload", "wan", "--out", "scripts/results/benchmark-norm.csv")
+    assert (tmp_path / "scripts/results/benchmark-norm.csv").exists()  # on request
+
+
+def test_every_smoke_has_its_own_folder():
+    """Each benchmark with --smoke gets its context from the app, which redirects the CSV."""
+    for name, command in COMMANDS.items():
+        parameters = inspect.signature(with_smoke(name, command.run)).parameters
+        assert ("smoke" in parameters) == ("context" in parameters)
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):

@@ -280,7 +280,30 @@ def test_internal_import_errors_are_raised(monkeypatch):
 def test_info_takes_no_arguments(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "info", "--help"])
     cli.main()
-    assert "Example: lrpe-md info" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Example: lrpe-md info" in shown
+    assert cli.REPORT_BUGS in shown
+    for page in ("README.md", "docs/troubleshooting.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert cli.REPORT_BUGS.removeprefix("To report a bug, ") in text
     monkeypatch.setattr(sys, "argv", ["lrpe-md", "info", "twice"])
     with pytest.raises(SystemExit, match="expected no arguments, got twice"):
         cli.main()
+
+
+def test_warnings_name_options(capsys):
+    from lrpe_md.models.dit import DiT
+
+    def build():
+        DiT(encoding="rotate", embed_dim=8, num_heads=2, depth=1, num_axes=3)
+
+    with pytest.warns(UserWarning, match="split=, in encoding_kwargs"):
+        build()
+    with cli.reword_warnings():
+        build()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("Warning: head_dim: expected channels for each of 3 axes, got 0,1,1")
+    assert shown[0].endswith("or --encoding NAME:split=.. to choose each axis's share")
+    assert len(shown) == 1
+    with pytest.warns(UserWarning, match="split=, in encoding_kwargs"):
+        build()

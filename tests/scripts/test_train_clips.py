@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from lrpe_md.scripts.train.data.clips import Sampling, load_labelled
 from lrpe_md.scripts.train.data.videos import VideoError
 from lrpe_md.scripts.train.runs import load_clip, load_run
@@ -98,6 +99,19 @@ def test_classes_without_training_videos_are_refused(tmp_path):
         load_labelled([data], 8, parts=4)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"segment": 30}, "--segment 30: does not work with --task labels, which tests whole videos; leave it out"),
+        ({"fold": 1}, "--fold 1: does not work with --task labels"),
+        ({"task": "order", "sampling": "uniform"}, "--sampling uniform: only works with --task labels; leave it out"),
+    ],
+)
+def test_options_of_other_tasks_are_refused(folder, tmp_path, options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        VideoTraining(out=tmp_path / "run", **{**SMALL, "data": [folder], **options})
+
+
 def test_short_videos_are_counted(folder, tmp_path, capsys):
     for sampling, every, frames, message in (
         ("dense", 3, 4, "4 of 20 videos are shorter than a clip of 10 frames; their last frame is repeated"),
@@ -107,7 +121,9 @@ def test_short_videos_are_counted(folder, tmp_path, capsys):
     ):
         given = {**SMALL, "data": [folder], "sampling": sampling, "every": every, "frames": frames}
         train_video.prepare(VideoTraining(out=tmp_path / "run", **given), torch.device("cpu"))
-        assert capsys.readouterr().err.strip() == message
+        held_out, *others = capsys.readouterr().err.splitlines()
+        assert held_out == "Held out 2 of 20 videos for tests: bright 0, dark 2"
+        assert others == [message] * bool(message)
 
 
 def test_clips_with_classes_are_mirrored_only_on_request(folder, tmp_path):

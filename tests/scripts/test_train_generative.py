@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from contextlib import nullcontext
@@ -36,7 +37,7 @@ from lrpe_md.scripts.train.tasks.diffusion import DiffusionTraining
 from lrpe_md.scripts.train.vae import Decoder, load_vae
 from PIL import Image
 from test_train_image import write_folders, write_idx
-from train_commands import Killed, die_after, invoke
+from train_commands import Killed, die_after, invoke, output_of
 
 CPU = torch.device("cpu")
 
@@ -637,8 +638,9 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         (
             "latents",
             ["--prompt", "green", "--size", "9x8"],
-            "--size: expected multiples of 2, the model's patch size, got 9x8",
+            "--size: expected multiples of 2, because a patch has 1 latent per side, and a latent 2 pixels, got 9x8",
         ),
+        ("none", ["--scale", "2"], "--scale: has no effect, because this run was trained without captions or classes"),
         ("labels", ["--count", "3"], "--count, --npz: expected both or neither, got 3, None"),
         ("labels", ["--prompt", "red", "--sampler", "ddim"], "--sampler: unknown 'ddim'"),
         ("labels", [], "--prompt: expected at least one for a run of `train diffusion`, got none"),
@@ -649,6 +651,40 @@ def test_wrong_samples_are_refused(runs, tmp_path, kind, given, message):
     done = invoke("sample", runs[kind], *given, "--steps", 1, "--device", "cpu", "--out", tmp_path / "sheet.png")
     assert (done.exit_code == 0) == (message == ""), done.output
     assert message in done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("labels", {"frames": 3}, r"--frames 3: only works with videos, and --data contains images; leave it out"),
+        ("labels", {"every": 2}, r"--every 2: only works with videos"),
+        ("labels", {"vae": "runs/vae"}, r"--vae runs/vae: only works with latents"),
+        ("clips", {"stream": True}, r"--stream: only works with images, and --data contains videos; leave it out"),
+        ("clips", {"label": "kind"}, r"--label kind: only works with images"),
+        ("latents", {"stream": True}, r"--stream: latents are read from memory; leave it out"),
+        ("latents", {"segment": 9}, r"--segment 9: only works with latents of videos; leave it out"),
+    ],
+)
+def test_options_for_other_data_are_refused(data, tmp_path, kind, options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        diffusion.run(config(data[kind], tmp_path / "out", **options))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--label", "--without"])
+def test_latents_of_videos_refuse_options_of_tables(data, tmp_path, option):
+    folder = write_vae(tmp_path / "vae")
+    command = ("latents", "--vae", folder, "--data", data["clips"]["data"], "--size", 8, "--out", tmp_path / "out")
+    assert f"{option} kind: only works with images, and --data contains videos" in output_of(*command, option, "kind")
+
+
+def test_held_out_samples_are_counted(data, tmp_path, capsys):
+    for kind, classes in (("labels", r": blue \d+, green \d+, red \d+"), ("none", "")):
+        diffusion.prepare(config(data[kind], tmp_path / "out"), torch.device("cpu"))
+        source = diffusion.open_source(config(data[kind], tmp_path / "out"), torch.device("cpu"))
+        total = len(source.train) + len(source.held_out)
+        said = rf"Held out {len(source.held_out)} of {total} samples for tests{classes}\n"
+        assert re.search(said, capsys.readouterr().err)
 
 
 def test_prompts_of_a_file(runs, tmp_path):

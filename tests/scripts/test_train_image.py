@@ -74,6 +74,15 @@ def data(tmp_path_factory) -> Path:
     return write_idx(tmp_path_factory.mktemp("images") / "idx")
 
 
+def write_flat(folder: Path, classes: tuple[str, ...] = ("cat", "dog"), number: int = 12) -> Path:
+    """Write CLASS/*.png, without folders for training and tests."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for i in range(number):
+            Image.new("RGB", (8, 8), (10 * i, 20, 30)).save(folder / name / f"{i}.png")
+    return folder
+
+
 def write_folders(folder: Path, classes: str = "ab") -> Path:
     for part, num in (("train", 4), ("val", 2)):
         for c, name in enumerate(classes):
@@ -121,6 +130,18 @@ def test_damaged_idx_files(tmp_path):
         load_images(folder, 8)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_held_out_images_are_counted_by_class(tmp_path, stream, capsys):
+    folder = write_flat(tmp_path / "flat")
+    config = ImageTraining(data=folder, out=tmp_path / "run", stream=stream, **{**SMALL, "batch": 4})
+    train_image.prepare(config, torch.device("cpu"))
+    sources = image_data.list_folder(folder)
+    cats, dogs = np.bincount(sources[1].labels)
+    assert cats
+    assert dogs
+    assert f"Held out {cats + dogs} of 24 images for tests: cat {cats}, dog {dogs}\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dataset", ["", "folder"])
 def test_folders_by_themselves_and_through_timm(tmp_path, dataset):
     found = load_images(write_folders(tmp_path), 8, dataset=dataset)
@@ -139,7 +160,7 @@ def test_unsuitable_folders(tmp_path, monkeypatch):
         with pytest.raises(ImageError, match=r"found no images; expected CLASS/\*\.png .* or idx files as in MNIST"):
             read(tmp_path, 8)
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
-    with pytest.raises(ImageError, match=r"found 1 images outside any class folder; expected CLASS/\*\.png"):
+    with pytest.raises(ImageError, match=r"found 1 image outside any class folder; expected CLASS/\*\.png"):
         load_images(tmp_path, 8)
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")
@@ -510,6 +531,54 @@ def test_patches_of_another_size_are_announced(tmp_path, capsys):
     safetensors.torch.save_file(weights, tmp_path / "w.safetensors", {"settings": json.dumps({"patch": 4})})
     start_from(build_model(patch=8, size=16, test_sizes="24"), tmp_path / "w.safetensors", {"patch": 8})
     assert "w.safetensors was trained with --patch 4; this training uses 8" in capsys.readouterr().err
+
+
+def test_reference_of_weights_is_suggested_and_trained_with(data, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    short = {**SMALL, "data": data, "steps": 1, "test_sizes": "20"}
+    train_image.run(ImageTraining(out=first, **short))
+    larger = {**short, "size": 16, "weights": str(first)}
+    said = "first was trained with 2×2 patches; this training has 4×4. To map their positions onto the trained grid, "
+    for encoding, size, expected in (
+        ("rotate", 16, True),
+        ("sincos", 16, True),
+        ("learned", 16, False),
+        ("rotate", 8, False),
+    ):
+        out, options = tmp_path / f"{encoding}-{size}", {**larger, "encoding": encoding, "size": size}
+        model = train_image.run(ImageTraining(out=out, **options))
+        assert (f"{said}pass --reference 8\n" in capsys.readouterr().err) == expected
+        assert list(model["accuracy"]) == ["extrapolated", "rescaled"]
+        assert load_run(out).reference is None
+    result = train_image.run(ImageTraining(out=second, **larger, reference=8))
+    assert "--reference" not in capsys.readouterr().err
+    assert list(result["accuracy"]) == ["rescaled"]
+    model = load_run(second)
+    assert model.reference == (2, 2)
+    x = torch.randn(2, 1, 16, 16)
+    mapped = model(x)
+    model.reference = None
+    assert not torch.allclose(mapped, model(x))
+    train_image.run(ImageTraining(out=tmp_path / "third", **{**larger, "size": 24, "weights": str(second)}))
+    assert "2×2 patches; this training has 6×6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dataset": "torch/cifar10", "label": "kind"},
+            "--label kind: does not work with --dataset; leave one of them",
+        ),
+        ({"dataset": "torch/cifar10", "stream": True}, "--stream: does not work with --dataset"),
+        ({"stream": True, "label": "kind", "without": "bad"}, "--without bad: does not work with streamed data"),
+        ({"reference": 10}, "--reference: expected a multiple of 4, got 10"),
+        ({"reference": 8, "encoding": "learned"}, "--encoding learned has no positions to map; leave out --reference"),
+    ],
+)
+def test_unsuitable_options(data, tmp_path, options, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        ImageTraining(data=data, out=tmp_path, **SMALL, **options)
 
 
 def test_train_without_val(tmp_path):

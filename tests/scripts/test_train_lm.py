@@ -289,6 +289,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         ("--size", "huge"): "small",
         ("--attention", "flash"): "linear",
         ("--scaling", "x"): "yarn",
+        ("--scaling", "ntk", "--encoding", "none"): "--encoding none has no frequencies to scale; leave it out",
         ("--lengths", "a"): "numbers of at least 1",
         ("--precision", "int8"): "bf16",
     }.items():
@@ -303,6 +304,13 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of another task
     torch.save({**other, "digest": digest_of(other)}, tmp_path / "checkpoint.pt")
     assert "of `train lm` or" in invoke("sample", str(tmp_path)).output
+
+
+def test_text_without_frequencies_is_not_scaled(file: Path, tmp_path: Path) -> None:
+    train_lm.run(config(file, tmp_path / "run", size="tiny", encoding="none", steps=1))
+    refused = invoke("sample", str(tmp_path / "run"), "--tokens", "4", "--scaling", "ntk", "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "--scaling ntk: has no effect, because --encoding none has no frequencies" in refused.output
 
 
 @pytest.mark.gpu

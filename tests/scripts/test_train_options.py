@@ -55,6 +55,8 @@ def test_a_warmup_as_long_as_the_run_is_reduced(tmp_path, capsys):
     assert rates[-1] < 0.05
     digits.run(DigitsTraining(out=tmp_path / "run", steps=2, **{**TINY, "warmup": 3}))
     assert "--warmup 3 reduced to 0, because the run has only 2 steps" in capsys.readouterr().err
+    digits.run(DigitsTraining(out=tmp_path / "one", steps=1, **{**TINY, "warmup": 2}))
+    assert "because the run has only 1 step\n" in capsys.readouterr().err
     digits.run(DigitsTraining(out=tmp_path / "other", steps=2, **TINY))
     assert "reduced" not in capsys.readouterr().err
 
@@ -119,7 +121,7 @@ def test_more_steps_of_another_schedule_are_announced(tmp_path, capsys):
     assert "cosine schedule was planned for 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(typer.BadParameter, match="steps: was 12, is now 8"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 8}))
-    with pytest.raises(typer.BadParameter, match=r"different settings \(seed: was 0, is now 1\)"):
+    with pytest.raises(typer.BadParameter, match=r"different settings \(--seed: was 0, is now 1\)"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 13, "seed": 1}))
 
 

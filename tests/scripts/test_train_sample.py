@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -77,7 +78,7 @@ def test_a_sheet_of_prompts(run_folder, tmp_path):
 
 
 def test_a_negative_prompt(run_folder, tmp_path):
-    """Sampling steers away from the negative prompt, or from nothing if guidance is off."""
+    """Sampling steers away from the negative prompt, which is an error if guidance is off."""
     state = read_checkpoint(run_folder / "checkpoint.pt")
 
     def images(scale, negative):
@@ -87,7 +88,10 @@ def test_a_negative_prompt(run_folder, tmp_path):
     torch.testing.assert_close(images(3.0, ""), images(3.0, None))
     assert not torch.allclose(images(3.0, "blue tile"), images(3.0, None))
     torch.testing.assert_close(images(3.0, "red tile"), images(1.0, None), rtol=1e-3, atol=1e-3)
-    assert torch.equal(images(1.0, "blue tile"), images(1.0, None))
+    with pytest.raises(
+        typer.BadParameter, match=r"--negative 'blue tile': has no effect with --scale 1, .* pass another"
+    ):
+        images(1.0, "blue tile")
     arguments = ("--prompt", "red tile", "--negative", "pink tile", "--steps", 1, "--device", "cpu")
     done = invoke(run_folder, *arguments, "--out", tmp_path / "s.png")
     assert done.exit_code == 0, done.output
@@ -170,7 +174,12 @@ def test_without_a_prompt_nothing_is_drawn(run_folder, tmp_path, monkeypatch):
     assert drawn.exit_code == 0, drawn.output
     assert (run_folder / "sheet.png").exists()
     assert not list(tmp_path.iterdir())
+    before = (run_folder / "sheet.png").read_bytes()
+    again = invoke(run_folder, "--steps", 1, "--images", 2, "--prompt", "")
+    assert f"{run_folder / 'sheet-2.png'}: 1 × 2 images" in again.output
+    assert (run_folder / "sheet.png").read_bytes() == before
     (run_folder / "sheet.png").unlink()
+    (run_folder / "sheet-2.png").unlink()
 
 
 def bare(folder, settings):
@@ -195,6 +204,13 @@ REFUSED = {
         "--tokens: not supported for a run of `train diffusion`, which accepts --size, --scale",
     ),
     "no prompt": ([], "--prompt: expected at least one for a run of `train diffusion`, got none"),
+    "negative": (
+        ["--prompt", "a", "--negative", "b", "--scale", "1"],
+        "--negative 'b': has no effect with --scale 1, which disables guidance; pass another --scale",
+    ),
+    "vae": (["--prompt", "a", "--vae", "runs/vae"], "--vae: has no effect, because this run was trained on pixels"),
+    "encoder": (["--prompt", "a", "--encoder", "t5"], "--encoder: has no effect, because this run was trained without"),
+    "sheet and npz": (["--count", "2", "--npz", "s.npz"], "--out: has no effect, because with --npz, no sheet"),
     "positions": (
         ["--positions", "squeezed", "--prompt", "a"],
         "--positions: unknown 'squeezed'; choose from: rescaled; extrapolated",

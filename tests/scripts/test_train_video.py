@@ -293,7 +293,7 @@ def test_invalid_options(footage, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
     assert "encoding: was rotate, is now cosine" in output_of(*run, "--encoding", "cosine")
-    assert "steps: was 2, is now 1" in output_of(*run, "--steps", "1")
+    assert "--steps: was 2, is now 1" in output_of(*run, "--steps", "1")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     assert "has no checkpoint.pt" in output_of(*run, "--out", str(tmp_path / "other"))

@@ -368,6 +368,20 @@ def test_one_picture_per_preset(arguments: list[str], names: list[str] | None, t
     assert all(path.stat().st_size > 1000 for path in (tmp_path / "out").iterdir())
 
 
+def test_earlier_pictures_are_kept(tmp_path: Path):
+    for name in ("pope.png", "pope-2.png"):
+        result = run("-p", "pope", "--shape", "6", "--out", str(tmp_path), "--dpi", "20", "--dark")
+        assert result.output.strip() == str(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "pope-2-dark.png", "pope-2.png", "pope-dark.png", "pope.png"
+    ]  # fmt: skip
+
+
+def test_separators_of_numbers():
+    for text in ("4x18", "4,18", "4, 18", " 4 18 ", "4 × 18", "4  18"):
+        assert visualize.numbers("--shape", text, least=1) == (4, 18)
+
+
 def save_scheme(path: Path, **changes: Any) -> str:
     fields = {**replace(SCHEMES["eva02"], doc="ours").to_dict(), **changes}
     path.write_text(json.dumps(fields), encoding="utf-8")
@@ -392,6 +406,7 @@ def test_a_scheme_in_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("changes", "message"), [
     ({"head_dim": -1}, "head_dim: expected at least 1, got -1"),
     ({"grid": "mine"}, "grid: expected one of the functions"),
+    ({"grid": "mine"}, "register_scheme, and pass --import MODULE --preset NAME"),
 ])  # fmt: skip
 def test_invalid_json_files(changes: dict[str, Any], message: str, tmp_path: Path):
     file = save_scheme(tmp_path / "ours.json", **changes)
@@ -459,6 +474,10 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--head-dim", "7"], "--head-dim: expected an even number, got 7"),
     (["-p", "flux1", "--head-dim", "66"], "--head-dim: flux1 doesn't support 66"),
     (["-p", "wan", "--format", "gif"], "--format: unknown 'gif'; choose from: png; pdf; svg"),
+    (["--frequencies", "mixed", "--axis-order", "major_first"], "--axis-order: expected no value with --freq"),
+    (["-p", "eva02", "--shape", "14xx20"], "such as 18x28 or 9x18x28, got '14xx20'"),
+    (["-p", "eva02", "--shape", "14x20x"], "got '14x20x'"),
+    (["-p", "eva02", "--shape", ""], "got ''"),
     (["-p", "wan", "--shape", "4xa"], "--shape: expected integers of at least 1"),
     (["-p", "wan", "--shape", "4x0x2"], "--shape: expected integers of at least 1"),
     (["-p", "eva02", "--shape", "2x4x6"], "--shape 2x4x6 of eva02: eva02 expects a shape with 2 axes, got 2x4x6"),

@@ -239,3 +239,28 @@ def test_activation_of_the_plain_path():
     k_bar, k_hat, wide = (t.repeat_interleave(2, 1) for t in (k_bar, k_hat, v))
     right = (q_hat @ k_hat.mT) @ wide / (q_bar @ k_bar.mT).sum(-1, keepdim=True)
     torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("scale_base", [None, 4.0])
+def test_text_needs_no_positions(scale_base):
+    encoding = Rotate1d(8, act="relu", scale_base=scale_base)
+    module = LinearAttention(encoding, normalizer="encoded")
+    q, k, v = (torch.randn(1, 2, 6, 8, dtype=torch.float64) for _ in range(3))
+    assert torch.equal(module(q, k, v), module(q, k, v, Grid((6,))))
+    packed, where = torch.tensor([0, 2, 6]), pack([Grid((2,)), Grid((4,))])
+    torch.testing.assert_close(module(q, k, v, cu_seqlens=packed), module(q, k, v, where))
+    whole = module(q, k, v, is_causal=True)
+    first, state = module(*(x[:, :, :4] for x in (q, k, v)), is_causal=True, return_state=True)
+    rest = [x[:, :, 4:] for x in (q, k, v)]
+    second = module(*rest, Grid((2,)).offset(4), is_causal=True, state=state)
+    torch.testing.assert_close(torch.cat([first, second], 2), whole)
+    with pytest.raises(
+        ValueError, match=r"positions: expected those of the new tokens with a state, got None; .*offset"
+    ):
+        module(*rest, is_causal=True, state=state)
+
+
+def test_patches_need_positions():
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"positions: .* got None; for H x W patches pass positions=Grid\(\(H, W\)\)"):
+        LinearAttention(RotateMd(8, 2, act="relu"))(q, k, v)

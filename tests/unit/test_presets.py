@@ -497,9 +497,11 @@ BAD = {
     ),
     "bad scaling": (r"factor: .*got -1", lambda: preset("wan", scaling=partial(ntk_scaling, factor=-1.0))),
     "text where there is none": (r"segments: wan .*got 5", lambda: preset("wan").positions(5, (2, 3, 4))),
-    "shape of other axes": (r"expects a shape with 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4))),
+    "shape of other axes": (
+        r"shape: eva02 expects a shape with 2 axes.*\(2, 3, 4\)", lambda: preset("eva02").positions((2, 3, 4)),
+    ),
     "odd size to merge": (
-        r"segments: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
+        r"shape: .*multiples of 2, got \(3, 4\)", lambda: preset("qwen2_vl_vision").positions((3, 4)),
     ),
     "reference of a table": (
         r"reference: expected None with qwen2_vl_vision",

@@ -436,7 +436,7 @@ def test_drawing_other_objects():
             lrpe_md.show(wrong, (3, 5))
     with pytest.raises(ValueError, match="head_dim, num_heads: expected None with a RotateMd"):
         lrpe_md.show(lrpe_md.RotateMd(32, 2), head_dim=4)
-    with pytest.raises(ValueError, match="segments: omega expects a shape with 2 axes"):
+    with pytest.raises(ValueError, match="shape: omega expects a shape with 2 axes"):
         lrpe_md.show(torch.ones(1, 4, 2), (3, 5, 7))
     with pytest.raises(ValueError, match=r"list_presets.*got Tensor$"):
         preset(torch.ones(1, 4, 2))

@@ -310,7 +310,10 @@ def _place_sides(
             f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
         )
     if sides.positions is None:
-        raise ValueError(f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None")
+        raise ValueError(
+            f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None; for H x W "
+            "patches pass positions=Grid((H, W))"
+        )
     omega: Any = sides.omega
     _, positions, phase, amplitude = sides
     plain_options = options.encoding._replace(norm=None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from ...common.options import plural
 from .images import TEST_FOLDERS
 from .streams import hold_out
 from .videos import SUFFIXES, VideoError, decode_all, describe_files
@@ -118,7 +119,7 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     names = sorted(set(classes))
     if len(names) < 2:
         outside = sum(p.suffix.lower() in SUFFIXES for p in root.iterdir())
-        got = f"{outside} videos outside any class folder" if outside else "no videos"
+        got = f"{plural(outside, 'video')} outside any class folder" if outside else "no videos"
         raise VideoError(f"--data {root}: {REMEDY}, got {f'one class, {names[0]}' if names else got}")
     if len(roots) == 2:
         held_out = np.array([part == test for _, part in found])

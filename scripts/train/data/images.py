@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...common.devices import sent
+from ...common.options import plural
 from .records import choose_subset
 from .streams import FileSource, LabelledStream, hold_out, is_stream, number_classes, open_source, split_source
 
@@ -71,6 +72,12 @@ class Labelled:
             if isinstance(part, Images):
                 value = zlib.crc32(part.labels.numpy().tobytes(), zlib.crc32(part.images.numpy().tobytes(), value))
         return value
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Classes of the training images, then of the test images, (N,)."""
+        train = self.train.labels.numpy() if isinstance(self.train, Images) else self.train.classes
+        return np.concatenate([train, self.test.labels.numpy()])
 
     @property
     def channels(self) -> int:
@@ -182,7 +189,7 @@ def list_folder(path: Path) -> tuple[FileSource, FileSource]:
         names = [sorted({p.relative_to(path).parts[0] for p in found[0]})]
         if len(names[0]) < 2:
             outside = sum(p.suffix.lower() in SUFFIXES for p in path.iterdir())
-            got = f"{outside} images outside any class folder" if outside else "no images"
+            got = f"{plural(outside, 'image')} outside any class folder" if outside else "no images"
             if names[0] == ["train"]:
                 got = f"train, but none of {', '.join(TEST_FOLDERS)}; add one, or pass --data {path / 'train'}"
             elif names[0]:

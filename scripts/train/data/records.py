@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import typer
 
+from ...common.options import plural
+
 CONDITIONS = ("auto", "captions", "labels", "none")
+LISTED = 20  # largest number of classes to list
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,22 @@ def choose_subset(num: int, limit: int | None) -> np.ndarray:
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
+
+
+def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> str:
+    """Return how many samples of each class are held out for tests.
+
+    Args:
+        noun: name of a sample.
+        held_out: (N,) bool.
+        labels: class of each sample, (N,).
+        classes: names of the classes; without them, or with too many to list, only the total is returned.
+    """
+    text = f"Held out {held_out.sum()} of {plural(len(held_out), noun)} for tests"
+    if not 0 < len(classes) <= LISTED:
+        return text
+    counts = np.bincount(labels[held_out], minlength=len(classes))
+    return f"{text}: {', '.join(f'{name} {number}' for name, number in zip(classes, counts, strict=True))}"
 
 
 @dataclass(frozen=True)

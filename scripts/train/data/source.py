@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...common.options import choose
 from ..conditions import Captions, Condition, EncoderSize, FeatureFolder, Features, Labels, Unconditional
-from ..config import Training, describe, option
+from ..config import Training, check_ignored, describe, option
 from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split, choose_subset
+from .records import CONDITIONS, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
@@ -108,6 +108,14 @@ class Source:
         """True if worker processes prepare the batches on the CPU."""
         return isinstance(self.values, Decoded)
 
+    def describe_held_out(self) -> str:
+        """Return how many samples are held out, by class if they have one."""
+        numbers = np.concatenate([self.train, self.held_out])
+        held_out = np.arange(len(numbers)) >= len(self.train)
+        if isinstance(self.condition, Labels):
+            return describe_held_out("sample", held_out, self.condition.labels[numbers], self.condition.classes)
+        return describe_held_out("sample", held_out, np.zeros_like(numbers), ())
+
     def check_batch(self, batch: int) -> None:
         """Raise an error if a batch is larger than the training set."""
         if batch > len(self.train):
@@ -170,10 +178,12 @@ def load_source(
     """
     path, split = config.data, config.split
     if (path / LATENTS).is_file():
+        check_ignored(config, "stream", "latents are read from memory; leave it out")
         latents = Latents(path, config.flip, device)
         records = latents.records.with_condition(config.condition, path)
         if latents.lengths is not None:
             return _clips(config, latents, Films(records, latents.lengths), latents.about["digest"], encoding)
+        check_ignored(config, "frames every segment", "only works with latents of videos; leave it out")
         chosen = choose_subset(len(records.names), split.limit)
         condition = make_condition(records, encoding)
         held_out = records.take(chosen).held_out(path, split)
@@ -182,9 +192,13 @@ def load_source(
             len(latents.sizes),
         )  # fmt: skip
     if is_footage(path):
+        check_ignored(
+            config, "without label stream", "only works with images, and --data contains videos; leave it out"
+        )
         films, buckets, parts = open_films(path, sizes, split, config.condition)
         digest = hash_data(parts, films.records)
         return _clips(config, load_pixels(parts, buckets, config.flip, device), films, digest, encoding)
+    check_ignored(config, "frames every segment", "only works with videos, and --data contains images; leave it out")
     pictures = open_pictures(path, split, condition=config.condition, without=config.without, label=config.label)
     held_out, buckets = pictures.records.held_out(path, split), pictures.sort(sizes)
     if config.stream or is_stream(path):

@@ -28,7 +28,7 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_model_options, check_width, describe, option
+from ..config import MODEL, OPTIMISER, RUN, check_ignored, check_model_options, check_width, describe, option
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -154,6 +154,7 @@ class DiffusionTraining(GenerativeTraining):
 
     def _check_sizes(self) -> None:
         if self.latents is None:
+            check_ignored(self, "vae", "only works with latents; leave it out, or pass the output of `train latents`")
             for name, size in (("--size", self.size), ("--test-size", self.test_size)):
                 if size % self.patch:
                     raise typer.BadParameter(f"{name}: expected a multiple of {self.patch}, got {size}")
@@ -172,12 +173,10 @@ class DiffusionTraining(GenerativeTraining):
                     f"--size {self.size}: the latents have a fixed size of {', '.join(map(str, sizes))} pixels; leave "
                     "it out, or compute them again with `train latents --size`"
                 )
-            for name, default in (("mix_sizes", ""), ("max_ratio", 1), ("without", ""), ("label", "")):
-                if getattr(self, name) != default:
-                    raise typer.BadParameter(
-                        f"--{name.replace('_', '-')} {getattr(self, name)}: latents have fixed sizes and conditions; "
-                        "pass it to `train latents` instead"
-                    )
+            check_ignored(
+                self, "mix_sizes max_ratio without label",
+                "latents have fixed sizes and conditions; pass it to `train latents` instead",
+            )  # fmt: skip
             if self.test_size not in (0, DiffusionTraining.test_size):
                 raise typer.BadParameter(
                     f"--test-size {self.test_size}: latents can only be tested at their own sizes; leave it out"
@@ -284,6 +283,8 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     source.check_batch(config.batch)  # before anything is written
+    if PartialState().is_main_process:
+        typer.echo(source.describe_held_out(), err=True)
     if isinstance(source.condition, Captions) and PartialState().is_main_process:
         for said in (source.condition.describe_cuts(), source.condition.describe_held_out(source.held_out)):
             if said:

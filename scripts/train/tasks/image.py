@@ -44,16 +44,28 @@ from lrpe_md.integrations.timm import LrpeVisionTransformer, adapt
 
 from ....models.vit import lrpe_vit_tiny_patch16_224
 from ...common.devices import sent
-from ..config import MODEL, OPTIMISER, Training, changed, check_model_options, check_width, describe, option
+from ..config import (
+    MODEL,
+    OPTIMISER,
+    Training,
+    changed,
+    check_ignored,
+    check_model_options,
+    check_width,
+    describe,
+    option,
+)
 from ..data.augment import build_transform, read_batch
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
+from ..data.records import describe_held_out
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone
 from ..loop import Trainer
 from ..outcome import placements
+from ..weights import has_coordinates
 from ..work import Work, train
 
 
@@ -100,6 +112,10 @@ class ImageTraining(Training):
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
+    reference: int = option(
+        0, "Image size whose patch grid all positions are mapped onto, in pixels, such as the size of --weights when "
+        "you fine-tune at another size; 0 uses one unit per patch.", least=0, off=True,
+    )  # fmt: skip
     mix_sizes: str = option("", MIX_SIZES)
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
@@ -135,8 +151,19 @@ class ImageTraining(Training):
         super().__post_init__()
         if self.without and not self.label:
             raise typer.BadParameter(f"--without {self.without}: only works with --label; add --label, or leave it out")
+        if self.dataset:
+            check_ignored(self, "label without stream", "does not work with --dataset; leave one of them out")
+        elif self.stream or is_stream(self.data):
+            check_ignored(self, "without", "does not work with streamed data; leave it out")
         if self.size % self.patch:
             raise typer.BadParameter(f"--size: expected a multiple of {self.patch}, got {self.size}")
+        if self.reference % self.patch:
+            raise typer.BadParameter(f"--reference: expected a multiple of {self.patch}, got {self.reference}")
+        if self.reference and not has_coordinates(shape_arguments(self)):
+            raise typer.BadParameter(
+                f"--reference {self.reference}: --encoding {self.encoding} has no positions to map; leave out "
+                "--reference"
+            )
         if not self.model:
             check_width("--dim", self.dim, self.heads)
         parse_sizes(self.test_sizes, self.patch)
@@ -209,6 +236,8 @@ def find_patch(name: str) -> int:
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
     """Return the arguments of the model that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
+    if config.reference:
+        encoding["reference"] = config.reference // config.patch
     if config.model:
         return {"model": config.model, "img_size": config.size, "qk_norm": config.qk_norm, **encoding}
     return {
@@ -231,13 +260,19 @@ def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeV
     """Return our ViT, or a timm model with the encoding.
 
     Args:
-        arguments: arguments of the model; ``model`` names a timm model.
+        arguments: arguments of the model; ``model`` names a timm model, and ``reference`` is the model's attribute.
         keep_table: keep the position table of a timm model, because the initial weights were trained with it.
     """
-    if "model" not in arguments:
-        # Don't use timm.create_model, which drops arguments that are None, such as encoding=None.
-        return lrpe_vit_tiny_patch16_224(**arguments)
     given = dict(arguments)
+    reference = given.pop("reference", None)
+    # Don't use timm.create_model for our models: it drops arguments that are None, such as encoding=None.
+    model = _adapt_timm_model(given, keep_table) if "model" in given else lrpe_vit_tiny_patch16_224(**given)
+    model.reference = reference
+    return model
+
+
+def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTransformer:
+    given = dict(given)
     absolute = given.pop("absolute", "none")
     if absolute == "sincos":
         raise ValueError(
@@ -358,7 +393,7 @@ def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: An
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracy at all sizes, with one unit per patch and with positions mapped onto the training grid."""
+    """Return the accuracy at all sizes, for each way to place tokens (see :func:`.outcome.placements`)."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):
@@ -377,6 +412,9 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
         )
+    if PartialState().is_main_process:
+        held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
+        typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
     buckets = sort_images(config, data.train)

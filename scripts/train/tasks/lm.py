@@ -54,6 +54,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
     "ntk": lambda factor, trained: partial(ntk_scaling, factor=factor),
     "yarn": lambda factor, trained: partial(yarn_scaling, factor=factor, original_length=trained),
 }
+UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave it out"
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 EVAL_BYTES = 2**18
 EVAL_TOKENS = 2**16  # per batch of the evaluation, and in the text for validation during training
@@ -117,6 +118,8 @@ class LmTraining(Training):
         super().__post_init__()
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
+        if self.scaling and self.encoding == "none":
+            raise typer.BadParameter(f"--scaling {self.scaling}: {UNSCALED}")
         parse_lengths(self.lengths)
         check_width("--dim", self.architecture["dim"], self.architecture["num_heads"])
         self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
@@ -302,6 +305,8 @@ def sample_text(
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)
+        if model.config.encoding == "none":
+            raise typer.BadParameter(f"--scaling {scaling}: {UNSCALED}")
         model.rescale(SCALINGS[scaling](max((batch.shape[1] + tokens) / trained, 1.0), trained))
     generator = torch.Generator(device).manual_seed(seed)
     made = generate(

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import typer
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,6 +175,8 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
     if source.latents is not None:
         raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
     source.check_batch(config.batch)
+    if PartialState().is_main_process:
+        typer.echo(source.describe_held_out(), err=True)
 
     def batch(indices: np.ndarray, draws: np.ndarray) -> Tensor:
         return as_frames(source.train_batch(indices, draws)[0])

@@ -28,8 +28,9 @@ from ....models.video import LrpeVideoTransformer, lrpe_video_tiny_patch16_224
 from ...common.cache import user_cache
 from ...common.devices import sent
 from ...common.options import choose
-from ..config import MODEL, Training, changed, check_width, describe, option
+from ..config import MODEL, Training, changed, check_ignored, check_width, describe, option
 from ..data.clips import RESOLUTION, SAMPLINGS, LabelledVideos, Sampling, load_labelled
+from ..data.records import describe_held_out
 from ..data.videos import TASKS, Footage, decode, load_footage, ordered
 from ..encodings import MEMORY_HELP, VIDEOS, Backbone
 from ..loop import Trainer
@@ -137,6 +138,12 @@ class VideoTraining(Training):
                 raise typer.BadParameter(
                     f"--{name.replace('_', '-')}: expected a multiple of {by}, got {getattr(self, name)}"
                 )
+        if self.task == "labels":
+            check_ignored(
+                self, "segment fold", "does not work with --task labels, which tests whole videos; leave it out"
+            )
+        else:
+            check_ignored(self, "sampling", "only works with --task labels; leave it out")
         multiple = 1 if self.task == "labels" else TASKS[self.task].multiple
         if self.frames % multiple:
             raise typer.BadParameter(f"--frames: expected a multiple of {multiple} for {self.task}, got {self.frames}")
@@ -316,10 +323,13 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     train = np.flatnonzero(~videos.held_out)
     steps_per_epoch(len(train), config.batch)  # before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
+    if PartialState().is_main_process:
+        typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
     if (short := int((videos.lengths < sampling.span).sum())) and PartialState().is_main_process:
+        verb = "is" if short == 1 else "are"
         repeated = "some of their frames are" if config.sampling == "uniform" else "their last frame is"
         typer.echo(
-            f"{short} of {len(videos.lengths)} videos are shorter than a clip of {sampling.span} frames; {repeated} "
+            f"{short} of {len(videos.lengths)} videos {verb} shorter than a clip of {sampling.span} frames; {repeated} "
             "repeated",
             err=True,
         )
