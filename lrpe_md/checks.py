@@ -14,8 +14,8 @@ from torch import Tensor
 from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
 
 __all__ = [
-    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of", "fleeting",
-    "is_finite_number", "is_real", "repeat_over_layers", "split_pair", "suggest",
+    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of", "check_reference",
+    "fleeting", "is_finite_number", "is_real", "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -87,6 +87,16 @@ def suggest(name: Any, known: Iterable[str]) -> str:
     if isinstance(name, str) and (synonym := SYNONYMS.get(name.lower())) in names:
         close = (synonym,)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:
+    """Reject a reference size that is far above the patch grid, because it is probably in pixels."""
+    sizes = zip(reference, grid, patch_size, strict=True)
+    if any(size is not None and patch >= 8 and size >= number * patch for size, number, patch in sizes):
+        raise ValueError(
+            f"reference: expected sizes in patches, as in the model's grid {tuple(grid)}, got {tuple(reference)}; if "
+            f"these are pixels, divide them by the patch size, {tuple(patch_size)}"
+        )
 
 
 def is_finite_number(value: Any) -> bool:

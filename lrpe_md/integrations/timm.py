@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import repeat_over_layers
+from ..checks import check_reference, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -303,6 +303,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         if sizes is not None:
             Grid(self.patch_embed.grid_size).interpolate(sizes)  # validates the sizes
             sizes = (sizes,) * self.num_axes if isinstance(sizes, int) else tuple(sizes)
+            check_reference(sizes, self.patch_embed.grid_size, self.patch_embed.patch_size)
         self._reference = sizes
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -1007,6 +1007,16 @@ def test_argument_errors():
             timm.create_model("lrpe_vit_tiny_patch16_224", **{**TINY, "encoding": "none", **kwargs})
 
 
+def test_reference_in_pixels():
+    model = timm.create_model("lrpe_vit_tiny_patch16_224", depth=1)
+    for pixels in ((224, 224), 224, (None, 384)):
+        with pytest.raises(ValueError, match=r"sizes in patches, .* \(14, 14\), got .* by the patch size, \(16, 16\)"):
+            model.reference = pixels
+    assert model.reference is None
+    for patches in ((14, 14), 100, (None, 64)):
+        model.reference = patches
+
+
 def snapshot(model):
     return {
         name: (type(m), dict(m.__dict__), dict(m._modules), dict(m._parameters)) for name, m in model.named_modules()
