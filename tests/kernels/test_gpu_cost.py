@@ -12,15 +12,31 @@ import timm
 import torch
 from gpu_memory import skip_without
 from lrpe_md.scripts.bench.layers import WORKLOADS
+from lrpe_md.scripts.bench.linear import attend_fused
+from lrpe_md.scripts.bench.linear_measure import WORKLOADS as WORKLOADS_OF_LINEAR
+from lrpe_md.scripts.bench.linear_measure import make_inputs as make_inputs_of_linear
+from lrpe_md.scripts.bench.linear_measure import make_pass, time_calls
 from lrpe_md.scripts.bench.measure import device_events
 from lrpe_md.scripts.bench.modes import first_calls, host_times, raw_launch
 from lrpe_md.scripts.bench.peers import large_inputs
 from torch import Tensor
 
 from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, adapt, cosine, rotate
+from lrpe_md.engine import kernels
 from lrpe_md.engine.core import reduction
 from lrpe_md.engine.encode import launch
-from lrpe_md.testing import Case, Inputs, bind, budget_violation, make_inputs, rounded_angles, run
+from lrpe_md.testing import (
+    Case,
+    Inputs,
+    LinearCase,
+    bind,
+    budget_violation,
+    make_inputs,
+    make_linear_inputs,
+    rounded_angles,
+    run,
+    run_linear,
+)
 
 pytestmark = pytest.mark.gpu
 MAPS = {"cosine": cosine, "rotate": rotate}
@@ -113,6 +129,43 @@ def test_only_strides_past_32_bits_add_a_variant(map):
     far = torch.zeros(2**31 + 1000, **options)
     assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31 - 1, 1)), Grid((2, 1))) == 0
     assert forward(far.as_strided((1, 2, 2, head_dim), (0, 100, 2**31, 1)), Grid((2, 1))) == 1
+
+
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_a_memory_takes_one_variant_for_all_frames(rule):
+    """Neither the number of frames nor their size is compiled into a kernel."""
+    names = [
+        name for name in kernels.__all__ if "memory" in name or name in ("linear_state_kernel", "linear_scan_kernel")
+    ]
+    names += ["linear_transition_kernel", "linear_transition_gradient_kernel"]
+    counts = []
+    for shape, batch in (((3, 4, 4), 2), ((7, 5, 6), 1), ((2, 30, 31), 3), ((1, 8, 8), 2), ((16, 1, 1), 4)):
+        block = shape[1] * shape[2]
+        case = LinearCase(
+            "rotate", shape, 0, batch=batch, head_dim=40, dtype=torch.bfloat16, mask="block", block=block,
+            decay="block", rule=rule, gate="float",
+        )  # fmt: skip
+        inputs = make_linear_inputs(case, "cuda")
+        run_linear(inputs, "triton")
+        counts.append({name: num_variants(getattr(kernels, name)) for name in names})
+    assert counts[1:] == counts[:1] * 4
+
+
+def test_the_delta_rule_is_not_far_from_a_sum():
+    """Scans of the delta rule once took ten times as long as all other kernels together."""
+    sums, delta = (
+        [
+            make_inputs_of_linear(replace(WORKLOADS_OF_LINEAR[name], map="rotate"), torch.device("cuda"))
+            for _ in range(2)
+        ]
+        for name in ("frames", "frames-delta")
+    )
+    for which, most in (("forward", 3.0), ("backward", 2.5)):
+        plain, full = (
+            time_calls([make_pass(which, attend_fused, x) for x in each], device, 40) for each in (sums, delta)
+        )
+        print(f"{which}: delta rule {full / plain:.2f} times as long as a sum")
+        assert full / plain < most
 
 
 @pytest.mark.parametrize("map", MAPS)
