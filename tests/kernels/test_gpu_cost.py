@@ -153,11 +153,9 @@ def test_a_memory_takes_one_variant_for_all_frames(rule):
 
 def test_the_delta_rule_is_not_far_from_a_sum():
     """Scans of the delta rule once took ten times as long as all other kernels together."""
+    device = torch.device("cuda")
     sums, delta = (
-        [
-            make_inputs_of_linear(replace(WORKLOADS_OF_LINEAR[name], map="rotate"), torch.device("cuda"))
-            for _ in range(2)
-        ]
+        [make_inputs_of_linear(replace(WORKLOADS_OF_LINEAR[name], map="rotate"), device) for _ in range(2)]
         for name in ("frames", "frames-delta")
     )
     for which, most in (("forward", 3.0), ("backward", 2.5)):
