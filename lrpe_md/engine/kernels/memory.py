@@ -270,13 +270,13 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
     rows, R, F, backward = unpack_numbers(counts)
     size, transition = unpack_numbers(totals)
     num_rows, width, begin, matrix_begin = unpack_numbers(matrix)
-    sum_rows_, sum_width, sum_begin, sum_matrix_begin = unpack_numbers(sums)
+    num_sums, sum_width, sum_begin, sum_matrix_begin = unpack_numbers(sums)
     blocks = (num_rows + V.block_r - 1) // V.block_r
-    row = tl.program_id(0) // (blocks + sum_rows_)
-    block = tl.program_id(0) - row * (blocks + sum_rows_)
+    row = tl.program_id(0) // (blocks + num_sums)
+    block = tl.program_id(0) - row * (blocks + num_sums)
     o_r = block * V.block_r + tl.arange(0, V.block_r)
     if block == blocks:
-        num_rows, width, begin, matrix_begin = sum_rows_, sum_width, sum_begin, sum_matrix_begin
+        num_rows, width, begin, matrix_begin = num_sums, sum_width, sum_begin, sum_matrix_begin
         o_r = tl.arange(0, V.block_r)
     size, width, transition = size * UNIT, width * UNIT, transition * UNIT
     p_parts, p_series = p_parts + begin * UNIT, p_series + begin * UNIT
