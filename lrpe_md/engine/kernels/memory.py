@@ -217,7 +217,7 @@ def load_transition(p_transitions, f, step, width, V: tl.constexpr):
     """Load the A of block f, tile by tile and row by row; with V.memory "add", return ()."""
     A = ()
     if V.memory == "delta":
-        p_matrix = p_transitions + tl.cast(f, tl.int64) * step
+        p_matrix = p_transitions + f * step
         for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
             o_r = i * V.block_c + tl.arange(0, V.block_c)
             A += load_rows(p_matrix, o_r, width, width, V=V)
@@ -290,7 +290,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
         f = first + i * step
-        A = load_transition(p_transitions, f, rows * transition, width, V=V)  # early, so that it arrives in time
+        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: it takes long
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
         part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
         if V.adds_first:
