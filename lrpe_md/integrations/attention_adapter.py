@@ -39,6 +39,7 @@ from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
 from .copies import SDPA, ForwardCopy
 from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
+from .rotary import find_rotary
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -558,6 +559,12 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
         raise ValueError(
             f"modules: expected patterns of names such as {', '.join(names[:4]) or 'blocks.*.attn'}, got "
             f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which match no module"
+        )
+    rotary = {path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)}
+    for path in sorted(rotary):
+        raise ValueError(
+            f"modules: expected attention modules without an encoding, got {path}, which already rotates q and k. Use "
+            "adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
         )
     for path, module in found.items():
         if _attention_of(module) is not None:

@@ -28,6 +28,7 @@ Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
 _SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of its replaced attributes
 _ROTATES = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
+_SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that turn RoPE off
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
 
 
@@ -214,6 +215,20 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     elif refused:
         warnings.warn(f"adapt_rotary: left unchanged: {', '.join(refused)}", stacklevel=2)
     return model
+
+
+def find_rotary(model: nn.Module) -> list[str]:
+    """Return the names of modules and processors that call a rotary function or are adapted, unless RoPE is off.
+
+    It is off if the settings with rotary names, of the model and its configuration, are all None or False.
+    """
+    settings = {**getattr(getattr(model, "config", None), "__dict__", {}), **vars(model), **model._modules}
+    switches = [value for name, value in settings.items() if _SWITCH.fullmatch(name)]
+    if switches and all(value is None or value is False for value in switches):
+        return []
+    found = parts(model)
+    changes = _plan(found, DropIns("auto"), copies.Copier(DropIns("auto")))
+    return [path for path, part in found.items() if path in changes or exchanged_names(part)]
 
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
