@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -37,7 +38,7 @@ from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
 from .attention import check_causal, sdpa_backends
-from .copies import SDPA, ForwardCopy
+from .copies import SDPA, copy_forward
 from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
 from .rotary import find_rotary
 
@@ -265,7 +266,7 @@ class _Encoder:
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
         self.adaptation, self.layer = adaptation, layer
         self.num_calls = 0
-        self.copies: dict[Any, ForwardCopy] = {}
+        self.copies: dict[Any, Any] = {}  # class's forward -> its copy, or None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copies": {}}  # the copies refer to this object
@@ -312,6 +313,16 @@ class _Encoder:
                 q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                 enable_gqa=enable_gqa,
             )  # fmt: skip
+
+    def weak_attend(self) -> Callable[..., Tensor]:
+        """Return ``attend`` as a function that does not keep the model alive."""
+        ref = weakref.ref(self)
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            encoder: Any = ref()
+            return encoder.attend(*args, **kwargs)
+
+        return attend
 
 
 def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
@@ -372,9 +383,8 @@ class _Attention(_Forward):
             self.copy = None
         else:
             if forward not in copies:
-                copies[forward] = ForwardCopy(self.module, self.encoder.attend)
-            copies[forward].refresh()
-            self.copy = copies[forward].function
+                copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
+            self.copy = copies[forward]
         return True
 
 

@@ -50,7 +50,6 @@ from .attention import (
     AttentionKind,
     Context,
     attend_encoded,
-    attend_frames,
     attend_linearly,
     attend_softmax,
     check_causal,
@@ -103,14 +102,11 @@ class LrpeAttention(Attention):
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # The encoding reads strided views of the projection without a copy.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        block = context.block_for(self.memory)
-        frames = block is not None and self.attention == "softmax"
-        again = not frames and self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv)
         norm = None
-        if not frames and takes_norm(encoding, self.attention):
+        if takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
-        if again:
+        if self._encodes_again(x, encoding):
             assert encoding is not None
             own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
             x = attend_encoded(own, partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal), q, k, v)
@@ -121,11 +117,9 @@ class LrpeAttention(Attention):
             decay: HeadDecay | None = getattr(self, "decay", None)
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
-                block=block, carried=context.carried, norm=norm, memory=self.memory,
+                block=context.block_for(self.memory), carried=context.carried, norm=norm, memory=self.memory,
                 decay=None if decay is None else decay(), act=self.feature_act,
             )  # fmt: skip
-        elif frames:
-            x = attend_frames(self, q, k, v, context, is_causal)
         else:
             if encoding is not None:
                 q, k = encode(encoding, q, k, positions, is_causal, norm)
@@ -246,6 +240,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         ValueError, TypeError: an invalid argument.
     """
 
+    attention_class = LrpeAttention  # class that adapt gives to the attentions
     num_axes = 2  # axes of the patch grid
     preset_axes: int | None = None  # number of axes that a preset must have; None: any that supports images
     memory: Memory | None = None
@@ -500,7 +495,7 @@ def adapt(
         vit.patch_embed.__class__ = LrpePatchEmbed
     for i, kind, module in attentions:
         if not isinstance(module, LrpeAttention):
-            module.__class__ = LrpeAttention
+            module.__class__ = vit.attention_class
         own = memory if kind == "linear" else None
         module.attention, module.normalizer, module.copy_v = kind, normalizer, copy_v
         module.keep_encoded, module.memory, module.feature_act = keep_encoded, own, feature_act
