@@ -94,10 +94,11 @@ def softmax_attention(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
+    scale: float | None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Compute SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D) with the backends of :func:`sdpa_backends`.
 
@@ -108,8 +109,9 @@ def softmax_attention(
     backends = sdpa_backends(q, v)
     with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale
-        )  # is_causal is a tensor in ONNX's older exporter
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip # is_causal is a tensor in ONNX's older exporter
 
 
 def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -217,9 +219,7 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 class Carried:
-    """State passed from one chunk of a sequence to the next, one entry per attention in order.
-
-    An entry holds the sums of linear attention, or the keys and values of softmax attention."""
+    """State passed from one chunk of a sequence to the next: for each attention in order, sums, or keys and values."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
@@ -248,10 +248,9 @@ def attend_linearly(
     decay: Tensor | None = None,
     act: Act | None = None,
 ) -> Tensor:
-    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype, as a backbone's :class:`Context` specifies.
+    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype; see :class:`Context` and :func:`attend_with`.
 
-    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block. act: see
-    :func:`attend_with`.
+    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -289,12 +288,7 @@ def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tens
 
 
 def check_memory(memory: Any, kinds: Sequence[str]) -> None:
-    """Check the memory of a model with these kinds of attention.
-
-    Raises:
-        TypeError: not a Memory.
-        ValueError: a memory for a model without linear attention.
-    """
+    """Check that a memory is a Memory, of a model with linear attention."""
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
             f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
@@ -304,15 +298,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
 
 
 def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
-    """Check that the keys of the delta rule are normalised.
-
-    Args:
-        qk_norm: the model's option of this name.
-        known: values of it that normalise the keys.
-
-    Raises:
-        ValueError: another value, with the delta rule.
-    """
+    """Check that ``qk_norm`` is a known value that normalises the keys, if the delta rule needs it."""
     if memory.rule == "delta" and qk_norm not in known:
         expected = " or ".join(map(repr, known))
         raise ValueError(

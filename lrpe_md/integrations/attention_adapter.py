@@ -30,14 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..checks import describe_positions
 from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from .attention import check_causal, sdpa_backends
+from .attention import check_causal, softmax_attention
 from .copies import SDPA, copy_forward
 from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
 from .rotary import find_rotary
@@ -304,15 +303,13 @@ class _Encoder:
         if is_causal:
             check_causal(encoding)
         q, k = encoding(query, key, positions=self.adaptation.locate(path))
-        backends = None
+        sdpa = F.scaled_dot_product_attention
         if q.shape[-1] != query.shape[-1]:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            backends = sdpa_backends(q, value)
-        with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
-            return F.scaled_dot_product_attention(
-                q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                enable_gqa=enable_gqa,
-            )  # fmt: skip
+            sdpa, scale = softmax_attention, query.shape[-1] ** -0.5 if scale is None else scale
+        return sdpa(
+            q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
 
     def weak_attend(self) -> Callable[..., Tensor]:
         """Return ``attend`` as a function that does not keep the model alive."""

@@ -137,11 +137,8 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 class Copier:
     """Copier of functions, which replaces the functions they call by ``exchange(function)``.
 
-    Args:
-        exchange: called with each function, ``functools.partial`` or other callable that is looked up by name; returns
-            its replacement or None.
-        names: additional replacements, name → other name, in the first function but not in those that it calls; both
-            must exist in the same place.
+    names: additional replacements, name → other name, in the first function but not in those that it calls; both must
+    exist in the same place.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -384,10 +381,8 @@ def derive_class(
 ) -> Any:
     """Return a class of the same name with other methods; always the same object.
 
-    Args:
-        methods: name -> function and kind of method: None, ``staticmethod`` or ``classmethod``.
-        recipe: its ``derive(cls)`` recreates this class.
-        extras: additional attributes of the class's objects.
+    methods: name -> value and its kind, None or ``staticmethod``. recipe: its ``derive(cls)`` recreates this class.
+    extras: additional attributes of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,

@@ -79,13 +79,10 @@ class LrpeAttention(Attention):
     ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` say how the state forgets.
     ``feature_act`` replaces the encoding's activation.
 
-    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output. It
-    therefore keeps five units of B·N·C, where attention without an encoding keeps three. ``copy_v`` copies v to keep
-    only three, for one extra unit of reads and writes per layer. It has no effect if the encoding has an activation or
-    learned frequencies, which need the projection's output. ``keep_encoded=False`` keeps only the projection's output,
-    with any encoding, and encodes q and k again in the backward. It is not available with
-    ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, or under checkpointing, which
-    recomputes the whole block.
+    The backward of softmax attention keeps the encoded q and k, and the projection's output for v: five units of B·N·C,
+    where attention without an encoding keeps three. ``copy_v`` copies v to keep only three, unless the encoding has an
+    activation or learned frequencies. ``keep_encoded=False`` keeps only the projection's output, and encodes q and k
+    again in the backward; it has no effect under checkpointing or with ``timm.layers.set_fused_attn(False)``.
     """
 
     attention: AttentionKind = "softmax"
@@ -407,7 +404,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
             first = 0 if self.no_embed_class else self.num_prefix_tokens
             fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
-        own = _own_parameters(self)
+        own = with_own_frequencies({}, self)
         for found, kept in (("encoding.*", "frequencies"), ("*.decay.logit", "decays")):
             names = fnmatch.filter(own, found)
             if names and not fnmatch.filter(fitted, found):
@@ -574,14 +571,7 @@ def _warn_of_table() -> None:
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the model's learned frequencies and decays if the checkpoint lacks them."""
-    return {**_own_parameters(model), **state_dict}
-
-
-def _own_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the learned frequencies and decays, which timm weights lack."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name.startswith("encoding.") or name.endswith(".decay.logit")
-    }
+    """Add the model's learned frequencies and decays if the checkpoint lacks them, as timm's do."""
+    names = ("encoding.*", "*.decay.logit")
+    own = {n: t for n, t in model.state_dict().items() if any(fnmatch.fnmatchcase(n, each) for each in names)}
+    return {**own, **state_dict}
