@@ -1,8 +1,10 @@
 """adapt_attention: an encoding in models that have none, against the same models with edited forwards."""
 
 import copy
+import gc
 import inspect
 import io
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -233,6 +235,20 @@ def test_what_is_compiled_follows_patches(monkeypatch):
     for call in (model, torch.compile(model, backend="aot_eager")):
         with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention"):
             call(*inputs)
+
+
+def test_what_is_compiled_does_not_keep_a_model():
+    """The name that its copied forward calls is in torch.nn.functional."""
+    style = STYLES["dit"]
+    model, _ = style.pair("rotate")
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(*style.inputs((8, 12)))
+    assert any(name.startswith("_lrpe_scaled_dot_product_attention") for name in vars(F))
+    attention = weakref.ref(model.blocks[0].attn)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert attention() is None
 
 
 @pytest.mark.parametrize("strict", [False, True])
