@@ -204,7 +204,9 @@ class Copier:
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
         """Return a namespace and the replacement for the value of ``name`` in it, or None."""
         value = space.get(name)
-        if isinstance(value, MutableMapping) and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
+        # A subclass of dict may import what it contains; transformers' registry of attention functions is no dict.
+        is_table = type(value) is dict or (isinstance(value, MutableMapping) and not isinstance(value, dict))
+        if is_table and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
             ours = {key: ours for key, each in value.items() if (ours := self.replace(each, depth)) is not None}
             if not ours:
                 return None

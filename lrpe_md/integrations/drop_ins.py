@@ -196,16 +196,8 @@ class _Probed:
 
 def _search(function: Callable[..., Any], device: str) -> _Probed | Unlike:
     """Try roles of the parameters and kinds of arguments until one is a rotation."""
-    failure, num_answers = Unlike(-2, "takes no tensors that look like q, k and tables"), 0
+    failure, num_answers = Unlike(-1, "takes no tensors that look like q, k and tables"), 0
     for probed, keys in _read_signatures(function, device):
-        if not probed.attributes and len(probed.data) == len(probed.names):
-            names = ", ".join(probed.names)
-            message = (
-                f"takes only ({names}): drop_in looks for a parameter with cos and sin, complex numbers or angles, "
-                "and for such tensors of its object. If it computes them from positions, see recognise()"
-            )
-            failure = max(failure, Unlike(-1, message), key=attrgetter("depth"))
-            continue
         for key, relation in itertools.product(keys, (MORE, EQUAL) if probed.attributes else (EQUAL,)):
             plan = probed.probe(key, relation * sum(isinstance(e, tuple) and e[0] == "data" for e in key))
             if isinstance(plan, RotationPlan):

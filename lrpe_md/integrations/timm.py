@@ -103,42 +103,33 @@ class LrpeAttention(Attention):
         norm = None
         if takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
-        if self._encodes_again(x, encoding):
-            assert encoding is not None
-            own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
-            x = attend_encoded(own, partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal), q, k, v)
-            return self._project(x, gate)
-        if norm is None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
+            if norm is None:
+                q, k = self.q_norm(q), self.k_norm(k)
             decay: HeadDecay | None = getattr(self, "decay", None)
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
                 block=context.block_for(self.memory), carried=context.carried, norm=norm, memory=self.memory,
                 decay=None if decay is None else decay(), act=self.feature_act,
             )  # fmt: skip
-        else:
-            if encoding is not None:
-                q, k = encode(encoding, q, k, positions, is_causal, norm)
-                if self.copy_v:
-                    v = v.clone()
-                    del qkv
-            x = attend_softmax(self, q, k, v, mask, is_causal)
-        return self._project(x, gate)
-
-    def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
-        """Return whether the backward encodes again. False in a torch.fx trace, where x is a proxy."""
-        return (
-            not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
-            and isinstance(x, Tensor)
-        )  # fmt: skip
+            return self._project(x, gate)
+        own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
+        attend = partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal)
+        is_proxy = not isinstance(x, Tensor)  # in a torch.fx trace
+        if encoding is not None and not self.keep_encoded and self.fused_attn and not is_proxy:
+            return self._project(attend_encoded(own, attend, q, k, v), gate)
+        q, k = own(q, k)
+        if self.copy_v and encoding is not None:
+            v = v.clone()
+            del qkv
+        return self._project(attend(q, k, v), gate)
 
     def _norm_and_encode(
-        self, encoding: nn.Module, positions: Any, is_causal: bool, norm: Norm | None, q: Tensor, k: Tensor
+        self, encoding: nn.Module | None, positions: Any, is_causal: bool, norm: Norm | None, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
         if norm is None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return encode(encoding, q, k, positions, is_causal, norm)
+        return (q, k) if encoding is None else encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """Project the attention's output, (B, H, N, D) → (B, N, C)."""
