@@ -203,14 +203,14 @@ class Copier:
 
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
         """Return a namespace and the replacement for the value of ``name`` in it, or None."""
-        value = space.get(name)
-        # A subclass of dict may import what it contains; transformers' registry of attention functions is no dict.
+        value: Any = space.get(name)
+        # A subclass of dict may import its values when they are read. The registry in transformers is another mapping.
         is_table = type(value) is dict or (isinstance(value, MutableMapping) and not isinstance(value, dict))
         if is_table and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
             ours = {key: ours for key, each in value.items() if (ours := self.replace(each, depth)) is not None}
             if not ours:
                 return None
-            table = {**value} if type(value) is dict else copy.deepcopy(value)  # transformers' registries share a dict
+            table = {**value} if type(value) is dict else copy.deepcopy(value)  # a shallow copy would share its values
             table.update(ours)
             return (space, table)
         is_torch = _package_of(space) == "torch" and value is not SDPA
@@ -247,7 +247,8 @@ def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(known: Any, ours: Any) -> bool:
-    return known is ours or (type(ours) is dict and known == ours)
+    is_table = isinstance(ours, MutableMapping) and type(known) is type(ours)
+    return known is ours or (is_table and dict(known) == dict(ours))
 
 
 def _publish(name: str, places: Sequence[Place]) -> str:
@@ -290,8 +291,8 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
 def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
     """Return a copy of a module's forward that calls ``attend`` in place of ``scaled_dot_product_attention``.
 
-    The names in its places keep ``attend`` alive. Returns None if no SDPA is found, or if other methods or child
-    modules lead to it.
+    The private names keep ``attend`` alive. Returns None if the forward does not call SDPA, or if other methods or
+    child modules do.
     """
     kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
     if not isinstance(kind.forward, FunctionType):

@@ -257,7 +257,7 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
 
 
 def _find_entries(classes: Iterable[type]) -> list[str]:
-    """Return the names of methods that run in a forward: ``__call__``, ``forward``, and ``rotate`` of ``self.rope``."""
+    """Return ``__call__``, ``forward``, and the names of methods that these call, such as ``self.rope.rotate``."""
     methods = [
         method
         for cls in classes
