@@ -9,8 +9,9 @@ Shapes: B batch, L text tokens, N tokens (text, then registers and patches), C e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from einops import rearrange
@@ -23,7 +24,7 @@ from lrpe_md.engine.core.call import Act
 from lrpe_md.engine.encode.views import split_qkv
 from lrpe_md.engine.linear.call import NormalizerName
 from lrpe_md.integrations.attention import AttentionKind, Context, attend_encoded, attend_linearly, softmax_attention
-from lrpe_md.integrations.norms import join_norms, norm_of, takes_norm
+from lrpe_md.integrations.norms import norm_of, takes_norm
 from lrpe_md.modules.linear import Memory
 
 __all__ = [
@@ -303,3 +304,13 @@ class DiTBlock(nn.Module):
             return attend_encoded(encode, attend, q, k, v)
         q, k = encode(q, k)
         return attend(q, k, v)
+
+
+def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
+    """Combine the per-head norms of prefix, grid and suffix tokens; return None if one is None or they differ."""
+    norms = [norm for norm in groups if norm is not None and norm.weight is not None]
+    if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
+        return None
+    columns: list[Any] = [[n.weight for n in norms], [n.bias for n in norms if n.bias is not None]]
+    weight, bias = (tuple(torch.stack(rows)[:, None] for rows in zip(*pairs, strict=True)) for pairs in columns)
+    return norms[0]._replace(weight=weight, bias=bias or None)

@@ -32,6 +32,7 @@ from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adap
 from lrpe_md.modules.linear import Memory
 
 from .dit import check_input, patchify
+from .frames import FrameAttention
 from .vit import timm_cfg, with_positions
 
 __all__ = ["LrpeVideoTransformer", "TubeletEmbed", "VideoState", "inflate"]
@@ -160,6 +161,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         ValueError, TypeError: an invalid argument.
     """
 
+    attention_class = FrameAttention
     num_axes = preset_axes = 3
 
     def __init__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -27,9 +26,8 @@ from ..positions.grid import Grid
 from .encoding import Activation
 
 __all__ = [
-    "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend_encoded", "attend_frames",
-    "attend_linearly", "attend_softmax", "check_causal", "check_key_norm", "check_memory", "sdpa_backends",
-    "softmax_attention",
+    "ATTENTIONS", "AttentionKind", "Carried", "Context", "attend_encoded", "attend_linearly", "attend_softmax",
+    "check_causal", "check_key_norm", "check_memory", "sdpa_backends", "softmax_attention",
 ]  # fmt: skip
 
 AttentionKind: TypeAlias = Literal["softmax", "linear"]
@@ -48,7 +46,7 @@ class Context:
 
     Args:
         block: tokens per frame, for frames that see only themselves and earlier frames; see
-            :func:`lrpe_md.linear_attention` and :func:`attend_frames`.
+            :func:`lrpe_md.linear_attention`.
         carried: see :class:`Carried`.
         window: number of frames that softmax attention sees, including the current one; None: all.
         bidirectional: frames see all frames; ``block`` then only serves linear layers with a :class:`lrpe_md.Memory`.
@@ -96,10 +94,11 @@ def softmax_attention(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
+    scale: float | None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Compute SDPA of q, k (B, H, N, D or 2D) and v (B, H, N, D) with the backends of :func:`sdpa_backends`.
 
@@ -110,8 +109,9 @@ def softmax_attention(
     backends = sdpa_backends(q, v)
     with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale
-        )  # is_causal is a tensor in ONNX's older exporter
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=bool(is_causal), scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip # is_causal is a tensor in ONNX's older exporter
 
 
 def attend_softmax(attn: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -219,9 +219,7 @@ def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 class Carried:
-    """State passed from one chunk of a sequence to the next, one entry per attention in order.
-
-    An entry holds the sums of linear attention, or the keys and values of softmax attention."""
+    """State passed from one chunk of a sequence to the next: for each attention in order, sums, or keys and values."""
 
     def __init__(self, before: Sequence[Any] = ()) -> None:
         self.before = tuple(before)
@@ -230,105 +228,6 @@ class Carried:
     def take(self) -> Any:
         """Return the entry of the next attention."""
         return self.before[len(self.after)] if self.before else None
-
-
-def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention of raw q, k, v (B, H, N, D), in which tokens see their own frame and earlier ones.
-
-    Frames have ``context.block`` tokens each and follow the prefix, which only sees itself and is visible to all
-    tokens. Carried keys are stored before encoding. The first frame of a window is always at position 0, and keys are
-    re-encoded as the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv
-    2511.20649).
-    """
-    grid, size, window = context.positions, context.block, context.window
-    assert grid is not None
-    assert size is not None
-    if context.attn_mask is not None:
-        raise ValueError("attn_mask: expected None with causal='frames', got a mask")
-    if is_causal:
-        raise ValueError(
-            "is_causal: expected False with causal='frames', which is already causal between frames, got True"
-        )
-    before = None if context.carried is None else context.carried.take()
-    prefix = grid.prefix
-    new = (q.shape[2] - (prefix if before is None else 0)) // size
-    if before is not None:
-        _check_kept(before, k, v, prefix, size)
-        k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
-    frames = (k.shape[2] - prefix) // size
-    if context.carried is not None:
-        kept = frames if window is None else min(frames, window - 1)
-        parts = (_take_frames(t, prefix, frames - kept, frames, size) for t in (k, v))
-        # Clone slices, because a view would keep the whole projection, or dropped frames, alive.
-        whole = before is not None and kept == frames
-        context.carried.after.append(tuple(t if prefix or whole else t.clone() for t in parts))
-    if not isinstance(grid, Grid) and (window is not None or before is not None):
-        raise ValueError("window: expected None with dropped tokens, because their frames have a table of positions")
-    if window is None or frames <= window:
-        mask = _mask_frames(q.shape[2], k.shape[2], prefix, size, k.device) if before is None or new > 1 else None
-        return _attend_window(attn, q, k, v, context, (frames, new if before is not None else None), mask)
-    found = []
-    if before is None and prefix:
-        first_q, first_k, first_v = (t[:, :, :prefix] for t in (q, k, v))
-        found.append(_attend_window(attn, first_q, first_k, first_v, context, (0, None)))
-    for i in range(new):
-        last = frames - new + i + 1
-        first, end = max(0, last - window), q.shape[2] - (new - i - 1) * size
-        keys, values = (_take_frames(t, prefix, first, last, size) for t in (k, v))
-        found.append(_attend_window(attn, q[:, :, end - size : end], keys, values, context, (last - first, 1)))
-    return torch.cat(found, dim=2)
-
-
-def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> None:
-    """Check that keys and values of earlier frames match the new ones."""
-    fits = type(before) is tuple and len(before) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in before)
-    if fits:
-        fits = all(
-            (t.shape[0], t.shape[1], t.shape[3], t.dtype, t.device)
-            == (new.shape[0], new.shape[1], new.shape[3], new.dtype, new.device)
-            and t.shape[2] >= prefix
-            and (t.shape[2] - prefix) % size == 0
-            for t, new in zip(before, (k, v), strict=True)
-        )
-    if not fits:
-        found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in before]
-        raise ValueError(
-            f"state: expected keys and values ({k.shape[0]}, {k.shape[1]}, {prefix} + a multiple of {size}, "
-            f"{k.shape[3]}) in {k.dtype} on {k.device}, got {found}"
-        )
-
-
-def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Tensor:
-    """Return the prefix and the frames from ``first`` to ``last``."""
-    frames = t[:, :, prefix + first * size : prefix + last * size]
-    return torch.cat([t[:, :, :prefix], frames], dim=2) if prefix else frames
-
-
-def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Return a mask (queries, keys) that is True for the keys that each query sees; queries are the last tokens."""
-    frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
-    return frame[num_keys - num_queries :, None] >= frame
-
-
-def _attend_window(
-    attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
-    mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Encode q and k, and compute attention.
-
-    frames: number of frames in the keys, and in the queries, which are the last of these; None: the same tokens.
-    """
-    encoding, grid, size = context.encoding, context.positions, context.block
-    if encoding is not None:
-        check_causal(encoding)
-        where: Any = grid
-        if isinstance(grid, Grid):
-            where = replace(grid, shape=(frames[0], *grid.shape[1:]), start=0, length=None)
-            if frames[1] is not None:
-                assert size is not None
-                where = replace(where, start=where.total - frames[1] * size), where
-        q, k = encoding(q, k, positions=where)
-    return attend_softmax(attn, q, k, v, mask, False)
 
 
 def attend_linearly(
@@ -349,10 +248,9 @@ def attend_linearly(
     decay: Tensor | None = None,
     act: Act | None = None,
 ) -> Tensor:
-    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype, as a backbone's :class:`Context` specifies.
+    """Compute linear attention of raw q, k, v (B, H, N, D) in v's dtype; see :class:`Context` and :func:`attend_with`.
 
-    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block. act: see
-    :func:`attend_with`.
+    norm: norm of q and k, if it is fused. memory, decay: those of the layer, applied per block.
     """
     if attn_mask is not None:
         raise ValueError(
@@ -391,12 +289,7 @@ def _scale_keys(k: Tensor, block: int, prefix: int, gate: Tensor | None) -> Tens
 
 
 def check_memory(memory: Any, kinds: Sequence[str]) -> None:
-    """Check the memory of a model with these kinds of attention.
-
-    Raises:
-        TypeError: not a Memory.
-        ValueError: a memory for a model without linear attention.
-    """
+    """Check that a memory is a Memory, of a model with linear attention."""
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
             f"memory: expected a lrpe_md.Memory or None, got {type(memory).__name__}; pass Memory(rule=..., decay=...)"
@@ -406,15 +299,7 @@ def check_memory(memory: Any, kinds: Sequence[str]) -> None:
 
 
 def check_key_norm(memory: Memory, qk_norm: Any, known: Sequence[Any]) -> None:
-    """Check that the keys of the delta rule are normalised.
-
-    Args:
-        qk_norm: the model's option of this name.
-        known: values of it that normalise the keys.
-
-    Raises:
-        ValueError: another value, with the delta rule.
-    """
+    """Check that ``qk_norm`` is a known value that normalises the keys, if the delta rule needs it."""
     if memory.rule == "delta" and qk_norm not in known:
         expected = " or ".join(map(repr, known))
         raise ValueError(

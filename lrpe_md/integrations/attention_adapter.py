@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -29,16 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..checks import describe_positions
 from ..engine.inductor.private import is_transforming
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
-from .attention import check_causal, sdpa_backends
-from .copies import SDPA, ForwardCopy
+from .attention import check_causal, softmax_attention
+from .copies import SDPA, copy_forward
 from .encoding import Encoding, EncodingStack, build_encoding, explain_misplaced_options
+from .rotary import find_rotary
 
 __all__ = ["adapt_attention", "restore_attention", "set_positions"]
 
@@ -264,7 +265,7 @@ class _Encoder:
     def __init__(self, adaptation: _Adaptation, layer: int | None) -> None:
         self.adaptation, self.layer = adaptation, layer
         self.num_calls = 0
-        self.copies: dict[Any, ForwardCopy] = {}
+        self.copies: dict[Any, Any] = {}  # class's forward -> its copy, or None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "copies": {}}  # the copies refer to this object
@@ -302,15 +303,23 @@ class _Encoder:
         if is_causal:
             check_causal(encoding)
         q, k = encoding(query, key, positions=self.adaptation.locate(path))
-        backends = None
+        sdpa = F.scaled_dot_product_attention
         if q.shape[-1] != query.shape[-1]:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            backends = sdpa_backends(q, value)
-        with nullcontext() if backends is None else sdpa_kernel(backends, set_priority=True):
-            return F.scaled_dot_product_attention(
-                q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-                enable_gqa=enable_gqa,
-            )  # fmt: skip
+            sdpa, scale = softmax_attention, query.shape[-1] ** -0.5 if scale is None else scale
+        return sdpa(
+            q, k, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    def weak_attend(self) -> Callable[..., Tensor]:
+        """Return ``attend`` as a function that does not keep the model alive."""
+        ref = weakref.ref(self)
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            encoder: Any = ref()
+            return encoder.attend(*args, **kwargs)
+
+        return attend
 
 
 def _check_self_attention(path: str, q: Tensor, k: Tensor) -> None:
@@ -371,9 +380,8 @@ class _Attention(_Forward):
             self.copy = None
         else:
             if forward not in copies:
-                copies[forward] = ForwardCopy(self.module, self.encoder.attend)
-            copies[forward].refresh()
-            self.copy = copies[forward].function
+                copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
+            self.copy = copies[forward]
         return True
 
 
@@ -558,6 +566,12 @@ def _find_attentions(model: nn.Module, modules: str | Sequence[str] | None) -> d
         raise ValueError(
             f"modules: expected patterns of names such as {', '.join(names[:4]) or 'blocks.*.attn'}, got "
             f"{'modules named ' + ', '.join(NAMES) if modules is None else modules!r}, which match no module"
+        )
+    rotary = {path for path in find_rotary(model) if any(f"{path}.".startswith(f"{outer}.") for outer in found)}
+    for path in sorted(rotary):
+        raise ValueError(
+            f"modules: expected attention modules without an encoding, got {path}, which already rotates q and k. Use "
+            "adapt_rotary(model) to run its rotation with this library, or name other modules in modules="
         )
     for path, module in found.items():
         if _attention_of(module) is not None:

@@ -3,9 +3,6 @@
 A copy shares the globals of its original, so that later patches reach both. Where the original looks up
 ``apply_rotary_emb``, the copy looks up a private name. That name is added next to the original one: in the globals of a
 function, in a module, or in a module that a function imports from at run time.
-
-:class:`ForwardCopy` uses separate globals, because a private name in ``torch.nn.functional`` would keep the
-replacement's model alive.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import importlib.util
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 __all__ = [
-    "SDPA", "Copier", "ForwardCopy", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
+    "SDPA", "Copier", "Recipe", "adapt_class", "derive_class", "find_method", "find_methods",
     "is_adapted", "looks_rotary", "original_class", "read_own", "replaced_names", "restore_class",
 ]  # fmt: skip
 
@@ -140,11 +137,8 @@ Place = tuple[dict[str, Any], Any]  # a namespace, and the replacement for a val
 class Copier:
     """Copier of functions, which replaces the functions they call by ``exchange(function)``.
 
-    Args:
-        exchange: called with each function, ``functools.partial`` or other callable that is looked up by name; returns
-            its replacement or None.
-        names: additional replacements, name → other name, in the first function but not in those that it calls; both
-            must exist in the same place.
+    names: additional replacements, name → other name, in the first function but not in those that it calls; both must
+    exist in the same place.
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
@@ -193,14 +187,13 @@ class Copier:
             name, holder = base, space
             if attributes:
                 free = function.__code__.co_freevars
-                module = space.get(base) if kind == "global" else None
+                owner = space.get(base) if kind == "global" else None
                 if kind == "cell" and base in free:
-                    module = _contents((function.__closure__ or ())[free.index(base)])
-                if type(module) is dict and kind == "global":  # TABLE.get(key)
-                    places.setdefault(attributes[0], []).append(None)
-                else:
-                    name, is_module = attributes[-1], isinstance(module, ModuleType) and len(attributes) == 1
-                    holder = vars(module) if is_module else None
+                    owner = _contents((function.__closure__ or ())[free.index(base)])
+                *path, name = attributes
+                for each in path:
+                    owner = vars(owner).get(each) if isinstance(owner, ModuleType) else None
+                holder = vars(owner) if isinstance(owner, ModuleType) else None
             elif kind != "global":
                 continue
             places.setdefault(name, []).append(holder and self._place(holder, name, function, depth))
@@ -210,11 +203,18 @@ class Copier:
 
     def _place(self, space: dict[str, Any], name: str, caller: FunctionType, depth: int) -> Place | None:
         """Return a namespace and the replacement for the value of ``name`` in it, or None."""
-        value = space.get(name)
-        if type(value) is dict and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
+        value: Any = space.get(name)
+        # A subclass of dict may import its values when they are read. The registry in transformers is another mapping.
+        is_table = type(value) is dict or (isinstance(value, MutableMapping) and not isinstance(value, dict))
+        if is_table and len(value) <= _LARGEST_TABLE and not name.startswith("__"):
             ours = {key: ours for key, each in value.items() if (ours := self.replace(each, depth)) is not None}
-            return (space, {**value, **ours}) if ours else None
-        if isinstance(value, (type, ModuleType)) or not callable(value) or _package_of(space) == "torch":
+            if not ours:
+                return None
+            table = {**value} if type(value) is dict else copy.deepcopy(value)  # a shallow copy would share its values
+            table.update(ours)
+            return (space, table)
+        is_torch = _package_of(space) == "torch" and value is not SDPA
+        if isinstance(value, (type, ModuleType)) or not callable(value) or is_torch:
             return None
         if id(value) not in self._replaced:
             ours = self._replaced[id(value)] = self._exchange(value)
@@ -247,7 +247,8 @@ def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(known: Any, ours: Any) -> bool:
-    return known is ours or (type(ours) is dict and known == ours)
+    is_table = isinstance(ours, MutableMapping) and type(known) is type(ours)
+    return known is ours or (is_table and dict(known) == dict(ours))
 
 
 def _publish(name: str, places: Sequence[Place]) -> str:
@@ -285,6 +286,22 @@ def _copy_function(function: FunctionType, code: CodeType, changed: tuple[tuple[
     vars(made).pop("__wrapped__")
     vars(made).update({name: replaced.get(id(value), value) for name, value in vars(function).items()})
     return made
+
+
+def copy_forward(module: nn.Module, attend: Callable[..., Any]) -> FunctionType | None:
+    """Return a copy of a module's forward that calls ``attend`` in place of ``scaled_dot_product_attention``.
+
+    The private names keep ``attend`` alive. Returns None if the forward does not call SDPA, or if other methods or
+    child modules do.
+    """
+    kind, copier = type(module), Copier(lambda function: attend if function is SDPA else None)
+    if not isinstance(kind.forward, FunctionType):
+        return None
+    names = {name for code in _nested_codes(kind.forward.__code__) for name in code.co_names}
+    others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
+    others += [type(child).forward for child in module.modules() if child is not module]
+    leads = any(isinstance(each, FunctionType) and copier.copy(each) for each in others)
+    return None if leads else copier.copy(kind.forward)
 
 
 # --- classes -------------------------------------------------------------------------------------------------------
@@ -367,10 +384,8 @@ def derive_class(
 ) -> Any:
     """Return a class of the same name with other methods; always the same object.
 
-    Args:
-        methods: name -> function and kind of method: None, ``staticmethod`` or ``classmethod``.
-        recipe: its ``derive(cls)`` recreates this class.
-        extras: additional attributes of the class's objects.
+    methods: name -> value and its kind, None or ``staticmethod``. recipe: its ``derive(cls)`` recreates this class.
+    extras: additional attributes of the class's objects.
     """
     own: dict[str, Any] = {
         **{name: kind(ours) if kind else ours for name, (ours, kind) in methods}, _ORIGINAL: cls, _RECIPE: recipe,
@@ -431,101 +446,3 @@ def is_adapted(cls: type) -> bool:
 def original_class(cls: type) -> Any:
     """Return the original of an adapted class, or None if it is a subclass of one."""
     return vars(cls).get(_ORIGINAL)
-
-
-# --- copies with separate globals -------------------------------------------------------------------------------------
-
-
-class ForwardCopy:
-    """Copy of a module's forward, with separate globals in which SDPA is replaced by ``ours``.
-
-    A compiler can trace it inside a checkpoint, where it rejects a ``TorchFunctionMode``. The search follows names in
-    the code to torch's modules, SDPA itself, and functions that lead to it. ``function`` is None if SDPA is not found
-    this way, if other methods or child modules also lead to it, or if a function assigns globals.
-    """
-
-    def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
-        self.ours, self.function = ours, None
-        self._copies: dict[FunctionType, FunctionType | None] = {}
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []  # globals, original, changes
-        kind = type(module)
-        if isinstance(kind.forward, FunctionType):
-            names = {name for code in _nested_codes(kind.forward.__code__) for name in code.co_names}
-            others: list[Any] = [getattr(kind, name, None) for name in names - {"forward"}]
-            others += [type(child).forward for child in module.modules() if child is not module]
-            if not any(isinstance(each, FunctionType) and self._copy(each) for each in others):
-                self.function = self._copy(kind.forward)
-
-    def refresh(self) -> None:
-        """Copy assignments to the originals' globals since the last call."""
-        for space, original, changed in self._spaces:
-            space.update({name: value for name, value in original.items() if name not in changed})
-
-    def _copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
-        if function not in self._copies:
-            self._copies[function] = None  # ends the recursion of a function that calls itself
-            self._copies[function] = self._make_copy(function, depth)
-        return self._copies[function]
-
-    def _make_copy(self, function: FunctionType, depth: int) -> FunctionType | None:
-        codes = list(_nested_codes(function.__code__))
-        is_torch = _package_of(function.__globals__) == "torch"
-        if depth > _DEPTH or is_torch or any(map(_assigns_globals, codes)):
-            return None
-        names = frozenset(name for code in codes for name in code.co_names)
-        changed = self._take_all(function.__globals__, names, depth)
-        cells = tuple(self._copy_cell(cell, names, depth) for cell in function.__closure__ or ())
-        if not changed and all(a is b for a, b in zip(cells, function.__closure__ or (), strict=True)):
-            return None
-        # Leave out __name__, which Dynamo would use to look up the original's globals.
-        space = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
-        self._spaces.append((space, function.__globals__, {"__name__", *changed}))
-        made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        return made
-
-    def _copy_cell(self, cell: CellType, names: Collection[str], depth: int) -> CellType:
-        try:
-            ours = self._take(cell.cell_contents, names, depth)
-        except ValueError:  # an empty cell
-            return cell
-        return cell if ours is None else CellType(ours)
-
-    def _take_all(self, space: Mapping[str, Any], names: Collection[str], depth: int) -> dict[str, Any]:
-        """Return the replacements for values of a namespace, by name."""
-        found = {name: self._take(space[name], names, depth) for name in names if name in space}
-        return {name: ours for name, ours in found.items() if ours is not None}
-
-    def _take(self, value: Any, names: Collection[str], depth: int) -> Any:
-        """Return the replacement for a value, or None."""
-        if value is SDPA:
-            return self.ours
-        if isinstance(value, FunctionType):
-            return self._copy(value, depth + 1)
-        if isinstance(value, MutableMapping):  # a dict of functions, as in transformers
-            functions = {name: own for name, own in value.items() if isinstance(own, FunctionType)}
-            changed = self._take_all(functions, functions, depth)
-            if changed:
-                value = copy.deepcopy(value)
-                value.update(changed)
-            return value if changed else None
-        if not isinstance(value, ModuleType):
-            return None
-        changed = self._take_all({name: own for name, own in vars(value).items() if _leads(value, own)}, names, depth)
-        if not changed:
-            return None
-        made = ModuleType(value.__name__)
-        vars(made).update({**vars(value), **changed})
-        return made
-
-
-def _leads(module: ModuleType, value: Any) -> bool:
-    """Return whether a module's value may lead to SDPA: a function, or a submodule."""
-    if isinstance(value, ModuleType):
-        return value.__name__.startswith(f"{module.__name__}.")
-    return value is SDPA or isinstance(value, FunctionType)
-
-
-def _assigns_globals(code: CodeType) -> bool:
-    return any(instruction.opname == "STORE_GLOBAL" for instruction in dis.get_instructions(code))

@@ -31,11 +31,10 @@ from ..presets.scheme import Axial, Preset, Scheme
 from ..reference import activate
 
 __all__ = [
-    "Activation", "Encoding", "EncodingStack", "Heads", "Sharing", "build_encoding", "build_for_layers", "lay_out",
+    "Activation", "Encoding", "EncodingStack", "build_encoding", "build_for_layers",
 ]  # fmt: skip
 
 Sharing = Literal["model", "layer"]
-Heads = Literal["shared", "own"]
 Encoding: TypeAlias = str | Preset | Scheme | nn.Module | Callable[..., nn.Module] | None
 
 
@@ -142,21 +141,13 @@ def build_for_layers(
     encoding: Any, kwargs: dict[str, Any], head_dim: int, num_heads: int, kinds: Sequence[str], num_axes: int,
     normalizer: NormalizerName,
 ) -> tuple[nn.Module | None, Act | None]:  # fmt: skip
-    """Build the encoding of a model whose layers have softmax or linear attention.
+    """Call :func:`build_encoding` for a model whose layers have these kinds of attention.
 
     Linear attention applies relu to q and k, unless ``kwargs`` or the user's module sets an activation. Softmax
     attention applies none by default. If a model has both kinds, the encoding is built for softmax attention.
 
-    Args:
-        kinds: attention kind of each layer.
-        encoding, kwargs, head_dim, num_heads, num_axes: see :func:`build_encoding`.
-        normalizer: that of linear attention.
-
     Returns:
         the encoding, and the activation that replaces the encoding's in linear layers; None keeps the encoding's.
-
-    Raises:
-        ValueError, TypeError: as :func:`build_encoding`, or if the activation does not suit the normalizer.
     """
     kwargs, act = dict(kwargs), None
     by_name = encoding is None or isinstance(encoding, (str, Preset, Scheme))
@@ -346,11 +337,7 @@ class EncodingStack:
     """View of a backbone's encoding, which may be shared by all layers, one per layer, or None.
 
     ``EncodingStack(model.encoding)[i]`` is the encoding of layer i. The backbone itself registers the module or
-    ModuleList, so that its parameters have a single name everywhere: in the state_dict, optimizers, ``torch.func`` and
-    FSDP.
-
-    Args:
-        encoding: the result of :func:`build_encoding`, or a sequence of modules, one per layer.
+    ModuleList, so that its parameters have a single name everywhere: in the state_dict, optimizers and FSDP.
     """
 
     def __init__(self, encoding: nn.Module | Sequence[nn.Module] | None) -> None:
@@ -364,17 +351,6 @@ class EncodingStack:
     def distinct(self) -> list[nn.Module | None]:
         """Encodings without duplicates."""
         return list(self.encoding) if self.by_layer else [self.encoding]
-
-    @property
-    def sharing(self) -> Sharing:
-        """Scope of an encoding: all layers ("model") or one ("layer")."""
-        return "layer" if self.by_layer else "model"
-
-    @property
-    def heads(self) -> Heads:
-        """Kind of frequencies and phases: "own" if they differ by head, else "shared"."""
-        found = [module for layer in self.distinct if layer is not None for module in layer.modules()]
-        return "own" if any(isinstance(m, FrequencyModule) and _is_per_head(m) for m in found) else "shared"
 
     @property
     def preset(self) -> Preset | None:
@@ -426,9 +402,38 @@ class EncodingStack:
         for module in self.distinct:
             check_normalizer(normalizer, getattr(module, "act", "none"))
 
-    def lay_out(self, size: Sequence[int], before: int | Tokens = 0, **options: Any) -> Grid | Coordinates:
-        """Call :func:`lay_out` with this encoding."""
-        return lay_out(self.encoding, size, before, **options)
+    def lay_out(
+        self,
+        size: Sequence[int],
+        before: int | Tokens = 0,
+        *,
+        after: Sequence[int] | None = None,
+        reference: Sequence[int | None] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Grid | Coordinates:
+        """Return positions of tokens outside the grid, followed by a grid of this size.
+
+        A preset defines its own placement; other encodings use one unit per token.
+
+        Args:
+            before: number of tokens before the grid, placed as the preset defines, else unrotated; or tokens with a
+                rule.
+            after: axes on which the grid continues after the tokens; None: it starts at the origin. A preset defines
+                its own.
+            reference: per axis of ``size``, the size to interpolate positions to, or None. Default: as the preset
+                defines.
+            device: device of a table.
+        """
+        size, made = tuple(size), self.preset
+        if made is not None:
+            if not isinstance(before, Tokens) and made.scheme.tokens is None:
+                before = Tokens(before)
+            return made.positions(before, size, reference=_on_axes(made, reference), device=device)
+        tokens = before if isinstance(before, Tokens) else Tokens(before)
+        grid = Grid(size) if reference is None else Grid(size).interpolate(reference)
+        if tokens.rule == "skip":
+            return replace(grid, prefix=tokens.length)
+        return compose(tokens, grid if after is None else After(grid, tuple(after)), device=device)
 
     def no_weight_decay(self, backbone: nn.Module) -> set[str]:
         """Return the names, within the backbone, of all frequencies, phases and decays."""
@@ -443,11 +448,7 @@ class EncodingStack:
         return names
 
     def locate(self, positions: Any) -> Any:
-        """Apply :meth:`FrequencyModule.set_places` to a grid; call it once per forward, not per layer.
-
-        Raises:
-            ValueError: a table of coordinates, whose tokens have no index on an axis.
-        """
+        """Apply :meth:`FrequencyModule.set_places` to a grid; call it once per forward, not per layer."""
         first = self.distinct[0] if self.distinct else None
         if not isinstance(first, FrequencyModule) or not first.moved:
             return positions
@@ -457,46 +458,6 @@ class EncodingStack:
                 "its own positions, an image after it, or dropped tokens"
             )
         return first.locate(positions)
-
-
-def _is_per_head(module: FrequencyModule) -> bool:
-    phase = module.get_phase()
-    return module.get_omega().shape[0] > 1 or (phase is not None and phase.shape[-2] > 1)
-
-
-# --- positions -------------------------------------------------------------------------------------------
-
-
-def lay_out(
-    encoding: nn.Module | None,
-    size: Sequence[int],
-    before: int | Tokens = 0,
-    *,
-    after: Sequence[int] | None = None,
-    reference: Sequence[int | None] | None = None,
-    device: torch.device | str = "cpu",
-) -> Grid | Coordinates:
-    """Return positions of tokens outside the grid, followed by a grid of this size.
-
-    A preset defines its own placement; other encodings use one unit per token.
-
-    Args:
-        before: number of tokens before the grid, placed as the preset defines, else unrotated; or tokens with a rule.
-        after: axes on which the grid continues after the tokens; None: it starts at the origin. A preset defines its
-            own.
-        reference: per axis of ``size``, the size to interpolate positions to, or None. Default: as the preset defines.
-        device: device of a table.
-    """
-    size, made = tuple(size), EncodingStack(encoding).preset
-    if made is not None:
-        if not isinstance(before, Tokens) and made.scheme.tokens is None:
-            before = Tokens(before)
-        return made.positions(before, size, reference=_on_axes(made, reference), device=device)
-    tokens = before if isinstance(before, Tokens) else Tokens(before)
-    grid = Grid(size) if reference is None else Grid(size).interpolate(reference)
-    if tokens.rule == "skip":
-        return replace(grid, prefix=tokens.length)
-    return compose(tokens, grid if after is None else After(grid, tuple(after)), device=device)
 
 
 def _on_axes(made: Preset, reference: Sequence[int | None] | None) -> tuple[int | None, ...] | None:

@@ -30,15 +30,9 @@ Method = Callable[..., Any]
 
 @functools.cache
 def fuse(method: FunctionType, plain: Method, exchange: Exchange, impl: Impl) -> tuple[Method, dict[str, Any]]:
-    """Return a method with fused launches and the attributes that its class needs; ``plain`` for unknown methods.
+    """Return a method with fused launches, and the attributes that its class needs (see :func:`.copies.derive_class`).
 
-    Each attribute is a value with its kind of method, see :func:`.copies.derive_class`.
-
-    Args:
-        method: the method of a library's class.
-        plain: a copy of it in which the rotation is replaced.
-        exchange: returns a replacement for each function that rotates q and k.
-        impl: see :func:`lrpe_md.rotate`.
+    Returns ``plain`` for unknown methods, which is a copy in which the rotation is replaced by ``exchange``.
     """
     inner = inspect.unwrap(method)
     known = _KNOWN.get(f"{inner.__module__}.{inner.__qualname__}")

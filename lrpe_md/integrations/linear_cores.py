@@ -96,10 +96,7 @@ def _differentiate(call: Callable[..., Any], core: Core, case: int) -> list[Tens
 def replace_core(function: FunctionType, plain: Callable[..., Any], impl: Impl) -> Callable[..., Any]:
     """Return a function that runs our linear attention in place of one that :func:`find_core` recognises.
 
-    Args:
-        function: a function of another library.
-        plain: called instead if the arguments are not supported, or if the globals of the function have changed.
-        impl: see :func:`lrpe_md.rotate`.
+    It calls ``plain`` if the arguments are not supported, or if the globals of the function have changed.
     """
     core: Any = find_core(function)
     ours = _by_name(core, function, impl)

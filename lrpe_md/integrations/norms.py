@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch.nn.modules import module as global_hooks
 
 from ..norm import Norm, NormName
 
-__all__ = ["is_plain_module", "join_norms", "norm_of", "takes_norm"]
+__all__ = ["is_plain_module", "norm_of", "takes_norm"]
 
-_LIBRARIES: dict[str, dict[str, NormName]] = {  # known classes of each module
-    "timm.layers.norm": {"LayerNorm": "layer", "LayerNormFp32": "layer", "RmsNorm": "rms", "RmsNormFp32": "rms"},
-    "diffusers.models.normalization": {"RMSNorm": "rms"},
-    "transformers.models.qwen3.modeling_qwen3": {"Qwen3RMSNorm": "rms"},
-}
+_KNOWN: dict[str, NormName] = {
+    "torch.nn.modules.normalization.LayerNorm": "layer", "torch.nn.modules.normalization.RMSNorm": "rms",
+    "timm.layers.norm.LayerNorm": "layer", "timm.layers.norm.LayerNormFp32": "layer",
+    "timm.layers.norm.RmsNorm": "rms", "timm.layers.norm.RmsNormFp32": "rms",
+    "diffusers.models.normalization.RMSNorm": "rms", "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm": "rms",
+}  # fmt: skip
 
 
 def norm_of(
@@ -59,16 +60,6 @@ def _shape_by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[T
     return tuple(pair) if heads is None else tuple(t.view(n, -1) for t, n in zip(pair, heads, strict=True))
 
 
-def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens; return None if one is None or they differ."""
-    norms = [norm for norm in groups if norm is not None and norm.weight is not None]
-    if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
-        return None
-    columns: list[Any] = [[n.weight for n in norms], [n.bias for n in norms if n.bias is not None]]
-    weight, bias = (tuple(torch.stack(rows)[:, None] for rows in zip(*pairs, strict=True)) for pairs in columns)
-    return norms[0]._replace(weight=weight, bias=bias or None)
-
-
 def is_plain_module(norm: nn.Module) -> bool:
     """Return whether calling a module only runs its class's forward: no hooks, no instance-level forward."""
     return not (
@@ -80,7 +71,7 @@ def is_plain_module(norm: nn.Module) -> bool:
 
 def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
     """Read the norm of one module, or return None if the module is unknown or not plain."""
-    kind = _kind(type(norm), type(norm).forward) if isinstance(norm, nn.Module) and is_plain_module(norm) else None
+    kind = _kind(type(norm).forward) if isinstance(norm, nn.Module) and is_plain_module(norm) else None
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if kind is None or (kind == "rms" and bias is not None):
         return None
@@ -88,36 +79,27 @@ def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
     return Norm(kind, weight, bias, torch.finfo(dtype).eps if eps is None else eps)
 
 
-_KINDS: dict[tuple[type, Any], NormName | None] = {}
-
-
 @torch.compiler.assume_constant_result
-def _kind(cls: type, forward: Any) -> NormName | None:
-    """Return the kind of norm that a class computes, recognised by its forward's code, or None."""
-    if (cls, forward) not in _KINDS:
-        kinds: dict[Any, NormName] = {_code_of(known): kind for known, kind in _known()}
-        code = _code_of(forward)
-        _KINDS[cls, forward] = kinds.get(code) if code else None
-    return _KINDS[cls, forward]
+def _kind(forward: Any) -> NormName | None:
+    """Return the kind of norm that a forward computes, which is that of a known class with the same code, or None."""
+    return _find_kind(forward)
+
+
+@functools.cache
+def _find_kind(forward: Any) -> NormName | None:
+    for name, kind in _KNOWN.items():
+        place, _, cls = name.rpartition(".")
+        if place.partition(".")[0] in sys.modules:
+            known: Any = getattr(importlib.import_module(place), cls, nn.Module).forward
+            full_name = f"{getattr(known, '__module__', '')}.{getattr(known, '__qualname__', '')}"
+            if full_name == f"{name}.forward" and _code_of(known) == _code_of(forward) is not None:  # not patched
+                return kind
+    return None
 
 
 def _code_of(forward: Any) -> tuple[Any, ...] | None:
     code = getattr(forward, "__code__", None)
     return code and (code.co_code, code.co_consts, code.co_names)
-
-
-def _known() -> Iterator[tuple[Any, NormName]]:
-    """Yield the forwards of known classes, for libraries that are loaded and not patched."""
-    yield nn.LayerNorm.forward, "layer"
-    yield nn.RMSNorm.forward, "rms"
-    for name, classes in _LIBRARIES.items():
-        if name.partition(".")[0] not in sys.modules:
-            continue
-        module = importlib.import_module(name)
-        for each, kind in classes.items():
-            forward = getattr(getattr(module, each, None), "forward", None)
-            if (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == (name, f"{each}.forward"):
-                yield forward, kind
 
 
 def takes_norm(encoding: Any, attention: str = "softmax") -> bool:

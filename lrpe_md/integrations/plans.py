@@ -12,19 +12,8 @@ from torch import Tensor
 from ..functional import rotate
 
 __all__ = [
-    "EQUAL",
-    "FEWER",
-    "MORE",
-    "Follow",
-    "PreparedCall",
-    "RotationPlan",
-    "Run",
-    "Turn",
-    "Unlike",
-    "arrange",
-    "describe",
-    "prepare",
-    "run_prepared",
+    "EQUAL", "FEWER", "MORE", "Follow", "PreparedCall", "RotationPlan", "Run", "Turn", "Unlike", "arrange", "describe",
+    "prepare", "run_prepared",
 ]  # fmt: skip
 
 EQUAL, MORE, FEWER = "=", ">", "<"  # number of table rows, compared with the number of tokens in x

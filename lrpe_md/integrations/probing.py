@@ -349,6 +349,11 @@ class Reading:
             if is_near and rounded.min() >= 0 and rounded.max() < self.total:
                 break
         else:
+            if not self.total:
+                raise Unlike(
+                    4, "uses other angles: drop_in looks for cos and sin, complex numbers or angles, in another "
+                    "argument or a tensor of its object. If the function computes them from positions, see recognise()"
+                )  # fmt: skip
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
             what = "does not rotate pairs by the entries of its tables: it scales or mixes them, or uses other angles"

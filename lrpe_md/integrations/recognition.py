@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ def recognise(
     function: Callable[..., Any],
     *,
     head_dim: int,
-    shape: Sequence[int],
+    shape: int | Sequence[int],
     num_heads: int = 1,
     prefix: int = 0,
     device: torch.device | str = "cpu",
@@ -79,7 +79,7 @@ def recognise(
     Args:
         function: takes x (1, H, N, D), or q and k, and returns them rotated; it must compute its own positions.
         head_dim: D.
-        shape: grid of its tokens, slowest axis first: (H, W), (T, H, W), or (N,) for a sequence.
+        shape: grid of its tokens, slowest axis first: (H, W), (T, H, W), or N for a sequence.
         num_heads: H; more than 1 if frequencies differ by head.
         prefix: number of unrotated tokens in front.
         device: device to call it on.
@@ -92,7 +92,7 @@ def recognise(
         TypeError: the function is not a rotation (or cosine map) with angles linear in the positions; the message says
             what it does.
     """
-    grid = Grid(tuple(shape), prefix=prefix)
+    grid = Grid(tuple(shape) if isinstance(shape, Iterable) else (shape,), prefix=prefix)
     if head_dim < 2 or num_heads < 1 or grid.num_grid_tokens < 2:
         raise ValueError(
             f"shape, head_dim: expected at least two tokens and two channels, got {grid.shape} and {head_dim}"

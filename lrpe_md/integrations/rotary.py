@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 import warnings
+from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ Model = TypeVar("Model")
 _ENTRIES = ("__call__", "forward")
 _SAVED = "_lrpe_attributes"  # key in an object's dict for the originals of its replaced attributes
 _ROTATES = re.compile(r"(apply|turn).*(rot|rope)|rotat|(rot|rope).*(apply|emb)", re.IGNORECASE)
+_SWITCH = re.compile(r"(use_)?(rope|rotary)(_(emb|pos)\w*)?")  # settings that turn RoPE off
 _DATA = {"x", "xq", "xk", "x_in", "q", "k", "query", "key", "queries", "keys", "tensor", "t", "hidden_states"}
 
 
@@ -217,18 +219,32 @@ def adapt_rotary(model: Model, *, impl: Impl = "auto", verbose: bool = False) ->
     return model
 
 
+def find_rotary(model: nn.Module) -> list[str]:
+    """Return the names of modules and processors that call a rotary function or are adapted, unless RoPE is off.
+
+    It is off if the settings with rotary names, of the model and its configuration, are all None or False.
+    """
+    settings = {**getattr(getattr(model, "config", None), "__dict__", {}), **vars(model), **model._modules}
+    switches = [value for name, value in settings.items() if _SWITCH.fullmatch(name)]
+    if switches and all(value is None or value is False for value in switches):
+        return []
+    found = parts(model)
+    changes = _plan(found, DropIns("auto"), copies.Copier(DropIns("auto")))
+    return [path for path, part in found.items() if path in changes or exchanged_names(part)]
+
+
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return the new class and the replaced instance attributes of each object to change, by path."""
-    entries = _find_entries(found)
-    classes: dict[tuple[type, tuple[str, ...]], Any] = {}
+    entries = _find_entries({type(part) for part in found.values()})
+    classes: dict[type, Any] = {}
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
         if cls.__module__.startswith("torch."):
             continue
-        key = (cls, entries.get(id(part), _ENTRIES))
-        if key not in classes:
-            classes[key] = copies.adapt_class(cls, copies.Recipe(drop_ins, key[1]), copier)
+        if cls not in classes:
+            own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
+            classes[cls] = copies.adapt_class(cls, copies.Recipe(drop_ins, own), copier)
         attributes: dict[str, Any] = {}
         for name, value in vars(part).items():
             if isinstance(value, MethodType) and value.__self__ is part:  # accelerate's hooks store forwards like this
@@ -236,27 +252,21 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
                 attributes |= {} if ours is None else {name: MethodType(ours, part)}
             elif isinstance(value, (FunctionType, functools.partial)) and copier.replace(value) is not None:
                 attributes[name] = Exchanged(value, drop_ins)
-        if classes[key] is not cls or attributes:
-            changes[path] = (classes[key], attributes)
+        if classes[cls] is not cls or attributes:
+            changes[path] = (classes[cls], attributes)
     return changes
 
 
-def _find_entries(found: dict[str, Any]) -> dict[int, tuple[str, ...]]:
-    """Return the methods of each object that others call, as in ``self.rope.rotate(q)``, by the object's id."""
-    called: dict[int, set[str]] = {}
-    known = {id(part) for part in found.values()}
-    chains: dict[type, list[tuple[str, ...]]] = {}
-    for part in found.values():
-        cls = type(part)
-        if cls not in chains:
-            methods = {} if cls.__module__.startswith("torch.") else copies.find_methods(cls, _ENTRIES)
-            chains[cls] = [path for method in methods.values() for path in copies.read_own(method) if len(path) > 1]
-        for name, method, *_ in chains[cls]:
-            owned = vars(part).get(name)
-            owned = vars(part).get("_modules", {}).get(name) if owned is None else owned
-            if id(owned) in known and isinstance(copies.find_method(type(owned), method), FunctionType):
-                called.setdefault(id(owned), set()).add(method)
-    return {key: (*_ENTRIES, *sorted(names - {*_ENTRIES})) for key, names in called.items()}
+def _find_entries(classes: Iterable[type]) -> list[str]:
+    """Return ``__call__``, ``forward``, and the names of methods that these call, such as ``self.rope.rotate``."""
+    methods = [
+        method
+        for cls in classes
+        if not cls.__module__.startswith("torch.")
+        for method in copies.find_methods(cls, _ENTRIES).values()
+    ]
+    called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
+    return [*_ENTRIES, *sorted(called - {*_ENTRIES})]
 
 
 def _restore(found: dict[str, Any]) -> None:

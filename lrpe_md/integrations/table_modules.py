@@ -270,12 +270,7 @@ def _with_changes(method: Any) -> Any:
 def stand_in(modules: Mapping[str, Any], device: torch.device) -> dict[str, TableFrequencies]:
     """Make the tables of modules follow scalable frequencies, and return these by module name.
 
-    Args:
-        modules: by name.
-        device: device of the frequencies for a module without tensors.
-
-    Raises:
-        ValueError: the tables of a module do not match a known formula; all modules are left unchanged.
+    device: that of the frequencies for a module without tensors. All modules are left unchanged if one has no formula.
     """
     formulas = {path: read_formula(path, module) for path, module in modules.items()}
     for path, formula in formulas.items():

@@ -50,7 +50,6 @@ from .attention import (
     AttentionKind,
     Context,
     attend_encoded,
-    attend_frames,
     attend_linearly,
     attend_softmax,
     check_causal,
@@ -80,13 +79,10 @@ class LrpeAttention(Attention):
     ``normalizer`` is that of :func:`lrpe_md.linear_attention`. ``memory`` and ``decay`` determine how the state
     forgets. ``feature_act`` replaces the encoding's activation.
 
-    The backward of softmax attention needs the encoded q and k, and v, which is a slice of the projection's output. It
-    therefore keeps five units of B·N·C, where attention without an encoding keeps three. ``copy_v`` copies v to keep
-    only three, at the cost of one extra unit of reads and writes per layer. It has no effect if the encoding has an
-    activation or learned frequencies, which need the projection's output. ``keep_encoded=False`` keeps only the
-    projection's output, with any encoding, and re-encodes q and k in the backward. It is not available with
-    ``timm.layers.set_fused_attn(False)``, where the weights need the encoded q and k, or under checkpointing, which
-    recomputes the whole block.
+    The backward of softmax attention keeps the encoded q and k, and the projection's output for v: five units of B·N·C,
+    where attention without an encoding keeps three. ``copy_v`` copies v to keep only three, unless the encoding has an
+    activation or learned frequencies. ``keep_encoded=False`` keeps only the projection's output, and re-encodes q and k
+    in the backward; it has no effect under checkpointing or with ``timm.layers.set_fused_attn(False)``.
     """
 
     attention: AttentionKind = "softmax"
@@ -103,51 +99,37 @@ class LrpeAttention(Attention):
         gate = None if self.gate is None else self.gate(x).sigmoid()
         # The encoding reads strided views of the projection without a copy.
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        block = context.block_for(self.memory)
-        frames = block is not None and self.attention == "softmax"
-        again = not frames and self._encodes_again(x, encoding)
         q, k, v = split_qkv(qkv)
         norm = None
-        if not frames and takes_norm(encoding, self.attention):
+        if takes_norm(encoding, self.attention):
             norm = norm_of(self.q_norm, self.k_norm, _weight_dtype(self.qkv, qkv))
-        if again:
-            assert encoding is not None
-            own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
-            x = attend_encoded(own, partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal), q, k, v)
-            return self._project(x, gate)
-        if norm is None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.attention == "linear":
+            if norm is None:
+                q, k = self.q_norm(q), self.k_norm(k)
             decay: HeadDecay | None = getattr(self, "decay", None)
             x = attend_linearly(
                 q, k, v, encoding, positions, normalizer=self.normalizer, attn_mask=mask, is_causal=is_causal,
-                block=block, carried=context.carried, norm=norm, memory=self.memory,
+                block=context.block_for(self.memory), carried=context.carried, norm=norm, memory=self.memory,
                 decay=None if decay is None else decay(), act=self.feature_act,
             )  # fmt: skip
-        elif frames:
-            x = attend_frames(self, q, k, v, context, is_causal)
-        else:
-            if encoding is not None:
-                q, k = encode(encoding, q, k, positions, is_causal, norm)
-                if self.copy_v:
-                    v = v.clone()
-                    del qkv
-            x = attend_softmax(self, q, k, v, mask, is_causal)
-        return self._project(x, gate)
-
-    def _encodes_again(self, x: Any, encoding: nn.Module | None) -> bool:
-        """Return whether the backward re-encodes q and k. False in a torch.fx trace, where x is a proxy."""
-        return (
-            not self.keep_encoded and encoding is not None and self.attention == "softmax" and self.fused_attn
-            and isinstance(x, Tensor)
-        )  # fmt: skip
+            return self._project(x, gate)
+        own = partial(self._norm_and_encode, encoding, positions, is_causal, norm)
+        attend = partial(attend_softmax, self, attn_mask=mask, is_causal=is_causal)
+        is_proxy = not isinstance(x, Tensor)  # in a torch.fx trace
+        if encoding is not None and not self.keep_encoded and self.fused_attn and not is_proxy:
+            return self._project(attend_encoded(own, attend, q, k, v), gate)
+        q, k = own(q, k)
+        if self.copy_v and encoding is not None:
+            v = v.clone()
+            del qkv
+        return self._project(attend(q, k, v), gate)
 
     def _norm_and_encode(
-        self, encoding: nn.Module, positions: Any, is_causal: bool, norm: Norm | None, q: Tensor, k: Tensor
+        self, encoding: nn.Module | None, positions: Any, is_causal: bool, norm: Norm | None, q: Tensor, k: Tensor
     ) -> tuple[Tensor, Tensor]:
         if norm is None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return encode(encoding, q, k, positions, is_causal, norm)
+        return (q, k) if encoding is None else encode(encoding, q, k, positions, is_causal, norm)
 
     def _project(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """Project the attention's output, (B, H, N, D) → (B, N, C)."""
@@ -246,6 +228,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         ValueError, TypeError: an invalid argument.
     """
 
+    attention_class = LrpeAttention  # class that adapt gives to the attentions
     num_axes = 2  # axes of the patch grid
     preset_axes: int | None = None  # number of axes that a preset must have; None: any that supports images
     memory: Memory | None = None
@@ -413,7 +396,7 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
             first = 0 if self.no_embed_class else self.num_prefix_tokens
             fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
-        own = _own_parameters(self)
+        own = with_own_frequencies({}, self)
         for found, kept in (("encoding.*", "frequencies"), ("*.decay.logit", "decays")):
             names = fnmatch.filter(own, found)
             if names and not fnmatch.filter(fitted, found):
@@ -502,7 +485,7 @@ def adapt(
         vit.patch_embed.__class__ = LrpePatchEmbed
     for i, kind, module in attentions:
         if not isinstance(module, LrpeAttention):
-            module.__class__ = LrpeAttention
+            module.__class__ = vit.attention_class
         own = memory if kind == "linear" else None
         module.attention, module.normalizer, module.copy_v = kind, normalizer, copy_v
         module.keep_encoded, module.memory, module.feature_act = keep_encoded, own, feature_act
@@ -581,14 +564,7 @@ def _warn_of_table() -> None:
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add the model's learned frequencies and decays if the checkpoint lacks them."""
-    return {**_own_parameters(model), **state_dict}
-
-
-def _own_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the learned frequencies and decays, which timm weights lack."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name.startswith("encoding.") or name.endswith(".decay.logit")
-    }
+    """Add the model's learned frequencies and decays if the checkpoint lacks them, as timm's do."""
+    names = ("encoding.*", "*.decay.logit")
+    own = {n: t for n, t in model.state_dict().items() if any(fnmatch.fnmatchcase(n, each) for each in names)}
+    return {**own, **state_dict}

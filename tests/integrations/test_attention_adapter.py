@@ -1,16 +1,20 @@
 """adapt_attention adds an encoding to models without one, compared with the same models with edited forwards."""
 
 import copy
+import gc
 import inspect
 import io
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import plain_models as plain
 import pytest
+import rotary_functions as rf
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lrpe_md import Coordinates, CosineMd, Grid, RotateMd
-from lrpe_md.integrations import adapt_attention, restore_attention, set_positions
+from lrpe_md.integrations import adapt_attention, adapt_rotary, restore_attention, set_positions
 from lrpe_md.testing import budget_violation
 
 pytest.importorskip("timm")
@@ -231,6 +235,20 @@ def test_what_is_compiled_follows_patches(monkeypatch):
     for call in (model, torch.compile(model, backend="aot_eager")):
         with pytest.raises(RuntimeError, match=r"blocks\.0\.attn: expected a call of F.scaled_dot_product_attention"):
             call(*inputs)
+
+
+def test_what_is_compiled_does_not_keep_a_model():
+    """The name that its copied forward calls is in torch.nn.functional."""
+    style = STYLES["dit"]
+    model, _ = style.pair("rotate")
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(*style.inputs((8, 12)))
+    assert any(name.startswith("_lrpe_scaled_dot_product_attention") for name in vars(F))
+    attention = weakref.ref(model.blocks[0].attn)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert attention() is None
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -566,6 +584,38 @@ def test_models_that_are_adapted_or_compiled():
         adapt_attention(torch.compile(plain.Dit()), "rotate", plain.dit_positions)
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module"):
         adapt_attention(model.forward, "rotate", plain.dit_positions)
+
+
+class Rotary(plain.Attention):
+    def forward(self, x):
+        q, k, v = self.split(x)
+        q, k = rf.meta_llama(q, k, torch.ones(24, 8, dtype=torch.complex64))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("switch", [{}, {"rope": True}, {"rope": True, "rotary_emb": None}])
+def test_models_that_already_rotate(adapted, switch):
+    """q and k would be encoded twice."""
+    model = plain.Dit()
+    model.blocks[1].attn = Rotary()
+    vars(model).update(switch)
+    if adapted:
+        adapt_rotary(model)
+    message = r"modules: .* got blocks\.1\.attn, which already rotates q and k\..* adapt_rotary\(model\)"
+    with pytest.raises(ValueError, match=message):
+        adapt_attention(model, "rotate", plain.dit_positions)
+    adapt_attention(model, "rotate", plain.dit_positions, modules="blocks.0.attn")
+
+
+@pytest.mark.parametrize(
+    "switch", [{"rope": None}, {"config": SimpleNamespace(use_rotary_positional_embeddings=False)}]
+)
+def test_rotary_code_that_is_off(switch):
+    model = plain.Dit()
+    model.blocks[1].attn = Rotary()
+    vars(model).update(switch)
+    adapt_attention(model, "rotate", plain.dit_positions)
 
 
 class Manual(plain.Attention):

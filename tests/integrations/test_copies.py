@@ -15,7 +15,9 @@ from torch import nn
 from lrpe_md.integrations.copies import Copier, Recipe, adapt_class, find_methods, is_adapted, looks_rotary, read_own
 
 SOURCE = """
+import collections
 import functools
+import somebodys_rope as package
 from . import other
 from .other import turn_rope as renamed
 
@@ -31,8 +33,18 @@ def deep(x):
 bound = functools.partial(apply_rope)
 BY_DEVICE = {"gpu": apply_rope, "cpu": bound, "name": "cpu"}
 
+class Lazy(dict):
+    def items(self): raise AssertionError("imports all values")
+
+class Registry(collections.UserDict): pass  # like the registry of attention functions in transformers
+
+LAZY, REGISTRY = Lazy(gpu=apply_rope), Registry(gpu=apply_rope)
+
 def by_global(x): return apply_rope(x)
 def by_module(x): return other.turn_rope(x)
+def by_module_of_a_package(x): return package.other.turn_rope(x)
+def by_lazy_table(x): return LAZY["gpu"](x)
+def by_registry(x): return REGISTRY["gpu"](x)
 def by_renamed(x): return renamed(x)
 def by_partial(x): return bound(x)
 def by_table(x): return BY_DEVICE["gpu"](x)
@@ -85,7 +97,7 @@ OTHER = 'def turn_rope(x):\n    return ("stock", x)\n'
 WAYS = [
     "by_global", "by_module", "by_renamed", "by_partial", "by_helper", "by_deep_helper", "by_comprehension",
     "by_lambda", "by_import", "by_inner", "by_cell", "by_cell_of_a_module", "by_decorated", "by_table",
-    "by_table_with_default", "by_get_of_table",
+    "by_table_with_default", "by_get_of_table", "by_module_of_a_package", "by_registry",
 ]  # fmt: skip
 
 
@@ -139,6 +151,10 @@ def test_what_is_patched_later_reaches_the_copy(library, monkeypatch):
     assert made(3) == 6
     library.scale = 3
     assert made(3) == 9
+
+
+def test_a_lazy_table_is_not_read(library):
+    assert Copier(exchange).copy(library.by_lazy_table) is None
 
 
 def test_a_function_without_any_is_not_copied(library):

@@ -718,6 +718,16 @@ def own_angles(x, pos):
     return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
 
 
+@refused(r"uses other angles: drop_in looks for cos and sin, .* in another argument .* recognise\(\)")
+def without_tables(q, k):
+    return own_angles(q, None), own_angles(k, None)
+
+
+@refused("moves channels")
+def helper_without_tables(x):
+    return rf.quarter_turn(x)
+
+
 @refused("gradient")
 def without_gradient(x, cos, sin):
     with torch.no_grad():

@@ -20,6 +20,7 @@ from lrpe_md.models.video import LrpeVideoTransformer
 from lrpe_md import CosineMd, Grid, PresetMd, Rotate1d, RotateMd, adapt, adapt_attention, preset
 from lrpe_md.integrations.encoding import Activation, EncodingStack, build_encoding, encoding_options
 from lrpe_md.integrations.timm import LrpeVisionTransformer
+from lrpe_md.modules.base import FrequencyModule
 
 SIZES: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 2}
 LEARNED: dict[str, Any] = {"encoding": "cosine", "encoding_kwargs": {"learnable": True}}
@@ -111,17 +112,28 @@ SHARED = [
 ]
 
 
+def sharing_of(stack):
+    return "layer" if stack.by_layer else "model"
+
+
+def heads_of(stack):
+    found = [m for layer in stack.distinct if layer is not None for m in layer.modules()]
+    tables = [(m.get_omega(), m.get_phase()) for m in found if isinstance(m, FrequencyModule)]
+    is_own = any(omega.shape[0] > 1 or (phase is not None and phase.shape[-2] > 1) for omega, phase in tables)
+    return "own" if is_own else "shared"
+
+
 @pytest.mark.parametrize(("encoding", "kwargs", "sharing", "heads"), SHARED)
 def test_what_layers_and_heads_share(encoding, kwargs, sharing, heads):
     stack = built(encoding, **kwargs)
-    assert (stack.sharing, stack.heads) == (sharing, heads)
+    assert (sharing_of(stack), heads_of(stack)) == (sharing, heads)
     assert len({id(stack[i]) for i in range(3)}) == len(stack.distinct) == (3 if sharing == "layer" else 1)
     for wanted in ("model", "layer"):
-        assert built(encoding, sharing=wanted, **kwargs).sharing == wanted
+        assert sharing_of(built(encoding, sharing=wanted, **kwargs)) == wanted
     if encoding in ("cosine", "rotate", "mixed"):
         for wanted in ("shared", "own"):
             changed: Any = built(encoding, heads=wanted, **kwargs)
-            assert (changed.sharing, changed.heads) == (sharing, wanted)
+            assert (sharing_of(changed), heads_of(changed)) == (sharing, wanted)
             assert changed[0].get_omega().shape[0] in (1, 4)
 
 
@@ -135,7 +147,7 @@ def test_layers_of_their_own_learn_apart_and_differ_where_they_are_random():
 
 def test_no_encoding_and_one_of_the_users():
     none, module = EncodingStack(None), CosineMd(24, 2, learnable=True)
-    assert (none[1], none.sharing, none.heads, none.preset) == (None, "model", "shared", None)
+    assert (none[1], sharing_of(none), heads_of(none), none.preset) == (None, "model", "shared", None)
     assert built(module)[2] is module
     assert isinstance(built(None, act="relu")[1], Activation)
     stack = built("eva02")

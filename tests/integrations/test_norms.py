@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lrpe_md import Norm
-from lrpe_md.integrations.norms import join_norms, norm_of
+from lrpe_md.integrations.norms import norm_of
 
 timm = pytest.importorskip("timm")
 
@@ -189,5 +189,5 @@ def test_norms_that_are_not_known():
     over = norm_of(nn.RMSNorm(8), nn.RMSNorm(4), f32, heads=(2, 1))
     assert isinstance(over, Norm)
     assert [tuple(t.shape) for t in over.weight] == [(2, 4), (1, 4)]
-    assert join_norms((known, None)) is None
-    assert join_norms((known, known._replace(eps=1.0))) is None
+    assert blocks.join_norms((known, None)) is None
+    assert blocks.join_norms((known, known._replace(eps=1.0))) is None

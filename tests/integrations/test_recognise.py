@@ -242,6 +242,12 @@ def test_a_forgotten_prefix():
         recognise(lambda x: torch.cat((x[:, :, :0], turn(x, LLAMA)), 2), head_dim=D, shape=(17,), prefix=3)
 
 
+def test_a_sequence_of_one_number():
+    assert str(recognise(llama, head_dim=D, shape=20)) == str(recognise(llama, head_dim=D, shape=(20,)))
+    with pytest.raises(ValueError, match=r"shape: expected one integer .*, got \(2\.5,\)"):
+        recognise(llama, head_dim=D, shape=2.5)
+
+
 @pytest.mark.parametrize("options", [{"head_dim": 1}, {"num_heads": 0}, {"shape": (1,)}])
 def test_bad_arguments(options):
     with pytest.raises(ValueError, match="head_dim"):

@@ -22,7 +22,7 @@ from timm.models.vision_transformer import DiffAttention, ParallelScalingBlock, 
 
 from lrpe_md.integrations import timm as vit  # noqa: E402
 from lrpe_md.integrations.attention import sdpa_backends, softmax_attention  # noqa: E402
-from lrpe_md.integrations.encoding import Activation, lay_out  # noqa: E402
+from lrpe_md.integrations.encoding import Activation, EncodingStack  # noqa: E402
 from lrpe_md.integrations.timm import LrpeAttention, LrpeVisionTransformer, adapt  # noqa: E402
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
@@ -700,7 +700,7 @@ def test_presets(name, kwargs):
 def test_presets_with_dropped_patches(name):
     """Remaining patches keep their scaled positions, after a prefix that is not rotated."""
     model = lrpe_vit(encoding=name, embed_dim=64, patch_drop_rate=0.5)
-    positions, seen = lay_out(model.encoding, (4, 7), Tokens(1)), []
+    positions, seen = EncodingStack(model.encoding).lay_out((4, 7), Tokens(1)), []
     model.encoding.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["positions"]), with_kwargs=True)
     torch.manual_seed(3)
     model.train()(image(16, 28))
