@@ -168,8 +168,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure against the size: attention by row, positions by column; mean and standard deviation."""
+    """Plot the measure against the size: attention by row, positions by column; mean and standard deviation.
+
+    If there is only one encoding, its kinds of attention share a row.
+    """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
+    if results.encoding.nunique() == 1:
+        compared = {results.encoding.iloc[0]: list(compared)}
+        results = results.rename(columns={"attention": "encoding", "encoding": "attention"})
     order = sorted(ticks, key=lambda size: (np.prod([int(n) for n in size.split("x")]), ticks.index(size)))
     groups: Any = results.groupby(["attention", "positions", "encoding", "size"])["value"]
     stats = groups.agg(["mean", "std"]).fillna(0)

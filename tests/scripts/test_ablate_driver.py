@@ -228,6 +228,24 @@ def test_numbers_of_the_table(task, tmp_path):
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
+def test_kinds_of_attention_with_one_encoding_share_a_row(tmp_path, monkeypatch):
+    """Otherwise, each panel would show a single line."""
+    kinds = ["softmax", "linear", "linear,softmax"]
+    rows = [
+        {"attention": kind, "encoding": "rotate", "positions": positions, "size": size, "value": value, "seed": 0}
+        for kind in kinds
+        for positions in report_sizes.POSITIONS
+        for size, value in (("8x8", 0.1), ("16x16", 0.2))
+    ]
+    config = {"settings": {"task": "diffusion", "encodings": {kind: ["rotate"] for kind in kinds}}}
+    figures = []
+    monkeypatch.setattr(report_sizes, "save", lambda figure, path, **options: figures.append(figure))
+    report_sizes.plot_sizes(pd.DataFrame(rows), config, tmp_path / "sizes.png")
+    axes = figures[0].axes
+    assert [axis.get_title() for axis in axes] == ["rotate, extrapolated", "rotate, rescaled"]
+    assert axes[0].get_legend_handles_labels()[1] == kinds
+
+
 def test_the_baseline_must_be_trained(images, tmp_path):
     out = tmp_path / "out"
     run = ["run", "image", str(images), "--out", str(out), "--smoke", *TINY, "--attention", "softmax", "--seeds", "1"]
