@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -355,7 +356,8 @@ class PresetMd(FrequencyModule):
     A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``, but
     :class:`RotateMd` has "half" and "minor_first".
 
-    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``.
+    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes have their own rule for positions. A
+    plain :class:`Grid` that doesn't follow it is used as it is, with a warning.
     """
 
     axes: Tensor
@@ -416,6 +418,24 @@ class PresetMd(FrequencyModule):
     def _lay(self) -> Tensor:
         return self._theta()[..., None] * self.axes
 
+    def check_positions(self, positions: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Warn about a plain grid if the scheme places its tokens differently; once for each shape."""
+        checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
+        if type(positions) is not Grid or positions.shape in checked or not is_plain_grid(positions):
+            return
+        checked.add(positions.shape)
+        try:
+            own = self.preset.positions(positions.shape)
+        except (TypeError, ValueError):  # the scheme has no rule for this shape
+            return
+        if not (type(own) is Grid and own.shape == positions.shape and is_plain_grid(own)):
+            prefix = f"{positions.prefix}, " if positions.prefix else ""
+            warnings.warn(
+                f"positions: expected those of {self.preset.name!r}, which has its own rule, got a plain Grid; pass "
+                f"module.positions({prefix}{positions.shape})",
+                stacklevel=5,
+            )
+
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
         """Call :meth:`Preset.positions` with tables on the module's device, once per forward (not per layer)."""
         options.setdefault("device", next(iter(self._owned().values())).device)
@@ -429,3 +449,8 @@ class PresetMd(FrequencyModule):
         text += super().extra_repr() + (f", pairs={self.pairs!r}" if self.map == "rotate" else "")
         text += f", rotary_dim={self.rotary_dim}" if self.rotary_dim is not None else ""
         return text + (f", act={self.act!r}" if self.act != "none" else "")
+
+
+def is_plain_grid(grid: Grid) -> bool:
+    """Return whether a grid's coordinates are its indices."""
+    return grid.scale is grid.shift is grid.origin is None

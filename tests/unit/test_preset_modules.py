@@ -294,3 +294,23 @@ def test_on_a_gpu(name):
         )
         for a, b in zip(same, grads, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "shape", "warns"), [("dinov3", (4, 6), True), ("eva02", (4, 6), True),
+                                                      ("wan", (2, 4, 6), False), ("rope_vit_axial", (4, 6), False)])  # fmt: skip
+def test_a_plain_grid_is_not_taken_for_the_positions_of_a_scheme(name, shape, warns, recwarn):
+    """Schemes such as DINOv3's, which scales coordinates to [-1, 1], would silently compute something else."""
+    module = PresetMd(name, head_dim=64)
+    q = torch.randn(1, 2, math.prod(shape), 64)
+    own = module(q, positions=module.positions(shape))
+    assert not recwarn
+    for _ in range(2):
+        plain = module(q, positions=Grid(shape))
+    messages = [str(each.message) for each in recwarn]
+    assert len(messages) == warns
+    if warns:
+        assert f"pass module.positions({shape})" in messages[0]
+    assert torch.equal(plain, own) is not warns
+    recwarn.clear()
+    module(q, positions=Grid(shape, scale=0.5))
+    assert not recwarn
