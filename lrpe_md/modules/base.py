@@ -481,7 +481,8 @@ class FrequencyModule(nn.Module):
                 return
             if x.shape[3] != self.head_dim:
                 raise ValueError(
-                    f"{name}: expected the module's head_dim, {self.head_dim}, got {x.shape[3]} ({tuple(x.shape)})"
+                    f"{name}: expected the module's head_dim, {self.head_dim}, got {x.shape[3]} ({tuple(x.shape)}); "
+                    f"build the module with head_dim={x.shape[3]}"
                 ) from None
             if x.shape[1] % self.num_heads:
                 raise ValueError(

@@ -59,7 +59,10 @@ def plot_encodings(results: Path, path: Path) -> bool:
     rows["side"] = rows["size"].str.split("x").str[0].astype(int)
     rows = rows[rows["size"] == rows.side.astype(str) + "x" + rows.side.astype(str)]
     trained = int(str(rows["size"].iloc[0]).split("x")[0])
-    titles = {"extrapolated": "positions continue beyond the trained grid", "rescaled": "positions mapped onto it"}
+    titles = {
+        "extrapolated": "positions continue beyond the training grid",
+        "rescaled": "positions mapped onto the training grid",
+    }
     looks = choose_looks(list(SHOWN))
     with plt.rc_context(LARGE):
         figure, axes = plt.subplots(2, 1, figsize=(5.2, 6.2), sharex=True, sharey=True, layout="constrained")
@@ -74,7 +77,7 @@ def plot_encodings(results: Path, path: Path) -> bool:
             axis.axvline(trained, color="black", linestyle=":", linewidth=1)
             axis.set_title(title)
             axis.set_ylabel("accuracy, %")
-        axes[1].set_xlabel("image side, pixels (dotted: in training)")
+        axes[1].set_xlabel("image side, pixels (dotted: training size)")
         add_legend(figure)
         save(figure, path, dpi=150)
     return True

@@ -36,7 +36,10 @@ def training(file: Path) -> str:
     if not file.exists():
         return ""
     rows = read(file)
-    timm = "timm-axial and timm-mixed are compared with timm-none, timm's RoPE-ViT without RoPE. "
+    timm = (
+        "timm-axial and timm-mixed are compared with timm-none, timm's RoPE-ViT without RoPE, and timm-none with "
+        "timm's plain ViT. "
+    )
     timm *= "timm-none" in set(rows.encoding)
     again = "-again stands for `keep_encoded=False`, which re-encodes q and k in the backward pass. "
     again *= bool(rows.encoding.str.endswith("-again").any())

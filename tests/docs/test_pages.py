@@ -114,7 +114,7 @@ def test_rows_of_the_readme_run():
     import lrpe_md
 
     grid, (q, k, v) = lrpe_md.Grid((2, 3)), torch.randn(3, 1, 4, 6, 64)
-    given = {**vars(lrpe_md), "q": q, "k": k, "v": v, "H": 2, "W": 3, "grid": grid}
+    given = {**vars(lrpe_md), "q": q, "k": k, "v": v, "T": 1, "H": 2, "W": 3, "grid": grid}
     given |= {"cos": torch.rand(6, 32), "sin": torch.rand(6, 32)}
     run = []
     for line in README.read_text(encoding="utf-8").splitlines():
@@ -128,7 +128,7 @@ def test_rows_of_the_readme_run():
         ):
             exec(code[1], given)
             run.append(code[1].split("(")[0])
-    assert run == ["q, k = RotateMd", "PresetMd", "rotate", "LinearAttention"]
+    assert run == ["q, k = RotateMd", "m = PresetMd", "rotate", "LinearAttention"]
 
 
 def cells(line):

@@ -296,8 +296,10 @@ def test_on_a_gpu(name):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "shape", "warns"), [("dinov3", (4, 6), True), ("eva02", (4, 6), True),
-                                                      ("wan", (2, 4, 6), False), ("rope_vit_axial", (4, 6), False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "shape", "warns"),
+    [("dinov3", (4, 6), True), ("eva02", (4, 6), True), ("wan", (2, 4, 6), False), ("rope_vit_axial", (4, 6), False)],
+)
 def test_a_plain_grid_is_not_taken_for_the_positions_of_a_scheme(name, shape, warns, recwarn):
     """Schemes such as DINOv3's, which scales coordinates to [-1, 1], would silently compute something else."""
     module = PresetMd(name, head_dim=64)

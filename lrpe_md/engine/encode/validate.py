@@ -261,7 +261,7 @@ def remedy(x: Tensor, positions: Any) -> str:
     if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
-    if x.shape[1] == getattr(positions, "num_tokens", num_tokens):
+    if x.shape[1] == getattr(positions, "num_tokens", num_tokens) != x.shape[2]:
         return TRANSPOSE
     return ""
 
