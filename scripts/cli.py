@@ -33,8 +33,8 @@ MACHINE = {
 }
 # The same text as in the README and in docs/troubleshooting.md.
 REPORT_BUGS = (
-    "To report a bug, open an issue in the repository that you cloned (see `git remote -v`). Include a minimal example, "
-    "the error message, and the output of `lrpe-md info`."
+    "To report a bug, open an issue in the repository that you cloned (see `git remote -v`). Include a minimal "
+    "example, the error message, and the output of `lrpe-md info`."
 )
 DEVELOPMENT = {
     "adapters": "Test adapt_rotary on the models of installed libraries.",
