@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import joblib
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from lrpe_md.presets.registry import REGISTERED
 
@@ -40,8 +41,19 @@ from ..common.provenance import environment
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
 from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
 
+
+class Commands(TyperGroup):
+    """Commands of the program."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Suggest ``run`` if the command is missing before a task."""
+        if args[0] in TASKS:
+            raise typer.BadParameter(f"expected a command before the task, got {args[0]}; try: run {args[0]}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
+    cls=Commands, add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
     epilog="Example: lrpe-md ablate run digits -e rotate -e sincos --seeds 1",
 )  # fmt: skip
 PANELS = {

@@ -228,6 +228,12 @@ def test_numbers_of_the_table(task, tmp_path):
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
 
+def test_a_task_without_a_command_suggests_run():
+    refused = invoke("digits", "--smoke")
+    assert refused.exit_code == 2
+    assert "try: run digits" in refused.output
+
+
 def test_kinds_of_attention_with_one_encoding_share_a_row(tmp_path, monkeypatch):
     """Otherwise, each panel would show a single line."""
     kinds = ["softmax", "linear", "linear,softmax"]
