@@ -53,7 +53,8 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands, add_completion=False, no_args_is_help=True, help="Train the same model with each encoding and compare the results.",
+    cls=Commands, add_completion=False, no_args_is_help=True,
+    help="Train the same model with each encoding and compare the results.",
     epilog="Example: lrpe-md ablate run digits -e rotate -e sincos --seeds 1",
 )  # fmt: skip
 PANELS = {
