@@ -421,7 +421,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def _keep(self, x: Tensor, shape: Sequence[int], keep: Tensor) -> Tensor:
         if (self.causal or self.memory or self.space_time == "factorised") and self.drop_unit == "token":
             raise ValueError(
-                "keep: dropping single tokens removes different patches in each frame, but factorised and causal "
+                "keep: dropping single tokens removes different patches from each frame, but factorised and causal "
                 "attention and a memory need drop_unit='tube'"
             )
         if keep.ndim not in (1, 2) or keep.dtype not in (torch.int32, torch.int64):

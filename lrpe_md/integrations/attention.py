@@ -1,4 +1,4 @@
-"""Softmax and linear attention for backbones, and the context that a backbone passes to its attentions.
+"""Softmax and linear attention for backbones, and the context that a backbone passes to its attention layers.
 
 Shapes: B batch, N tokens, H heads, D head_dim.
 """
@@ -167,7 +167,7 @@ def _attend_plain(encode: Any, attend: Any, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 class _Again:
-    """Placeholder for encoded tensors among the saved tensors of a backward."""
+    """Placeholder for encoded tensors among those saved for the backward pass."""
 
     def __init__(self, encode: Any, xs: tuple[Tensor, ...], encoded: tuple[Tensor, ...]) -> None:
         self.encode, self.xs = encode, tuple(x.detach() for x in xs)

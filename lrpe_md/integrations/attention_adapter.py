@@ -1,4 +1,4 @@
-"""Add an encoding to a model that has none, at its calls of ``scaled_dot_product_attention``.
+"""Add an encoding to a model that has none, at its calls to ``scaled_dot_product_attention``.
 
     from lrpe_md import Grid
     from lrpe_md.integrations import adapt_attention
@@ -88,7 +88,7 @@ class _Local(threading.local):
 
 
 class _Adaptation:
-    """One call of :func:`adapt_attention`, with its arguments."""
+    """A single call to :func:`adapt_attention`, with its arguments."""
 
     def __init__(self, model: nn.Module, name: str, positions: Any) -> None:
         self.model, self.name, self.positions = model, name, positions
@@ -102,7 +102,7 @@ class _Adaptation:
 
     @torch.compiler.assume_constant_result
     def prepare(self) -> bool:
-        """Prepare the code that a compiler traces, for all attentions at once, so that blocks share compiled code."""
+        """Prepare all attention modules for a compiler at once, so that blocks share compiled code."""
         if not self.is_prepared:
             self.is_prepared = True
             for attention in self.attentions:
@@ -450,12 +450,12 @@ def adapt_attention(
             arguments that returns one. It must cover all tokens of the attention: ``Grid((H, W), prefix=1)`` with a
             class token. For a preset, return the result of its ``positions()``. None if the model's code calls
             :func:`set_positions` itself.
-        modules: name patterns of the self-attentions, such as "blocks.*.attn". The default matches modules named attn,
-            attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
+        modules: name patterns of the self-attention modules, such as "blocks.*.attn". The default matches modules named
+            attn, attn1, attention, self_attn or self_attention. If matches are nested, only the outermost is used.
         encoding_kwargs: options of the encoding, see :func:`.encoding.build_encoding`; ``sharing="layer"`` gives each
             layer its own.
         num_axes: number of axes, if the encoding is built here; default: that of fixed positions, else 2.
-        head_dim, num_heads: sizes of the attentions; default: read from the modules.
+        head_dim, num_heads: sizes of the attention modules; default: read from the modules.
         name: attribute of the model that holds the encoding. If two groups of modules need different encodings, such as
             the encoder and decoder of an MAE, call ``adapt_attention`` twice with different names.
 
@@ -519,7 +519,7 @@ def set_positions(model: nn.Module, positions: Where, name: str = "encoding") ->
 
     Args:
         model: the model passed to :func:`adapt_attention`.
-        positions: positions of all tokens that the following attentions see.
+        positions: positions of all tokens that the following attention modules see.
         name: the name passed to ``adapt_attention``.
 
     Raises:
@@ -594,7 +594,7 @@ def _build(
     positions: Any,
     given: tuple[int | None, int | None, int | None],
 ) -> nn.Module:
-    """Build one module for all attentions, or one per attention. given: num_axes, head_dim and num_heads, or None."""
+    """Build one encoding for all attention modules, or one each. given: num_axes, head_dim and num_heads, or None."""
     num_axes, head_dim, num_heads = given
     if num_axes is None:
         num_axes = positions.shape[-1] if isinstance(positions, Tensor) else getattr(positions, "num_axes", 2)

@@ -396,7 +396,7 @@ def derive_class(
 
 
 def _reduce(part: Any, protocol: Any) -> Any:
-    """Reduce an object for copies and pickles, because its class cannot be imported by name."""
+    """Implement ``__reduce__`` for an object whose class cannot be imported by name."""
     cls, recipes = type(part), []
     while is_adapted(cls):
         recipes.append(getattr(cls, _RECIPE))

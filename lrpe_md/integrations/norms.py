@@ -81,7 +81,7 @@ def _read_norm(norm: Any, dtype: torch.dtype) -> Norm | None:
 
 @torch.compiler.assume_constant_result
 def _kind(forward: Any) -> NormName | None:
-    """Return the kind of norm that a forward computes, which is that of a known class with the same code, or None."""
+    """Return the kind of norm that a forward method computes: that of a known class with the same code; else None."""
     return _find_kind(forward)
 
 

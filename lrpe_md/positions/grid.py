@@ -305,7 +305,7 @@ class Grid(Rules):
         return Coordinates(coords, rotated=rotated.expand(coords.shape[:-1]))
 
     def take(self, index: Tensor) -> Coordinates:
-        """Select grid tokens by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
+        """Select grid tokens by index, (n,) or (B, n), in the order of the indices. Prefix and suffix are kept.
 
         Use it for dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the
         index's device.

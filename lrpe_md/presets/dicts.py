@@ -38,7 +38,8 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if isinstance(value, partial):
         if value.args:
             raise ValueError(
-                f"{name}: expected a partial function with keyword arguments, which can be saved, got {value!r}"
+                f"{name}: expected a functools.partial with keyword arguments, because others can't be saved, got "
+                f"{value!r}"
             )
         bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
         return {"function": _write(name, value.func, names), **bound}

@@ -245,7 +245,7 @@ SCHEMES: dict[str, Scheme] = {
     "qwen3_5": Scheme(
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
-        Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn, t h w t h w .., which makes 11,
+        Only the first quarter of a head is rotated. Its 32 pairs are assigned to t, h and w in turn, which makes 11,
         11 and 10. The base is 1e7. After an image, positions continue from the larger of the image's height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,

@@ -81,7 +81,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
         f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
         f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. Each model was trained for {how_long(training)}, with batch size {training['batch']}, in "
+        f"frames count. Each model was trained for {how_long(training)}, at batch size {training['batch']} in "
         f"{precision}{how_run(training)}.",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "

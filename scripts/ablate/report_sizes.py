@@ -120,8 +120,8 @@ def how_long(training: dict[str, Any]) -> str:
 
 
 def how_run(training: dict[str, Any]) -> str:
-    graphs = ", with CUDA graphs" if training.get("cuda_graphs") else ""
-    return f", compiled{graphs}" if training["compile"] else ""
+    graphs = " and CUDA graphs" if training.get("cuda_graphs") else ""
+    return f" with `torch.compile`{graphs}" if training["compile"] else ""
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
@@ -138,8 +138,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size, the only size used in training. Rows are sorted by that column. Each model was trained for "
-        f"{how_long(training)}, with batch size {training['batch']}, in {precision}{how_run(training)}.",
+        "training size; the models never saw the other sizes in training. Rows are sorted by that column. Each model "
+        f"was trained for {how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():

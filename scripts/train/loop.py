@@ -77,7 +77,7 @@ def start(config: Training) -> Accelerator:
     """Start the processes, the device and the logs."""
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
-        raise typer.BadParameter("--precision fp16: needs a GPU; use bf16 or no")
+        raise typer.BadParameter("--precision fp16 needs a GPU; use 'bf16' or 'no'")
     trackers: Any = choose_trackers(config)
     accelerator = Accelerator(
         cpu=cpu,

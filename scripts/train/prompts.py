@@ -268,7 +268,7 @@ def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> T
 
 
 def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet) -> None:
-    """Save samples as a PNG with a row for each prompt and a column for each noise."""
+    """Save samples as a PNG with a row for each prompt and a column for each noise sample."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     size = sheet.height_and_width(painter.settings["size"], painter.settings["patch"], painter.factor)
     _check(run, painter, prompts, sheet, console)

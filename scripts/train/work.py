@@ -1,4 +1,4 @@
-"""Interface between a task and the loop, and the path from there to result.json."""
+"""Interface between a task and the training loop, which also writes result.json."""
 
 from __future__ import annotations
 

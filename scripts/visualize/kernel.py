@@ -1,4 +1,4 @@
-"""Drawings of docs/kernel.md: ``python -m lrpe_md.scripts.visualize.kernel [FOLDER]``."""
+"""Figures for docs/kernel.md: ``python -m lrpe_md.scripts.visualize.kernel [FOLDER]``."""
 
 from __future__ import annotations
 

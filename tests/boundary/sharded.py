@@ -212,7 +212,7 @@ def norms(mesh, impl):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(over="heads"))
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     weight = distribute_tensor(normal(mesh, 8), other, [Replicate()] * 2)
-    with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors or x's mesh"):
+    with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias: expected plain tensors, or DTensors on x's mesh"):
         rotate(shard, omega=omega, positions=GRID, norm=Norm(weight=weight))
     table, split = GRID.explicit(q.device), distribute_tensor(q, mesh, [Shard(2)])
     with pytest.raises(
@@ -346,7 +346,7 @@ def refused(mesh, impl):
     other = init_device_mesh(mesh.device_type, (1, mesh.size()))
     with pytest.raises(ValueError, match="k: expected q's mesh"):
         rotate(shard, distribute_tensor(x, other, [Replicate(), Shard(1)]), omega=omega, positions=GRID)
-    with pytest.raises(ValueError, match="omega, phase: expected plain tensors or x's mesh"):
+    with pytest.raises(ValueError, match="omega, phase: expected plain tensors, or DTensors on x's mesh"):
         rotate(shard, omega=distribute_tensor(omega, other, [Replicate()] * 2), positions=GRID)
     split, table = distribute_tensor(x, mesh, [Shard(2)]), GRID.explicit(x.device)
     with pytest.raises(ValueError, match=r"softmax over the sequence .* with its tokens sharded"):

@@ -138,7 +138,7 @@ def test_an_unknown_optimiser(tmp_path):
 def test_float16_needs_a_gpu(tmp_path):
     refused = invoke(*digits_command(tmp_path / "out", "--precision", "fp16"))
     assert refused.exit_code == 2
-    assert "--precision fp16: needs a GPU" in refused.output
+    assert "--precision fp16 needs a GPU" in refused.output
     assert not (tmp_path / "out").exists()
 
 

@@ -256,7 +256,7 @@ def test_custom_functions():
     assert torch.equal(preset(again).omega, preset(scaled).omega)
     with pytest.raises(ValueError, match=r"grid: expected one of the functions .*, got 'doubled'"):
         Scheme.from_dict(data)
-    with pytest.raises(ValueError, match="grid: expected a partial function with keyword arguments"):
+    with pytest.raises(ValueError, match=r"grid: expected a functools\.partial with keyword arguments"):
         replace(OWN, grid=partial(doubled, (1, 2))).to_dict(names)
 
 

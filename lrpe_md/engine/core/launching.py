@@ -34,7 +34,7 @@ MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids
 
 
 def make_readable(call: Call) -> Call:
-    """Return the call with tables in the form that the kernels read.
+    """Return the call with its tables converted for the kernels.
 
     Tables are contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
     """
@@ -73,14 +73,14 @@ def make_readable(call: Call) -> Call:
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Return the sides of linear attention with tables in the form that the kernels read. narrow: 16-bit inputs."""
+    """Return both sides of linear attention, with their tables converted for the kernels. narrow: inputs are 16-bit."""
     if narrow:  # kernels use the hardware's sine and cosine
         q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β in the form that the kernels read: contiguous, (H or 1, P, D)."""
+    """Return γ or β as the kernels read it: contiguous, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()

@@ -79,7 +79,7 @@ def check_mesh(names: str, others: tuple[Any, ...], name: str, x: Any) -> None:
     for t in others:
         if is_sharded(t) and t.device_mesh != x.device_mesh:
             raise ValueError(
-                f"{names}: expected plain tensors or {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
+                f"{names}: expected plain tensors, or DTensors on {name}'s mesh {x.device_mesh}, got {t.device_mesh}; "
                 "redistribute them, or pass .full_tensor()"
             )
 

@@ -62,7 +62,7 @@ def empty_state(V: tl.constexpr):
 
 @triton.jit
 def empty_sums(V: tl.constexpr):
-    """Return zeros for Z before the sum over tokens: a tile (tokens, channels) for each tile of Z."""
+    """Return zeros for Z, not yet summed over tokens: a tile (tokens, channels) for each tile of Z."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
         Z += (empty(ROWS=V.block_n, COLUMNS=V.sum_blocks[i], V=V),)
@@ -71,7 +71,7 @@ def empty_sums(V: tl.constexpr):
 
 @triton.jit
 def add_scaled(total, x, weight):
-    """Return total + weight x with one weight per token, tile by tile."""
+    """Return ``total + weight * x``, with one weight per token, tile by tile."""
     result = ()
     for i in tl.static_range(len(x)):
         result += (total[i] + x[i] * weight[:, None],)

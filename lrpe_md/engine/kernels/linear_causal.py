@@ -444,7 +444,7 @@ def begin_values(k_hat, dS, V: tl.constexpr):
 
 @triton.jit
 def add_to_values(dv_block, k_hat, queries, block_decay, V: tl.constexpr):
-    """Add the share of queries of the same block to dv."""
+    """Add the contribution of queries in the same block to dv."""
     q_hat, _, do_block = queries
     if V.single_layout:
         weights = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
@@ -469,7 +469,7 @@ def store_value_gradients(row, dv_block, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
-    """Add the share of queries of the same block to dk̂ and to the gradient through the normaliser."""
+    """Add the contribution of queries in the same block to dk̂ and to the gradient through the normaliser."""
     dx_hat, dcounts = grads
     q_hat, q_counts, do_block = queries
     products = mask_pairs_transposed(multiply_tokens(v_block, do_block, V=V), block_decay, V=V)
@@ -484,7 +484,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 @triton.jit
 def add_to_state(grads, queries, block_decay, V: tl.constexpr):
-    """Add the share of a block of queries to dS and dZ, for the keys of earlier blocks."""
+    """Add the contribution of a block of queries to dS and dZ, for the keys of earlier blocks."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":

@@ -1,4 +1,4 @@
-"""Operations on rows. The channels of a row are a tuple of tiles (tokens, channels)."""
+"""Operations on rows. A row's channels are stored as a tuple of tiles (tokens, channels)."""
 
 import triton
 import triton.language as tl

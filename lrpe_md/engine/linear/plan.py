@@ -1,4 +1,4 @@
-"""Divide the work of linear attention: tiles, one pass or two, and pieces of the tokens."""
+"""Choose how linear attention splits its work: tile sizes, one pass or two, and how tokens are cut into pieces."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Shard:
     sizes: np.ndarray
 
     def has(self, sample: int, name: str) -> bool:
-        """Return whether a sample has a field of the shard."""
+        """Return whether a sample of the shard has the given field."""
         return self.offsets[sample, self.fields.index(name)] >= 0
 
     def read(self, sample: int, name: str, file: Any = None) -> bytes:
