@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..checks import as_integer, can_read, is_real
+from ..checks import as_integer, can_read, count_axes, is_real, or_one
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import NO_POSITIONS, find_positional
 from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
@@ -496,7 +496,7 @@ class FrequencyModule(nn.Module):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
                     + remedy(xs[0], where)
                 ) from None
 
@@ -578,7 +578,7 @@ class SeriesModule(FrequencyModule):
             expected = (self.num_channels, self.num_axes)
             if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
                 raise ValueError(
-                    f"frequencies: expected omega of shape (1 or {self.num_heads}, {expected[0]}, {expected[1]}), "
+                    f"frequencies: expected omega of shape ({or_one(self.num_heads)}, {expected[0]}, {expected[1]}), "
                     f"got {tuple(omega.shape)}"
                 )
             return omega

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks import count_axes, or_one
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -192,7 +193,7 @@ class Dense:
         generator = torch.Generator().manual_seed(seed)
         omega = _call("omega", self.omega, num_channels, num_heads, self.base, generator)
         if omega.ndim != 3 or omega.shape[0] not in (1, num_heads) or omega.shape[1:] != (num_channels, self.num_axes):
-            expected = f"({num_heads} or 1, {num_channels}, {self.num_axes})"
+            expected = f"({or_one(num_heads)}, {num_channels}, {self.num_axes})"
             raise ValueError(f"omega: expected a function that returns {expected}, got {tuple(omega.shape)}")
         return omega, 1.0
 
@@ -439,7 +440,9 @@ class Preset:
                         f"{self.name}'s {scheme.grid}"
                     )
                 if grid.num_axes != self.num_axes:
-                    raise ValueError(f"shape: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
+                    raise ValueError(
+                        f"shape: {self.name} expects a shape with {count_axes(self.num_axes)}, got {segment}"
+                    )
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
