@@ -34,6 +34,8 @@ Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # of RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
+CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
+
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy values into tensors, in one launch per dtype and device."""
@@ -570,7 +572,8 @@ class SeriesModule(FrequencyModule):
         super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
         if frequencies == "axial":
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
-            warn_of_idle_axes(widths if axis_order == "major_first" else widths[::-1], stacklevel=4)
+            widths = widths if axis_order == "major_first" else widths[::-1]
+            warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES)
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):

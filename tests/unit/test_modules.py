@@ -292,6 +292,7 @@ def test_axis_without_channels_warns(axis_order, head_dim, idle):
         with pytest.warns(UserWarning, match=expected) as found:
             make(3, axis_order=axis_order, learnable=True)
         assert [warning.filename for warning in found] == [__file__]
+        assert "choose each axis's share with PresetMd(Scheme(.., Axial(split)))" in str(found[0].message)
     with pytest.warns(UserWarning, match=expected):
         build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
 
@@ -300,6 +301,9 @@ def test_axis_without_a_share_of_a_tiny_preset_warns():
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")) as found:
         preset("cosmos", 4)
     assert [warning.filename for warning in found] == [__file__]
+    assert str(found[0].message).endswith(
+        "Use a larger head_dim or fewer axes, or choose each axis's share with split="
+    )
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")):
         build_encoding("rotate", {"split": (1, 1, 1), "remainder": 0}, 4, 1, 1, 3)
 
@@ -328,7 +332,7 @@ def test_custom_frequencies(cls):
     with torch.device("meta"):
         module = cls(8, 2, frequencies=own_omega, num_heads=4, learnable=True)
     assert torch.equal(module.to_empty(device="cpu").get_omega(), own_omega(channels, 4, 0).float())
-    with pytest.raises(ValueError, match=rf"expected omega of shape \(1 or 4, {channels}, 3\), got"):
+    with pytest.raises(ValueError, match=rf"expected omega of shape \(4 or 1, {channels}, 3\), got"):
         cls(8, 3, frequencies=own_omega, num_heads=4)
     with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
         cls(8, 2, frequencies="spiral")
