@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, parameter_groups, preset, rotate
+from lrpe_md import (
+    Axial,
+    CosineMd,
+    Grid,
+    PresetMd,
+    Rotate1d,
+    RotateMd,
+    Scheme,
+    cosine,
+    lrpe_rotate_1d,
+    parameter_groups,
+    preset,
+    rotate,
+)
 from lrpe_md.integrations.encoding import build_encoding
 
 
@@ -295,6 +308,21 @@ def test_axis_without_channels_warns(axis_order, head_dim, idle):
         assert "choose each axis's share with PresetMd(Scheme(.., Axial(split)))" in str(found[0].message)
     with pytest.warns(UserWarning, match=expected):
         build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
+
+
+def test_learned_frequencies_of_each_axis():
+    """Axes share one series in RotateMd, and have separate frequencies in a scheme."""
+    q, k = torch.randn(2, 1, 2, 12, 16)
+    scheme = Scheme("", 16, Axial((1, 1), axis_order="minor_first"), pairs="half")
+    fixed, positions = RotateMd(16, 2)(q, k, positions=Grid((3, 4))), Grid((3, 4))
+    for module, is_shared in ((RotateMd(16, 2, learnable=True), True), (PresetMd(scheme, learnable=True), False)):
+        outs = module(q, k, positions=positions)
+        torch.testing.assert_close(outs, fixed)
+        (outs[0] @ outs[1].mT).square().sum().backward()
+        with torch.no_grad():
+            module.log_theta -= 0.1 * module.log_theta.grad.sign()
+        columns, rows = module.get_omega()[0].sum(-1).detach().unflatten(0, (2, 4))
+        assert torch.allclose(columns, rows) == is_shared
 
 
 def test_axis_without_a_share_of_a_tiny_preset_warns():
