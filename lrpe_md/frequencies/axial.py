@@ -114,7 +114,10 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
 
 
 def warn_of_idle_axes(
-    widths: Sequence[int], shares: Sequence[int] = (), stacklevel: int = 3, remedy: str = "split="
+    widths: Sequence[int],
+    shares: Sequence[int] = (),
+    stacklevel: int = 3,
+    remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
     """Warn if an axis has no channels.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import as_integer
 from ..modules.base import FrequencyModule
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -81,13 +80,13 @@ def show(
 
 def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
     expected = "shape: expected (N,), (H, W) or (T, H, W), got"
-    number = as_integer(shape)
-    example = tuple(shape.shape) if isinstance(shape, Grid) else (number or 14,) * (1 if num_axes == 1 else 2)
+    size = shape if isinstance(shape, int) and shape > 0 else 14
+    example = tuple(shape.shape) if isinstance(shape, Grid) else (size,) * (1 if num_axes == 1 else 2)
     if not isinstance(shape, (tuple, list)):
         found = "a Grid" if isinstance(shape, Grid) else repr(shape)
         raise TypeError(f"{expected} {found}; pass integers, such as shape={example}")
     sizes = tuple(shape)
-    if not 1 <= len(sizes) <= 3 or any((as_integer(size) or 0) < 1 for size in sizes):
+    if not 1 <= len(sizes) <= 3 or any(size == 0 for size in sizes):
         raise ValueError(f"{expected} {sizes}; pass positive integers, such as shape={example}")
     return sizes
 

@@ -329,9 +329,7 @@ def test_axis_without_a_share_of_a_tiny_preset_warns():
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")) as found:
         preset("cosmos", 4)
     assert [warning.filename for warning in found] == [__file__]
-    assert str(found[0].message).endswith(
-        "Use a larger head_dim or fewer axes, or choose each axis's share with split="
-    )
+    assert str(found[0].message).endswith("choose each axis's share with split= in lrpe_md.preset or encoding_kwargs")
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")):
         build_encoding("rotate", {"split": (1, 1, 1), "remainder": 0}, 4, 1, 1, 3)
 
