@@ -15,7 +15,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of", "check_reference",
-    "fleeting", "is_finite_number", "is_real", "repeat_over_layers", "split_pair", "suggest",
+    "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one",
+    "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
 
@@ -35,6 +36,24 @@ def describe_positions(value: Any) -> str:
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
     return f"{value}; for a grid of this size, pass Grid({sizes}), or the result of positions({sizes}) of a preset"
+
+
+def invalid_positions(value: Any) -> TypeError:
+    """Return the error for positions of an invalid type."""
+    numbers = (int, float, list, tuple)
+    is_pair = isinstance(value, list) and len(value) == 2 and not any(isinstance(each, numbers) for each in value)
+    found = "a list; pass a pair as a tuple (for q, for k)" if is_pair else describe_positions(value)
+    return TypeError(f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {found}")
+
+
+def count_axes(number: int) -> str:
+    """Return "1 axis", "2 axes"."""
+    return f"{number} {'axis' if number == 1 else 'axes'}"
+
+
+def or_one(number: int) -> str:
+    """Return "4 or 1" for a size that may be 4 or 1, and "1" if both are the same."""
+    return "1" if number == 1 else f"{number} or 1"
 
 
 def as_integer(value: Any) -> Any:

@@ -106,28 +106,34 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or pass an axis that gets the remainder"
+            f"{num_channels}; or name the axis that gets the rest with remainder=, such as remainder=0"
         )
     if remainder is not None:
         parts[remainder] += left
     return tuple(parts)
 
 
-def warn_of_idle_axes(widths: Sequence[int], shares: Sequence[int] = (), stacklevel: int = 3) -> None:
+def warn_of_idle_axes(
+    widths: Sequence[int],
+    shares: Sequence[int] = (),
+    stacklevel: int = 3,
+    remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
+) -> None:
     """Warn if an axis has no channels.
 
     Args:
         widths: number of channels or pairs of each axis, slowest first.
         shares: share of each axis; with a share of 0 it is meant to have no channels.
         stacklevel: of the warning, counted from this function.
+        remedy: how the caller can choose each axis's share.
     """
     shares = shares or [1] * len(widths)
     idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
     if idle:
         warnings.warn(
             f"head_dim: expected channels for each of {len(widths)} axes, got {tuple(widths)}: positions on "
-            f"{'axis' if len(idle) == 1 else 'axes'} {' and '.join(idle)} have no effect. Use a larger head_dim, fewer "
-            "axes, or split=, in encoding_kwargs or lrpe_md.preset, to choose each axis's share",
+            f"{'axis' if len(idle) == 1 else 'axes'} {' and '.join(idle)} have no effect. Use a larger head_dim or "
+            f"fewer axes, or choose each axis's share with {remedy}",
             stacklevel=stacklevel,
         )
 

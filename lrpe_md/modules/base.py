@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..checks import as_integer, can_read, is_real
+from ..checks import as_integer, can_read, count_axes, is_real, or_one
 from ..engine.core.operator import check_impl
 from ..engine.encode.tables import NO_POSITIONS, find_positional
 from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
@@ -33,6 +33,8 @@ Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
 DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # of RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
+
+CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -500,7 +502,7 @@ class FrequencyModule(nn.Module):
                 found = getattr(where, "num_axes", self.num_axes)
             if found != self.num_axes:
                 raise ValueError(
-                    f"positions: expected the module's num_axes, {self.num_axes}, got {found} axes"
+                    f"positions: expected the module's num_axes, {self.num_axes}, got {count_axes(found)}"
                     + remedy(xs[0], where)
                 ) from None
 
@@ -574,7 +576,8 @@ class SeriesModule(FrequencyModule):
         super().__init__(num_channels, num_axes, num_heads, axial=frequencies == "axial", **kwargs)
         if frequencies == "axial":
             widths = cut_blocks([math.ceil(num_channels / num_axes)] * num_axes, num_channels, num_axes)
-            warn_of_idle_axes(widths if axis_order == "major_first" else widths[::-1], stacklevel=4)
+            widths = widths if axis_order == "major_first" else widths[::-1]
+            warn_of_idle_axes(widths, stacklevel=4, remedy=CHOOSE_SHARES)
 
     def _initial_frequencies(self, name: str) -> Tensor:
         if callable(self.frequencies):
@@ -582,7 +585,7 @@ class SeriesModule(FrequencyModule):
             expected = (self.num_channels, self.num_axes)
             if omega.ndim != 3 or omega.shape[1:] != expected or omega.shape[0] not in (1, self.num_heads):
                 raise ValueError(
-                    f"frequencies: expected omega of shape (1 or {self.num_heads}, {expected[0]}, {expected[1]}), "
+                    f"frequencies: expected omega of shape ({or_one(self.num_heads)}, {expected[0]}, {expected[1]}), "
                     f"got {tuple(omega.shape)}"
                 )
             return omega

@@ -46,8 +46,9 @@ class CosineMd(SeriesModule):
         frequencies: "axial" (a block of channels per axis), "mixed" (dense, random directions per head), or a function
             (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), which ignores base and axis_order.
         num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
-        learnable: learn the logarithm of theta (axial) or omega (others); "raw" learns theta itself. If False, the
-            frequencies are a fixed buffer.
+        learnable: learn the logarithm of theta (axial) or omega (others); "raw" learns theta itself. Axial frequencies
+            have one theta for all axes. To learn each axis separately, use
+            ``PresetMd(Scheme(.., Axial((1, 1))), learnable=True)``. If False, the frequencies are a fixed buffer.
         axis_order: axis of the first block of channels, see :func:`lrpe_md.axial_omega`; :class:`RotateMd` lists the
             conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
@@ -102,11 +103,15 @@ class RotateMd(SeriesModule):
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
     existing code require a specific one:
 
-    | convention of | ``pairs`` | ``axis_order`` | | --- | --- | --- | | the defaults here | "half" | "minor_first" | |
-    the LRPE document | | "minor_first" | | Llama, Qwen and most transformers text models | "half" | | | RoFormer,
-    GPT-J, the LLaMA release of Meta | "interleaved" | | | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX |
-    "interleaved" | "major_first" | | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" |
-    "minor_first" | | DINOv3, Cosmos, GLM-Image | "half" | "major_first" |
+    | convention of                                        | ``pairs``     | ``axis_order`` |
+    | ---------------------------------------------------- | ------------- | -------------- |
+    | the defaults here                                    | "half"        | "minor_first"  |
+    | the LRPE document                                    |               | "minor_first"  |
+    | Llama, Qwen and most transformers text models        | "half"        |                |
+    | RoFormer, GPT-J, the LLaMA release of Meta           | "interleaved" |                |
+    | EVA-02 (timm), FLUX, Wan, HunyuanVideo, CogVideoX    | "interleaved" | "major_first"  |
+    | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first"  |
+    | DINOv3, Cosmos, GLM-Image                            | "half"        | "major_first"  |
 
     "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
     its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your
@@ -346,9 +351,9 @@ class PresetMd(FrequencyModule):
         preset: the result of :func:`lrpe_md.preset`, which defines frequencies, amplitude, pairs, activation, order and
             phase; or a name or :class:`lrpe_md.Scheme`, built for ``head_dim`` and ``num_heads``.
         head_dim, num_heads: for a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
-        learnable: learn theta (num_heads or 1, C), one frequency per channel, or omega if channels have directions;
-            default: as in the scheme. The logarithm of theta is learned, except with "raw" or if the original learns
-            theta.
+        learnable: learn theta (num_heads or 1, C), one frequency per channel, so that each axis has separate ones, or
+            omega if channels have directions; default: as in the scheme. The logarithm of theta is learned, except with
+            "raw" or if the original learns theta.
         act, phase: override the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
         dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.

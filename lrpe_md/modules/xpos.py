@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_dense, describe_positions, split_pair
+from ..checks import check_dense, invalid_positions, split_pair
 from ..engine.encode.validate import Pairs, Positions, check_pairs, remedy, rotary_slice
 from ..positions.coordinates import Coordinates
 from ..positions.grid import Grid
@@ -91,9 +91,7 @@ def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
     elif isinstance(positions, Tensor):
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):
-        raise TypeError(
-            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {describe_positions(positions)}"
-        )
+        raise invalid_positions(positions)
     if positions.num_axes != 1:
         raise ValueError(f"positions: expected one axis, got {positions.num_axes}")
     if positions.num_tokens != x.shape[2]:

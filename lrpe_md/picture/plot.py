@@ -49,7 +49,7 @@ def show(
 
     Raises:
         ImportError: matplotlib is missing.
-        TypeError: a scheme of a different type.
+        TypeError: a scheme or shape of a different type.
         ValueError: an unknown name, an ω of a different shape, or a shape or head that the scheme does not support.
     """
     try:
@@ -62,9 +62,7 @@ def show(
     heads = max(made.omega.shape[0], made.num_heads)
     if not 0 <= head < heads:
         raise ValueError(f"head: expected 0 to {heads - 1}, got {head}")
-    size = data.default_shape(made) if shape is None else tuple(shape)
-    if not 1 <= len(size) <= 3:
-        raise ValueError(f"shape: expected (N,), (H, W) or (T, H, W), got {size}")
+    size = data.default_shape(made) if shape is None else _check_shape(shape, made.num_axes)
 
     def locate(*segments: Any) -> Grid | Coordinates:
         positions = made.positions(*segments, **options)
@@ -78,6 +76,19 @@ def show(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return figure
+
+
+def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
+    expected = "shape: expected (N,), (H, W) or (T, H, W), got"
+    size = shape if isinstance(shape, int) and shape > 0 else 14
+    example = tuple(shape.shape) if isinstance(shape, Grid) else (size,) * (1 if num_axes == 1 else 2)
+    if not isinstance(shape, (tuple, list)):
+        found = "a Grid" if isinstance(shape, Grid) else repr(shape)
+        raise TypeError(f"{expected} {found}; pass integers, such as shape={example}")
+    sizes = tuple(shape)
+    if not 1 <= len(sizes) <= 3 or any(size == 0 for size in sizes):
+        raise ValueError(f"{expected} {sizes}; pass positive integers, such as shape={example}")
+    return sizes
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:

@@ -8,6 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from ..checks import suggest
 from .functions import FUNCTIONS
 
 __all__ = ["read_scheme", "write_scheme"]
@@ -78,7 +79,9 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
     taken = {field.name: field for field in fields(cls)}
     unknown = sorted(map(str, values.keys() - taken))
     if unknown:
-        raise ValueError(f"{where}: expected fields of {cls.__name__}, {', '.join(taken)}, got {', '.join(unknown)}")
+        name = unknown[0]
+        advice = suggest(name, taken) or f"; use one of {', '.join(taken)}"
+        raise ValueError(f"{where}: expected fields of {cls.__name__}, got {name!r}{advice}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
     if needed:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks import count_axes, or_one
 from ..frequencies.axial import (
     AxisMap,
     AxisOrder,
@@ -192,7 +193,7 @@ class Dense:
         generator = torch.Generator().manual_seed(seed)
         omega = _call("omega", self.omega, num_channels, num_heads, self.base, generator)
         if omega.ndim != 3 or omega.shape[0] not in (1, num_heads) or omega.shape[1:] != (num_channels, self.num_axes):
-            expected = f"({num_heads} or 1, {num_channels}, {self.num_axes})"
+            expected = f"({or_one(num_heads)}, {num_channels}, {self.num_axes})"
             raise ValueError(f"omega: expected a function that returns {expected}, got {tuple(omega.shape)}")
         return omega, 1.0
 
@@ -232,7 +233,8 @@ class Scheme:
         grid: (shape, **options) → positions of an image or a video; its parameters define the options.
         row_major: whether tokens are in row-major order; False: a table defines another order.
         reference: default of ``positions(.., reference=..)``.
-        tokens: placement of tokens outside the grids; None: such tokens are not supported.
+        tokens: placement of tokens outside the grids; its length is ignored, because ``positions`` takes the number of
+            tokens. None: such tokens are not supported.
         tokens_start: shapes of the grids → position of the first token; None: the running position.
         tokens_first: give tokens the earlier running positions, regardless of their place in the sequence.
         after: axes on which grids continue after what precedes them; None: grids keep their own positions.
@@ -421,14 +423,18 @@ class Preset:
             for option in options.keys() - set(taken):
                 raise TypeError(
                     f"{option}: {self.name}'s grids accept {' and '.join(taken) or 'no options'}, got "
-                    f"{options[option]!r}"
+                    f"{options[option]!r}; leave it out, or use a Scheme whose grid function has this argument"
                 )
         shapes = [tuple(s) for s in segments if isinstance(s, (tuple, list))]
         reference = scheme.reference if reference is None else reference
         for segment in segments:
             if isinstance(segment, int):
                 if scheme.tokens is None:
-                    raise ValueError(f"segments: {self.name} has no rule for text tokens, got {segment}")
+                    grid = f", or Grid({shapes[0]}, prefix={segment})" if shapes and scheme.grid is plain else ""
+                    raise ValueError(
+                        f"segments: {self.name} has no rule for text tokens, got {segment}; for unrotated tokens, use "
+                        f'a Scheme with tokens=Tokens(0, "skip"){grid}'
+                    )
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
@@ -439,7 +445,9 @@ class Preset:
                         f"{self.name}'s {scheme.grid}"
                     )
                 if grid.num_axes != self.num_axes:
-                    raise ValueError(f"shape: {self.name} expects a shape with {self.num_axes} axes, got {segment}")
+                    raise ValueError(
+                        f"shape: {self.name} expects a shape with {count_axes(self.num_axes)}, got {segment}"
+                    )
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(

@@ -23,7 +23,7 @@ PRINTED = {  # expected output by page; other pages with code that runs print no
         "torch.Size([2, 12, 281, 64])", "torch.Size([2, 1000])",
         "adapted: model.layers.0.self_attn (Qwen3Attention): apply_rotary_pos_emb",
     ],
-    "concepts.md": ["True"],
+    "concepts.md": ["True", "torch.Size([32])"],
     "diffusion.md": ["torch.Size([2, 3, 24, 16])", "torch.Size([2, 3, 16, 16])", "torch.Size([2, 3, 16, 16])"],
     "functions.md": ["True"],
     "index.md": ["torch.Size([2, 3, 281, 64])"],

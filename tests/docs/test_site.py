@@ -3,7 +3,9 @@
 import functools
 import http.server
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from lrpe_md import RotateMd
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -55,6 +59,23 @@ def test_the_reference_shows_constructors_and_imports(site):
     assert not re.search(r"(?<!lrpe_md\.)\bmodels\.vit\b(?!\.)", backbones)
     for path in (site / "reference").glob("*.html"):
         assert "<em>required" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_reference_pages_say_how_to_read_them_in_a_checkout(site):
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if re.search(r"^:::", path.read_text("utf-8"), re.M)]
+    assert len(pages) >= 6
+    for path in pages:
+        [name] = re.findall(r"^In a checkout, the entries .* `help\((.+)\)`\.$", path.read_text("utf-8"), re.M)
+        assert (inspect.getdoc(pkgutil.resolve_name(name)) or "").count("\n") > 2
+        assert "In a checkout" not in (site / "reference" / f"{path.stem}.html").read_text(encoding="utf-8")
+
+
+def test_the_table_of_conventions(site):
+    """RotateMd's table is a table on the site, and has one row per line in help()."""
+    table = (site / "reference" / "modules.html").read_text(encoding="utf-8").split("<th>convention of</th>")[1]
+    rows = table.split("</table>")[0].split("<tr>")[1:]
+    assert [row.count("<td>") for row in rows] == [3] * 7
+    assert re.search(r'^ *\| DINOv3, Cosmos, GLM-Image +\| "half" +\| "major_first" +\|$', RotateMd.__doc__, re.M)
 
 
 def test_asterisks_stay(site):

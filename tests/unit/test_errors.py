@@ -7,6 +7,7 @@ import lrpe_md
 from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, axial_omega, cosine, rotate
 from lrpe_md.engine.core import operator
 from lrpe_md.engine.encode import launch
+from lrpe_md.xpos import scale_xpos
 
 x = torch.randn(2, 4, 12, 8)
 omega = torch.rand(1, 8, 2)
@@ -14,6 +15,7 @@ pairs = torch.rand(1, 4, 2)
 grid = Grid((3, 4))
 theta = torch.rand(4)
 GRID_HINT = r"positions: expected .*, got [([]3, 4[)\]]; for a grid of this size, pass Grid\(\(3, 4\)\), or "
+PAIR = r"positions: expected a Grid, .*, got a list; pass a pair as a tuple \(for q, for k\)$"
 ODD = r"head_dim: expected an even number, got 7, because .*rotary_dim="
 
 BAD = {
@@ -208,26 +210,54 @@ BAD = {
         lambda: cosine(x, omega=omega, positions=(3, 4)),
     ),
     "positions without their keyword": (
-        TypeError, r"positions: expected keyword arguments, got Grid after q and k; write positions=\.\.\.",
+        TypeError,
+        r"positions: expected a keyword argument, got Grid without a keyword after q and k; pass positions=\.\.\.",
         lambda: rotate(x, x, grid, omega=pairs),
     ),
     "positions without their keyword, one tensor": (
-        TypeError, r"positions: expected keyword arguments, got Grid after x;", lambda: cosine(x, grid, omega=omega),
+        TypeError, r"positions: expected a keyword argument, got Grid without a keyword after x;",
+        lambda: cosine(x, grid, omega=omega),
     ),
     "coords without their keyword": (
-        TypeError, r"positions: expected keyword arguments, got Tensor after q and k;",
+        TypeError, r"positions: expected a keyword argument, got Tensor without a keyword after q and k;",
         lambda: cosine(x, x, torch.rand(12, 2), omega=omega),
     ),
     "omega without its keyword": (
-        TypeError, r"omega: expected keyword arguments, got Tensor after q and k; write omega=",
+        TypeError, r"omega: expected a keyword argument, got Tensor without a keyword after q and k; pass omega=",
         lambda: rotate(x, x, pairs, positions=grid),
     ),
     "both without their keywords": (
-        TypeError, r"omega, positions: expected keyword arguments, got Tensor, Grid after .* omega=\.\.\., positions=",
+        TypeError,
+        r"omega, positions: expected keyword arguments, got Tensor, Grid without .* omega=\.\.\., positions=",
         lambda: rotate(x, x, pairs, grid),
     ),
     "positions of a module without their keyword": (
-        TypeError, r"positions: expected keyword arguments, got Grid after q and k", lambda: RotateMd(8, 2)(x, x, grid),
+        TypeError, r"positions: expected a keyword argument, got Grid without a keyword after q and k",
+        lambda: RotateMd(8, 2)(x, x, grid),
+    ),
+    "a list as a pair of positions": (
+        TypeError, PAIR, lambda: rotate(x, x, omega=pairs, positions=[grid, torch.rand(12, 2)]),
+    ),
+    "a list as a pair of positions of a module": (
+        TypeError, PAIR, lambda: RotateMd(8, 2)(x, x, positions=[grid, grid]),
+    ),
+    "a list as a pair of positions of xPos": (
+        TypeError, PAIR, lambda: scale_xpos(x, x, positions=[Grid((12,))] * 2, scale_base=512),
+    ),
+    "a list of coordinates": (
+        TypeError, r"got list$", lambda: rotate(x, x, omega=pairs, positions=[[0, 0], [0, 1]]),
+    ),
+    "positions of a module on one axis": (
+        ValueError, r"positions: expected the module's num_axes, 2, got 1 axis$",
+        lambda: RotateMd(8, 2)(x, positions=Grid((12,))),
+    ),
+    "omega of a function with one axis": (
+        ValueError, r"frequencies: expected omega of shape \(1, 4, 2\), got \(1, 4, 1\)",
+        lambda: RotateMd(8, 2, frequencies=lambda channels, heads, seed: torch.zeros(1, channels, 1)),
+    ),
+    "omega of a function with heads and one axis": (
+        ValueError, r"frequencies: expected omega of shape \(3 or 1, 4, 2\), got \(1, 4, 1\)",
+        lambda: RotateMd(8, 2, num_heads=3, frequencies=lambda channels, heads, seed: torch.zeros(1, channels, 1)),
     ),
     "coords of another length": (
         ValueError, r"positions: expected 12 tokens", lambda: cosine(x, omega=omega, positions=torch.rand(11, 2)),

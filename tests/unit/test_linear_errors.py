@@ -88,6 +88,9 @@ ERRORS = {
     # gate
     r"gate: expected bools or floats, got torch.int64": {"gate": torch.ones(2, 1, 7).long()},
     r"gate: expected \(B, H_k or 1, N\) = \(2, 2 or 1, 7\), .*, got \(2, 7\)": {"gate": torch.ones(2, 7)},
+    r"gate: expected \(B, H_k or 1, N\) = \(2, 1, 7\), .*, got \(2, 2, 7\)": {
+        "k": K[:, :1], "v": K[:, :1], "gate": torch.ones(2, 2, 7),
+    },
     r"gate: expected .*, got \(2, 4, 7\)": {"gate": torch.ones(2, 4, 7)},
     r"gate: expected .*, got \(1, 1, 7\)": {"gate": torch.ones(1, 1, 7)},
     r"gate: expected a tensor \(B, H_k or 1, N\), got float": {"gate": 0.5},

@@ -507,6 +507,12 @@ def test_errors(options, message):
         linear_attention(q, k, v, map=None, **options)
 
 
+def test_the_shape_of_a_decay_of_one_head():
+    q, k, v = (torch.randn(1, heads, 24, 6) for heads in (4, 1, 1))
+    with pytest.raises(ValueError, match=r"decay: expected \(1,\), per head, or \(1, 1, 4\), with the blocks"):
+        linear_attention(q, k, v, map=None, block=6, decay=torch.ones(3))
+
+
 def test_values_are_checked_at_each_call():
     """A new decay of the same shape is validated again."""
     q, k, v = (torch.randn(2, 2, 24, 6) for _ in range(3))

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import CosineMd, Grid, Rotate1d, RotateMd, cosine, lrpe_rotate_1d, parameter_groups, preset, rotate
+from lrpe_md import (
+    Axial,
+    CosineMd,
+    Grid,
+    PresetMd,
+    Rotate1d,
+    RotateMd,
+    Scheme,
+    cosine,
+    lrpe_rotate_1d,
+    parameter_groups,
+    preset,
+    rotate,
+)
 from lrpe_md.integrations.encoding import build_encoding
 
 
@@ -292,14 +305,31 @@ def test_axis_without_channels_warns(axis_order, head_dim, idle):
         with pytest.warns(UserWarning, match=expected) as found:
             make(3, axis_order=axis_order, learnable=True)
         assert [warning.filename for warning in found] == [__file__]
+        assert "choose each axis's share with PresetMd(Scheme(.., Axial(split)))" in str(found[0].message)
     with pytest.warns(UserWarning, match=expected):
         build_encoding("rotate", {"axis_order": axis_order}, head_dim, 1, 1, 3)
+
+
+def test_learned_frequencies_of_each_axis():
+    """Axes share one series in RotateMd, and have separate frequencies in a scheme."""
+    q, k = torch.randn(2, 1, 2, 12, 16)
+    scheme = Scheme("", 16, Axial((1, 1), axis_order="minor_first"), pairs="half")
+    fixed, positions = RotateMd(16, 2)(q, k, positions=Grid((3, 4))), Grid((3, 4))
+    for module, is_shared in ((RotateMd(16, 2, learnable=True), True), (PresetMd(scheme, learnable=True), False)):
+        outs = module(q, k, positions=positions)
+        torch.testing.assert_close(outs, fixed)
+        (outs[0] @ outs[1].mT).square().sum().backward()
+        with torch.no_grad():
+            module.log_theta -= 0.1 * module.log_theta.grad.sign()
+        columns, rows = module.get_omega()[0].sum(-1).detach().unflatten(0, (2, 4))
+        assert torch.allclose(columns, rows) == is_shared
 
 
 def test_axis_without_a_share_of_a_tiny_preset_warns():
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")) as found:
         preset("cosmos", 4)
     assert [warning.filename for warning in found] == [__file__]
+    assert str(found[0].message).endswith("choose each axis's share with split= in lrpe_md.preset or encoding_kwargs")
     with pytest.warns(UserWarning, match=re.escape("got (2, 0, 0): positions on axes 1 and 2")):
         build_encoding("rotate", {"split": (1, 1, 1), "remainder": 0}, 4, 1, 1, 3)
 
@@ -328,7 +358,7 @@ def test_custom_frequencies(cls):
     with torch.device("meta"):
         module = cls(8, 2, frequencies=own_omega, num_heads=4, learnable=True)
     assert torch.equal(module.to_empty(device="cpu").get_omega(), own_omega(channels, 4, 0).float())
-    with pytest.raises(ValueError, match=rf"expected omega of shape \(1 or 4, {channels}, 3\), got"):
+    with pytest.raises(ValueError, match=rf"expected omega of shape \(4 or 1, {channels}, 3\), got"):
         cls(8, 3, frequencies=own_omega, num_heads=4)
     with pytest.raises(ValueError, match="frequencies: expected 'axial', 'mixed' or a function"):
         cls(8, 2, frequencies="spiral")

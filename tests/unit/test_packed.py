@@ -8,6 +8,7 @@ import torch
 from lrpe_md import (
     CosineMd,
     Grid,
+    LinearAttention,
     PresetMd,
     Rotate1d,
     RotateMd,
@@ -167,7 +168,15 @@ def test_packed_tokens():
         (lambda x, positions: lrpe_rotate_1d(x, THETA), "cu_seqlens"),
         (
             lambda x, positions: linear_attention(x, x, x, omega=OMEGA, positions=positions),
-            "(1, H, N, D) with cu_seqlens or {pack}",
+            "q, k and v as (1, H, N, D), with cu_seqlens or {pack}",
+        ),
+        (
+            lambda x, positions: LinearAttention(RotateMd(8, act="relu"))(x, x, x, positions=positions),
+            "q, k and v as (1, H, N, D), with cu_seqlens or {pack}",
+        ),
+        (
+            lambda x, positions: LinearAttention(Rotate1d(8, act="relu", scale_base=512))(x, x, x),
+            "q, k and v as (1, H, N, D), with cu_seqlens or {pack}",
         ),
     ],
 )

@@ -263,7 +263,8 @@ def test_custom_functions():
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        (r"data: expected fields of Scheme, .*, got colour", lambda d: d | {"colour": 1}),
+        (r"data: expected fields of Scheme, got 'colour'; use one of doc, head_dim, .*", lambda d: d | {"colour": 1}),
+        (r"data: expected fields of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
         (r"data: expected head_dim of Scheme, got doc, frequencies", lambda d: d.pop("head_dim") and None),
         (
             r"frequencies: expected a kind, 'axial' or 'dense', got None",
@@ -352,6 +353,19 @@ def similarity(figure):
     return first.images[0].get_array()
 
 
+def test_positions_that_a_scheme_does_not_support():
+    module = PresetMd(Scheme("", 8, Axial((1, 1))))
+    rule = 'has no rule for text tokens, got 1; for unrotated tokens, use a Scheme with tokens=Tokens(0, "skip")'
+    with pytest.raises(ValueError, match=re.escape(f"{rule}, or Grid((3, 4), prefix=1)") + "$"):
+        module.positions(1, (3, 4))
+    with pytest.raises(ValueError, match=re.escape(rule) + "$"):  # Grid would be at other positions
+        preset(replace(OWN, tokens=None, tokens_start=None, grid=FUNCTIONS["cells"])).positions(1, (3, 4))
+    skip = PresetMd(Scheme("", 8, Axial((1, 1)), tokens=Tokens(0, "skip")))
+    assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
+    with pytest.raises(TypeError, match=r"fps: .* grids accept no options, got 3; leave it out, or use a Scheme whose"):
+        module.positions((3, 4), fps=3)
+
+
 def test_drawing_a_custom_preset(tmp_path):
     pytest.importorskip("matplotlib")
     lrpe_md.show(OWN, (3, 5), tmp_path / "own.png", head_dim=8)
@@ -365,6 +379,14 @@ def test_drawing_a_custom_preset(tmp_path):
         lrpe_md.show(preset(OWN), head_dim=4)
     with pytest.raises(ValueError, match=r"shape: expected \(N,\), \(H, W\) or \(T, H, W\), got \(2, 2, 3, 5\)"):
         lrpe_md.show(OWN, (2, 2, 3, 5))
+    with pytest.raises(ValueError, match=r"shape: .*, got \(0, 3\); pass positive integers, .* shape=\(14, 14\)$"):
+        lrpe_md.show(OWN, (0, 3))
+    for shape, found, example in (
+        (Grid((3, 5)), "a Grid", "(3, 5)"), (14, "14", "(14, 14)"), ("14x14", "'14x14'", "(14, 14)"),
+    ):  # fmt: skip
+        expected = f"shape: expected (N,), (H, W) or (T, H, W), got {found}; pass integers, such as shape={example}"
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            lrpe_md.show(OWN, shape)
     with pytest.raises(ValueError, match=r"shape: expected a grid on which this scheme rotates .*, got 1x1"):
         lrpe_md.show(OWN, (1, 1))
 

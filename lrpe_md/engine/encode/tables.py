@@ -37,8 +37,12 @@ def find_positional(xs: Sequence[Any], *names: str) -> str | None:
     if not extra:
         return None
     after = "q and k" if len(xs) > 2 else "x"
+    expected = "a keyword argument" if len(names) == 1 else "keyword arguments"
     keywords = ", ".join(f"{name}=..." for name in names)
-    return f"{', '.join(names)}: expected keyword arguments, got {', '.join(extra)} after {after}; write {keywords}"
+    return (
+        f"{', '.join(names)}: expected {expected}, got {', '.join(extra)} without a keyword after {after}; pass "
+        f"{keywords}"
+    )
 
 
 def take_tables(

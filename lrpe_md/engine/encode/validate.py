@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import as_integer, check_dense, describe_positions, fleeting
+from ...checks import as_integer, check_dense, fleeting, invalid_positions
 from ...positions.coordinates import Coordinates
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS, MAPS
@@ -282,9 +282,7 @@ def locate(positions: Any, x: Tensor) -> Place:
     if isinstance(positions, Tensor):
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):
-        raise TypeError(
-            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {describe_positions(positions)}"
-        )
+        raise invalid_positions(positions)
     coords, num_tokens = positions.coords, x.shape[2]
     if positions.num_tokens != num_tokens:
         raise ValueError(

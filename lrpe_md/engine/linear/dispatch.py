@@ -22,6 +22,7 @@ from ..encode.validate import check_input
 from .call import LinearCall, LinearOptions, Operands, Results, Sides, State
 from .operator import ATTEND
 from .validate import (
+    PACKED,
     TensorArguments,
     check_decay_range,
     check_gate,
@@ -111,6 +112,7 @@ def run_encoded(
     """
     if type(positions) is Packed:
         arguments, positions = _split_packed(arguments, positions)
+    check_input("q", arguments.q, arguments.q, packed=PACKED)
     check_gate(arguments.gate, arguments.k)
     k, v = zero_gated_tokens(arguments.gate, arguments.k, arguments.v)  # before the encoding, which would propagate NaN
     if norm is not None:
@@ -149,7 +151,6 @@ def run_encoded(
 def _normalise_first(
     options: LinearOptions, q: Tensor, k: Tensor, norm: Norm, positions: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_input("q", q, q)
     check_input("k", k, q, other_length=True)
     if is_sharded(q, k):
         raise ValueError(

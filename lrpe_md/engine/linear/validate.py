@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ...checks import can_read, check_dense, check_offsets, describe_positions, split_pair
+from ...checks import can_read, check_dense, check_offsets, invalid_positions, or_one, split_pair
 from ...positions.grid import Grid
 from ...reference import ACTIVATIONS
 from ...reference_linear import Attention
@@ -18,11 +18,11 @@ from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, 
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
 __all__ = [
-    "NEVER_NEGATIVE", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
+    "NEVER_NEGATIVE", "PACKED", "TensorArguments", "check_decay_range", "check_edges", "check_eps", "check_gate",
     "check_normalizer", "check_rule", "check_sequence_softmax", "make_empty_frequencies", "validate_linear",
 ]  # fmt: skip
 
-PACKED = f"(1, H, N, D) with cu_seqlens or {WHOLE_PACK}"
+PACKED = f"q, k and v as (1, H, N, D), with cu_seqlens or {WHOLE_PACK}"
 NORMALIZER_NAMES, RULES, DIRECTIONS = get_args(NormalizerName), get_args(Rule), get_args(Directions)
 NEVER_NEGATIVE = tuple(name for name, entry in ACTIVATIONS.items() if entry.never_negative)
 
@@ -138,8 +138,8 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected ({heads} or 1,), per head, or ({batch} or 1, {heads} or 1, {num_blocks}), with the "
-            f"{unit}, got {tuple(decay.shape)}"
+            f"decay: expected ({or_one(heads)},), per head, or ({or_one(batch)}, {or_one(heads)}, {num_blocks}), with "
+            f"the {unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:
         raise ValueError(f"decay: expected a tensor on k's device {k.device}, got {decay.device}")
@@ -216,7 +216,7 @@ def check_gate(gate: Any, k: Tensor) -> None:
         raise TypeError(f"gate: expected bools or floats, got {gate.dtype}")
     if gate.ndim != 3 or gate.shape[0] != batch or gate.shape[1] not in (1, heads) or gate.shape[2] != num_tokens:
         raise ValueError(
-            f"gate: expected (B, H_k or 1, N) = ({batch}, {heads} or 1, {num_tokens}), one weight per key, got "
+            f"gate: expected (B, H_k or 1, N) = ({batch}, {or_one(heads)}, {num_tokens}), one weight per key, got "
             f"{tuple(gate.shape)}"
         )
     if gate.device != k.device:
@@ -322,9 +322,7 @@ def _place_sides(
         side = _SidePositions(layout, tables)
         return _with_norm(options, spec), side, side
     if type(positions) is tuple and positions and isinstance(positions[0], int):
-        raise TypeError(
-            f"positions: expected a Grid, Coordinates or a tensor of coordinates, got {describe_positions(positions)}"
-        )
+        raise invalid_positions(positions)
     position_and_phase_pairs = split_pair("positions", positions), split_pair("phase", phase)
     (spec, q_layout, q_tables, *_), (_, k_layout, k_tables, *_) = (
         validate(plain_options, (x,), omega, side_positions, phi, amplitude)
