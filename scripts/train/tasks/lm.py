@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
     lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
-TEXT is a file, or a folder of .txt and .md files; see docs/text.md for
-Shakespeare's plays.
+TEXT is a file, or a folder of .txt and .md files. docs/text.md says how to get Shakespeare's plays.
 Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
 command resumes an interrupted run.
 """
