@@ -74,8 +74,9 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, module in _find(model).items():
-        is_single = isinstance(scaling, str) or not isinstance(scaling, Sequence)
-        by_axis: list[Any] = [scaling] * module.num_axes if is_single else list(scaling)
+        by_axis: list[Any] = [scaling] * module.num_axes
+        if isinstance(scaling, Sequence) and not isinstance(scaling, str):
+            by_axis = list(scaling)
         if len(by_axis) != module.num_axes:
             raise ValueError(
                 f"scaling: expected one scaling for each of {module.num_axes} axes ({path}), got {len(by_axis)}"
