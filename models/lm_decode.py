@@ -40,7 +40,7 @@ def generate(
         cuda_graph: whether to replay decoding steps as a CUDA graph. None: only on a GPU.
 
     Raises:
-        ValueError: an invalid argument.
+        TypeError, ValueError: an invalid argument.
     """
     check_tokens("prompt", prompt)
     check_at_least(0, max_new_tokens=max_new_tokens)

@@ -47,6 +47,7 @@ OPTIONS = {
 }
 GROUPS = {"Models and encodings": MODELS, "Your machine": MACHINE, "Development of lrpe-md": DEVELOPMENT}
 EVERYTHING = MODELS | MACHINE | DEVELOPMENT
+TRAIN = ("digits", "image", "video", "recall", "diffusion", "vae", "lm", "latents", "features", "sample")
 PROGRAMS = {name: text for name, text in EVERYTHING.items() if name != "info"}
 EXAMPLES = (
     "lrpe-md ablate run digits -e rotate -e sincos -e none --attention softmax --seeds 1", "lrpe-md visualize -p wan",
@@ -160,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif name in ("-h", "--help"):
         print(describe_usage())
     else:
-        close = get_close_matches(name, EVERYTHING, n=1)  # lrpe_md.checks.suggest would import torch
+        # lrpe_md.checks.suggest would import torch.
+        close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         known = ", ".join(EVERYTHING)
         raise SystemExit(f"lrpe-md: expected one of {known}, got {name!r}{hint}. Run `lrpe-md --help`.")

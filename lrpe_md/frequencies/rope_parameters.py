@@ -148,11 +148,17 @@ def rope_frequencies(
         integers for every type.
 
     Raises:
+        TypeError: rope_parameters is not a dict.
         ValueError: an unknown type, a missing field, neither ``rope_theta`` nor base, or an odd width.
 
     Source: the papers cited at :func:`lrpe_md.linear_scaling` and the other scalings; fields of transformers 5.23,
     ``modeling_rope_utils.py``, whose values match these up to float32 rounding. "ntk" is not one of its types.
     """
+    if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
+        raise TypeError(
+            f"rope_parameters: expected a dict, got {type(rope_parameters).__name__}; for a config, pass "
+            "config.rope_parameters"
+        )
     fields = rope_parameters or {}
     kind = _type(fields)
     if kind not in RULES:

@@ -61,9 +61,14 @@ def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
     """Apply a scaling to theta (E,) or (H, E), and return the checked result and amplitude.
 
     Raises:
-        TypeError: the scaling does not return a tensor and an amplitude.
+        TypeError: the scaling is not a function, or does not return a tensor and an amplitude.
         ValueError: frequencies or an amplitude of a different shape, or a non-finite amplitude.
     """
+    if not callable(scaling):
+        raise TypeError(
+            "scaling: expected a function of theta, such as partial(yarn_scaling, factor=4.0, original_length=512), "
+            f"got {scaling!r}"
+        )
     try:
         found = scaling(theta)
     except (TypeError, ValueError) as error:

@@ -46,6 +46,7 @@ _MOST_ENTRIES = 2**20  # total over all tables, so that an entry is exact in flo
 _MOST_TOKENS = 5  # tokens per axis whose entries are looked up
 _MOST_LAYOUTS = 300
 _MOST_ANSWERS = 6  # give up on a kind of arguments after this many results that are not rotations
+_OWN_TABLES = "if it computes its own tables, use recognise()"
 _OTHERWISE = "is a rotation for some sizes and values of its arguments, but not for others"
 
 Shapes = tuple[list[Any], list[Any]]  # shape of each x without channels, and of each leaf
@@ -340,7 +341,7 @@ class Reading:
         places = rotates.nonzero()
         box = tuple(slice(i, j + 1) for i, j in zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True))
         if not rotates[box].all():
-            raise Unlike(4, "rotates some tokens but skips tokens between them")
+            raise Unlike(4, f"rotates some tokens but skips tokens between them; {_OWN_TABLES}")
         cos, sin = pairs.cos[box].double(), pairs.sin[box].double()
         for angles, values in ((False, (cos, sin.abs())), (True, (cos.acos(), sin.abs().asin()))):
             numbers = (torch.stack(values) - 0.5) / self.step
@@ -357,7 +358,7 @@ class Reading:
             if (cos < 0).any() and (cos.abs() >= 0.5).all():
                 raise Unlike(5, "negates cos, or exchanges cos and sin, which is not a rotation by the tables")
             what = "does not rotate pairs by the entries of its tables: it scales or mixes them, or uses other angles"
-            raise Unlike(4, what)
+            raise Unlike(4, f"{what}; {_OWN_TABLES}")
         width, step = pairs.span[1] - pairs.span[0], 2 * pairs.distance
         may_have_heads = width == self.probe.data[0][3] and pairs.distance == pairs.distance_in_x
         turns, failures = [], []

@@ -74,7 +74,9 @@ def prepare_scaling(model: Any, scaling: Scalings) -> Scaled:
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for path, module in _find(model).items():
-        by_axis = list(scaling) if isinstance(scaling, Sequence) else [scaling] * module.num_axes
+        by_axis: list[Any] = [scaling] * module.num_axes
+        if isinstance(scaling, Sequence) and not isinstance(scaling, str):
+            by_axis = list(scaling)
         if len(by_axis) != module.num_axes:
             raise ValueError(
                 f"scaling: expected one scaling for each of {module.num_axes} axes ({path}), got {len(by_axis)}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..checks import as_integer, can_read, count_axes, is_real, or_one
 from ..engine.core.operator import check_impl
-from ..engine.encode.tables import NO_POSITIONS, find_positional
+from ..engine.encode.tables import explain_missing, find_positional
 from ..engine.encode.validate import Act, Impl, Order, Pairs, Positions, check_act, remedy
 from ..engine.encode.views import Packed, encode_packed, encode_qkv, order_outs, unpack_positions
 from ..engine.inductor.private import copy_each
@@ -452,7 +452,7 @@ class FrequencyModule(nn.Module):
             check_unwritten(out)
             return attend(self.describe()._replace(norm=norm), *xs)
         if positions is None:
-            raise TypeError(find_positional(xs, "positions") or NO_POSITIONS)
+            raise TypeError(find_positional(xs, "positions") or explain_missing(self.get_omega()))
         if qkv is not None or num_key_heads is not None:
             again = partial(
                 FrequencyModule.forward, self, positions=positions, inverse=inverse, norm=norm, out_start=out_start

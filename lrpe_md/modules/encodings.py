@@ -171,7 +171,7 @@ class Rotate1d(RotateMd):
 
     ``module(q, k, offset=0)`` places token t at t + offset, an int or integers (), (1,) or (B,) that are read on the
     device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
-    positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B, N, 1)).
+    positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B or 1, N, 1)).
 
     The arguments are the same as for :class:`RotateMd`, except for these:
 

@@ -80,8 +80,8 @@ class Coordinates(Rules):
     """Explicit positions, one row per token: for packed, dropped, warped or arbitrary tokens.
 
     Args:
-        coords: (N, K), or (B, N, K) if samples differ; integers, float32 or float64, used at full precision. Floats of
-            16 bits or fewer are rejected, because they cannot resolve distant tokens.
+        coords: (N, K), or (B or 1, N, K) if samples differ; integers, float32 or float64, used at full precision.
+            Floats of 16 bits or fewer are rejected, because they cannot resolve distant tokens.
         prefix: number of unrotated tokens in front, which have no row in ``coords``.
         suffix: number of unrotated tokens at the end, which have no row either.
         rotated: (N,) or (B, N), False for tokens that have a row but are not rotated, such as padding, or text

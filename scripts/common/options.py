@@ -102,6 +102,7 @@ def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str
 # Patterns of the library's errors, and what to show on a command line instead; applied in order.
 _SHELL_TERMS = {
     r"pass Memory\((\w+)='(\w+)'\)": r"pass --memory \1=\2",
+    r"memory: expected None without linear attention": "--memory needs linear attention",
     r", got Memory\([^)]*\)": "",
     r", ('\w+') or a function \([^)]*\) -> \w+": r" or \1",
     r"qk_norm: expected True with (.*), got False; build the model with qk_norm=True": r"--qk-norm: required with \1",

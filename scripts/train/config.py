@@ -62,6 +62,7 @@ class Training:
     """Options of every training command."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
+    loss_unit: ClassVar[str] = ""  # in the summary
     out: Path = field(metadata=describe("Output folder. An interrupted run in it is resumed.", free=True, panel=RUN))
     steps: int = option(
         1000, "Number of optimiser steps. A finished run continues if you increase it.", least=1, panel=OPTIMISER

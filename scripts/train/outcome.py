@@ -73,11 +73,11 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
     trainer.history_file.write(trainer.history)
     write(out / "result.json", f"{text}\n")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(summarize(result))
+    console.print(summarize(result, trainer.config.loss_unit))
     console.print(f"{out}: result.json and {HISTORY} have all numbers; {EXPORT} has the weights.")
 
 
-def summarize(result: dict[str, Any]) -> Table:
+def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
     """Summarise the main numbers of a result, and its evaluations."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
@@ -86,6 +86,7 @@ def summarize(result: dict[str, Any]) -> Table:
     for _ in columns or ("value",):
         table.add_column(justify="right")
     for name, text in SHOWN.items():
+        text += f", {loss_unit}" if loss_unit and name == "loss" else ""
         if isinstance(value := result.get(name), (int, float)):
             table.add_row(text, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
     for name, value in evaluations.items():

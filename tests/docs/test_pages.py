@@ -28,7 +28,7 @@ PRINTED = {  # expected output by page; other pages with code that runs print no
     "functions.md": ["True"],
     "index.md": ["torch.Size([2, 3, 281, 64])"],
     "libraries.md": ["torch.Size([2, 1000])", "True"],
-    "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True"],
+    "linear-attention.md": ["torch.Size([2, 8, 281, 64])", "True", "True"],
     "modules.md": ["[('decay', 0.001, 0.05), ('no_decay', 0.001, 0.0), ('frequencies', 0.0001, 0.0)]"],
     "presets.md": ["577"],
     "text.md": ["True"],

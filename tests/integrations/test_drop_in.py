@@ -723,6 +723,18 @@ def without_tables(q, k):
     return own_angles(q, None), own_angles(k, None)
 
 
+@refused(r"skips tokens between them; if it computes its own tables, use recognise\(\)")
+def tables_from_positions(x, positions):
+    angles = positions[..., None] * 0.8 ** torch.arange(x.shape[-1])
+    return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
+
+
+@refused(r"uses other angles; if it computes its own tables, use recognise\(\)")
+def tables_from_frequencies(x, freqs):
+    angles = torch.arange(x.shape[-2])[:, None] * torch.cat((freqs, freqs), -1)
+    return x * angles.cos() + rf.quarter_turn(x) * angles.sin()
+
+
 @refused("moves channels")
 def helper_without_tables(x):
     return rf.quarter_turn(x)

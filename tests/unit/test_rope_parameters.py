@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,11 @@ def test_yarn_amplitude():
 def test_errors(fields, head_dim, message):
     with pytest.raises(ValueError, match=message):
         rope_frequencies(fields, head_dim, base=1e4)
+
+
+def test_a_config_instead_of_its_fields():
+    with pytest.raises(TypeError, match=r"expected a dict, got SimpleNamespace; .* pass config\.rope_parameters"):
+        rope_frequencies(SimpleNamespace(rope_parameters={"rope_theta": 1e4}), 64)
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,19 @@ def test_packed_sequences(offset):
             assert torch.equal(y, z)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("scale_base", [None, 8.0])
+def test_position_ids_that_the_batch_shares(impl, scale_base):
+    """transformers passes position_ids (1, N), also for larger batches."""
+    module, ids = Rotate1d(8, scale_base=scale_base, impl=impl), torch.tensor([[3, 4, 5, 9, 10]])
+    expected = module(*qk(), positions=ids[0, :, None])
+    for positions in (ids[..., None], lrpe_md.Coordinates(ids[..., None])):
+        torch.testing.assert_close(module(*qk(), positions=positions), expected, rtol=0, atol=0)
+    rotated = torch.tensor([[True, False, True, True, False]])
+    masked = [lrpe_md.Coordinates(t, rotated=r) for t, r in ((ids[..., None], rotated), (ids[0, :, None], rotated[0]))]
+    torch.testing.assert_close(module(*qk(), positions=masked[0]), module(*qk(), positions=masked[1]))
+
+
 def test_packed_sequences_in_the_kernel():
     q, k = qk(1, num_tokens=8)
     options = {"cu_seqlens": torch.tensor([0, 3, 8]), "offset": torch.tensor([4, 0])}

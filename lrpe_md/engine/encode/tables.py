@@ -22,10 +22,14 @@ _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 TRANSPOSE = "; x looks like (B, N, H, D), pass x.transpose(1, 2)"
-NO_POSITIONS = (
-    "positions: expected a Grid, Coordinates or a tensor (N, K), got None; for H x W patches pass "
-    "positions=Grid((H, W))"
-)
+_EXAMPLES = {1: "N tokens pass positions=Grid((N,))", 3: "T x H x W patches pass positions=Grid((T, H, W))"}
+
+
+def explain_missing(omega: Any, expected: str = "a tensor (N, K)") -> str:
+    """Return the error for a call without positions, with an example for the number of axes of omega."""
+    num_axes = omega.shape[-1] if isinstance(omega, Tensor) and omega.ndim == 3 else 2
+    example = _EXAMPLES.get(num_axes, "H x W patches pass positions=Grid((H, W))")
+    return f"positions: expected a Grid, Coordinates or {expected}, got None; for {example}"
 
 
 def find_positional(xs: Sequence[Any], *names: str) -> str | None:
@@ -59,7 +63,7 @@ def take_tables(
                 "and positions, or tables=(cos, sin), or use a module with its own frequencies, such as RotateMd"
             )
         if positions is None:
-            raise TypeError(f"{NO_POSITIONS}, or tables=(cos, sin) instead of omega and positions")
+            raise TypeError(f"{explain_missing(omega)}, or tables=(cos, sin) instead of omega and positions")
         raise ValueError(f"prefix: expected 0 without tables, got {prefix!r}; a Grid or Coordinates has its own prefix")
     if not (omega is positions is phase is amplitude is None):
         _refuse_beside_tables(omega=omega, positions=positions, phase=phase, amplitude=amplitude)

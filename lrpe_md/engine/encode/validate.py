@@ -258,7 +258,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 def remedy(x: Tensor, positions: Any) -> str:
     """Return advice to append to an error about the number of tokens, or "" if the shapes don't show the mistake."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
-    if isinstance(coords, Tensor) and coords.shape == (x.shape[0], x.shape[2]):
+    if isinstance(coords, Tensor) and coords.ndim == 2 and coords.shape in ((x.shape[0], x.shape[2]), (1, x.shape[2])):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"
     num_tokens = coords.shape[-2] if isinstance(coords, Tensor) and coords.ndim > 1 else None
     if x.shape[1] == getattr(positions, "num_tokens", num_tokens) != x.shape[2]:
@@ -283,18 +283,22 @@ def locate(positions: Any, x: Tensor) -> Place:
         positions = Coordinates(positions)
     elif not isinstance(positions, Coordinates):
         raise invalid_positions(positions)
-    coords, num_tokens = positions.coords, x.shape[2]
+    coords, rotated, num_tokens = positions.coords, positions.rotated, x.shape[2]
     if positions.num_tokens != num_tokens:
         raise ValueError(
             f"positions: expected {num_tokens} tokens (x's N), got prefix {positions.prefix} + coords "
             f"{tuple(coords.shape)} + suffix {positions.suffix} = {positions.num_tokens}{remedy(x, positions)}"
         )
     if coords.ndim == 3 and coords.shape[0] != x.shape[0]:
-        raise ValueError(f"positions: expected coords (B, N, K) with B = {x.shape[0]}, got {tuple(coords.shape)}")
+        if coords.shape[0] != 1:
+            raise ValueError(
+                f"positions: expected coords (B, N, K) with B = {x.shape[0]} or 1, got {tuple(coords.shape)}"
+            )
+        coords, rotated = coords[0], None if rotated is None else rotated[0]
     if coords.device != x.device:
         raise ValueError(f"positions: expected coords on x's device {x.device}, got {coords.device}")
     layout = Layout(num_tokens, positions.prefix, coords.shape[-2], 0, ())
-    return Place(layout, coords, rotated=positions.rotated)
+    return Place(layout, coords, rotated=rotated)
 
 
 def _locate_grid(grid: Grid, x: Tensor) -> Place:

