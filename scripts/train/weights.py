@@ -25,6 +25,7 @@ from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint
+from .encodings import has_coordinates
 from .loop import WHOLE, Trainer
 
 EXPORT = "model.safetensors"
@@ -101,11 +102,6 @@ def start_from(
         if (said := _describe_grids(before, settings or {})) is not None:
             typer.echo(f"{path} was {said}", err=True)
     return digest
-
-
-def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether a vision transformer with these arguments computes positions, which its reference grid scales."""
-    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
 
 
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:

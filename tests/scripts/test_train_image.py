@@ -360,9 +360,18 @@ def test_invalid_options(data, tmp_path):
     assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "encoding: was rotate, is now cosine" in output_of(*run, "--encoding", "cosine")
+    assert "(--encoding: was rotate, is now cosine);" in output_of(*run, "--encoding", "cosine")
+    said = output_of(*run, "--size", "16")
+    assert "(--size: was 8, is now 16); choose another folder" in said
+    assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
     assert "the data has changed" in output_of(*run, "--data", str(other))
+
+
+def test_the_summary_of_a_resumed_run_says_which_steps_it_timed(data, tmp_path):
+    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL), "--steps"]
+    assert "training, seconds  " in output_of(*run, 2, code=0)
+    assert "training, seconds (last 1 step)" in output_of(*run, 3, code=0)
 
 
 @pytest.mark.gpu
