@@ -14,7 +14,7 @@ import typer
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
-from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
+from timm.models import adapt_input_conv, is_model, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -150,7 +150,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise typer.BadParameter(f"--weights {path}: no such file, or no checkpoint.pt in the folder")
+        raise typer.BadParameter(
+            f"--weights {path}: no such file, or no checkpoint.pt in the folder{_explain_timm_weights(str(path))}"
+        )
     settings: dict[str, Any] = {}
     try:
         content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
@@ -171,6 +173,16 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
     return found, settings
+
+
+def _explain_timm_weights(name: str) -> str:
+    """Return how to save pretrained weights, to append to an error, if this is the name of a timm model."""
+    if not is_model(name):
+        return ""
+    return (
+        f". To start from timm's weights, save them in Python with torch.save(timm.create_model({name!r}, "
+        f"pretrained=True).state_dict(), '{name}.pt'), and pass --weights {name}.pt"
+    )
 
 
 def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:

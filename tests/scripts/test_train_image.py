@@ -658,6 +658,12 @@ def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, en
     torch.testing.assert_close(found, old, rtol=1e-6, atol=0)
 
 
+def test_the_name_of_a_timm_model_as_weights_explains_how_to_save_them():
+    advice = r"torch\.save\(timm\.create_model\('vit_tiny_patch16_224', pretrained=True\)\.state_dict\(\)"
+    with pytest.raises(typer.BadParameter, match=f"no such file.*{advice}.* pass --weights vit_tiny_patch16_224.pt"):
+        start_from(build_model(), Path("vit_tiny_patch16_224"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -121,9 +121,8 @@ class ImageTraining(Training):
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto: squares whose sides are 4 "
-        "patches shorter and longer than --size, and --size in height with the longer side in width; for idx files, "
-        "20,40,56,28x40.",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto: 4 patches shorter and "
+        "longer than --size, and --size by the longer side; 20,40,56,28x40 for idx files.",
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
