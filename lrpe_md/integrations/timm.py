@@ -536,10 +536,10 @@ def _attentions(model: Any) -> list[list[Any]]:
                     f"the model inside (model.{name}), or before you wrap it"
                 )
         if isinstance(model, str):
-            raise TypeError(f"model: expected a timm VisionTransformer, got {model!r}; pass the model first")
+            raise TypeError(f"model: expected a timm VisionTransformer itself, got {model!r}; pass the model first")
         if isinstance(model, nn.Module) and not _has_attention(model):
             raise TypeError(
-                f"model: expected a timm VisionTransformer, got {kind}, which has no attention "
+                f"model: expected a timm VisionTransformer itself, got {kind}, which has no attention "
                 "whose q and k could be encoded"
             )
         raise TypeError(

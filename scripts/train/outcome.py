@@ -86,9 +86,9 @@ def summarize(result: dict[str, Any]) -> Table:
     table.add_column()
     for _ in columns or ("value",):
         table.add_column(justify="right")
-    timed_steps = result.get("train_steps_timed", result.get("steps"))
+    steps, timed_steps = result.get("steps"), result.get("train_steps_timed")
     for name, text in SHOWN.items():
-        if name == "train_seconds" and timed_steps != result.get("steps"):
+        if name == "train_seconds" and timed_steps not in (None, steps):
             text += f" (last {plural(timed_steps, 'step')})"
         if isinstance(value := result.get(name), (int, float)):
             table.add_row(text, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
