@@ -14,8 +14,8 @@ from torch import Tensor
 from .engine.inductor.private import are_transforms_active, is_tracing, num_dispatch_modes
 
 __all__ = [
-    "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of", "check_reference",
-    "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one",
+    "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of",
+    "check_reference", "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one",
     "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
@@ -96,7 +96,15 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
     )
 
 
-SYNONYMS: dict[str, str] = {"rope": "rotate", "rotary": "rotate", "axial": "rotate", "mixed": "rotate-mixed"}
+SYNONYMS: dict[str, str] = {
+    "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed", "flux": "flux1",
+    "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base",
+}  # fmt: skip
+
+
+def a_or_an(noun: str) -> str:
+    """Return a noun with its article: "a Tensor", "an OptimizedModule"."""
+    return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
     python docs/examples/finetune_timm.py --data FOLDER --pretrained --size 384x288
 
-FOLDER contains one folder of images per class. `adapt_rotary` changes neither the weights nor their names, so you can
-load the saved checkpoint into timm's own model, with or without lrpe-md.
+FOLDER contains one folder of images per class; one image in 5 is held out. `adapt_rotary` changes neither weights
+nor their names, so you can load the saved checkpoint into timm's own model, with or without lrpe-md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--model", default="vit_small_patch16_rope_mixed_224", help="eva02_*, vit_*_rope_*, *_dinov3*")
     parser.add_argument("--pretrained", action="store_true", help="Load timm's pretrained weights")
     parser.add_argument("--model-kwargs", nargs="*", default=[], help="Options for timm.create_model, such as depth=6")
-    parser.add_argument("--size", default="384x384", help="HEIGHTxWIDTH in pixels, multiples of the patch size")
+    parser.add_argument("--size", default="384", help="Side or HEIGHTxWIDTH in pixels, multiples of the patch size")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -34,19 +34,19 @@ def main(argv: list[str] | None = None) -> float:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    height, width = map(int, args.size.split("x"))
-
+    try:
+        height, width = map(int, (args.size.split("x") * 2)[:2])
+    except ValueError:
+        parser.error(f"--size: expected a side or HEIGHTxWIDTH, got {args.size!r}")
     classes = sorted(path.name for path in args.data.glob("*") if path.is_dir())
-    if not classes:
-        parser.error(f"--data {args.data}: expected a folder for each class, found none")
+    if not classes or {"train", "val"} <= set(classes):
+        advice = f"train/ and val/; pass --data {args.data / 'train'}" if classes else "none"
+        parser.error(f"--data {args.data}: expected a folder for each class, got {advice}")
     kwargs = {name: int(value) for name, value in (each.split("=") for each in args.model_kwargs)}
-    model = timm.create_model(
-        args.model, pretrained=args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs
-    )
+    model = timm.create_model(args.model, args.pretrained, num_classes=len(classes), dynamic_img_size=True, **kwargs)
     adapt_rotary(model).to(device)
     if args.head_only:
         model.blocks.requires_grad_(False)
-
     config = timm.data.resolve_model_data_config(model)
     transform = {
         part: create_transform((3, height, width), is_training=part, mean=config["mean"], std=config["std"])

@@ -21,6 +21,8 @@ def main(argv: list[str] | None = None) -> torch.Tensor:
     parser.add_argument("run", type=Path, help="Folder of the training")
     parser.add_argument("--picture", type=Path, help="Picture to classify; the training data was a folder CLASS/*.png")
     args = parser.parse_args(argv)
+    if args.picture and not args.picture.is_file():
+        parser.error(f"--picture {args.picture}: no such file")
     model = load_run(args.run)
     size = model.patch_embed.img_size
     logits = model(torch.zeros(1, model.patch_embed.proj.in_channels, *size))

@@ -378,6 +378,18 @@ class EncodingStack:
         if not made.scheme.row_major:
             raise ValueError(f"encoding: expected a preset whose tokens are in row-major order, got {made.name!r}")
 
+    def check_modules(self, head_dim: int, num_axes: int) -> None:
+        """Check that our modules have the sizes of the model; a preset places the tokens itself."""
+        for module in self.distinct:
+            if not isinstance(module, FrequencyModule):
+                continue
+            axes = num_axes if isinstance(module, PresetMd) else module.num_axes
+            if (module.head_dim, axes) != (head_dim, num_axes):
+                raise ValueError(
+                    f"encoding: expected a module with head_dim={head_dim} and num_axes={num_axes}, as this model has, "
+                    f"got a {type(module).__name__} with head_dim={module.head_dim} and num_axes={module.num_axes}"
+                )
+
     def check_idle_channels(self, num_axes: int) -> None:
         """Warn if some channels of a preset encode all tokens of an image alike; raise an error if all do."""
         made = self.preset

@@ -36,7 +36,7 @@ from timm.models import vision_transformer as timm_vit
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..checks import check_reference, repeat_over_layers
+from ..checks import a_or_an, check_reference, repeat_over_layers
 from ..engine.core.call import Act
 from ..engine.encode.views import split_qkv
 from ..engine.linear.call import NormalizerName
@@ -255,7 +255,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         **kwargs: Any,
     ) -> None:
         if absolute not in ("none", "learned", "sincos"):
-            raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}")
+            other = {"drop": "none", "keep": "learned"}.get(str(absolute))
+            hint = f"; pass {other!r} ({absolute!r} is a value of adapt())" if other else ""
+            raise ValueError(f"absolute: expected 'none', 'learned' or 'sincos', got {absolute!r}{hint}")
         if "pos_embed" in kwargs:
             raise ValueError(
                 f"pos_embed: expected no such argument, got {kwargs['pos_embed']!r}; use absolute= instead"
@@ -347,6 +349,11 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
         size = grid_size(x, size[0], size[1])
         if self.absolute == "sincos":
             x = x + self._sincos(size, x).reshape(x.shape[1:])
+        if self.has_class_token and self.cls_token is None and self.num_prefix_tokens > self.num_reg_tokens:
+            raise ValueError(
+                f"model.num_prefix_tokens: expected {self.num_reg_tokens}, because model.cls_token is None, got "
+                f"{self.num_prefix_tokens}; change it when you remove the class token"
+            )
         x = self._pos_embed(x)
         if self.absolute == "sincos":
             x = self.pos_drop(x)
@@ -457,7 +464,9 @@ def adapt(
         TypeError, ValueError: an invalid model or argument; the model is left unchanged.
     """
     if absolute not in ("keep", "drop"):
-        hint = "; pass attention='linear'" if absolute == "linear" else ""
+        other = {"none": "drop", "learned": "keep"}.get(str(absolute))
+        hint = f"; pass {other!r} ({absolute!r} is a value of LrpeVisionTransformer)" if other else ""
+        hint = "; pass attention='linear'" if absolute == "linear" else hint
         raise ValueError(f"absolute: expected 'keep' or 'drop', got {absolute!r}{hint}")
     if copy_v and not keep_encoded:
         raise ValueError("copy_v: expected False with keep_encoded=False, which keeps only the projection's output")
@@ -473,6 +482,7 @@ def adapt(
     )
     stack = EncodingStack(built)
     stack.check(num_axes, getattr(vit, "preset_axes", None))
+    stack.check_modules(attn.head_dim, num_axes)
     stack.check_idle_channels(num_axes)
     if built is not None:
         built.to(device)
@@ -509,15 +519,29 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
     check_key_norm(memory, has_norm, (True,))
 
 
+def _has_attention(model: nn.Module) -> bool:
+    """Return whether the class of any module is named like an attention."""
+    names = (type(module).__name__.lower() for module in model.modules())
+    return any(part in name for name in names for part in ("attn", "attention", "mhsa"))
+
+
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
+        kind = a_or_an(type(model).__qualname__)
         for name in ("module", "_orig_mod", "model"):  # DataParallel, torch.compile, features_only
             if isinstance(getattr(model, name, None), (timm_vit.VisionTransformer, LrpeVisionTransformer)):
                 raise TypeError(
-                    f"model: expected a timm VisionTransformer itself, got one in a {type(model).__qualname__}; adapt "
+                    f"model: expected a timm VisionTransformer itself, got one in {kind}; adapt "
                     f"the model inside (model.{name}), or before you wrap it"
                 )
+        if isinstance(model, str):
+            raise TypeError(f"model: expected a timm VisionTransformer itself, got {model!r}; pass the model first")
+        if isinstance(model, nn.Module) and not _has_attention(model):
+            raise TypeError(
+                f"model: expected a timm VisionTransformer itself, got {kind}, which has no attention "
+                "whose q and k could be encoded"
+            )
         raise TypeError(
             f"model: expected a timm VisionTransformer itself, got {type(model).__module__}.{type(model).__qualname__} "
             "(subclasses and other families have their own forward; use lrpe_md.adapt_rotary for a model with a rotary "

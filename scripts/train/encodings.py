@@ -70,6 +70,11 @@ ENCODINGS: dict[str, Encoding] = {
 }
 
 
+def has_coordinates(arguments: dict[str, Any]) -> bool:
+    """Return whether a vision transformer with these arguments computes positions, which its reference grid scales."""
+    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
+
+
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
     """Split "rotate:base=100,split=2,3,3" into the name and its options: numbers, lists, True, False, None or text.
 

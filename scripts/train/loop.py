@@ -59,7 +59,8 @@ from ..common.devices import choose_device
 from ..common.folder import flat, show_value
 from ..common.options import plural
 from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
-from .config import Training, parse_betas
+from .config import DATA, MODEL, Training, find_panel, parse_betas
+from .encodings import has_coordinates
 from .history import HISTORY, HistoryFile
 from .interruption import Interrupted, Interruption
 from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
@@ -407,19 +408,36 @@ class Trainer:
         # Options that are newer than the checkpoint had their default value.
         there = {**{key: defaults[key] for key in here.keys() & defaults.keys()}, **flat(state["settings"])}
         may_differ = {"steps"} if here["steps"] > there["steps"] and not self.config.seconds else set()
-        differ = [
-            "the data has changed"
-            if key == "digest"
-            else f"{self._as_option(key)}: was {show_value(there.get(key))}, is now {show_value(here.get(key))}"
-            for key in {**there, **here}
-            if there.get(key) != here.get(key) and key not in may_differ
-        ]
+        differ = [key for key in {**there, **here} if there.get(key) != here.get(key) and key not in may_differ]
         if differ:
+            shown = (
+                "the data has changed"
+                if key == "digest"
+                else f"{self._as_option(key)}: was {show_value(there.get(key))}, is now {show_value(here.get(key))}"
+                for key in self._without_effects(differ)
+            )
             raise typer.BadParameter(
-                f"--out {out} contains a run with different settings ({'; '.join(differ)}); choose another folder, or "
-                "pass the same settings"
+                f"--out {out} contains a run with different settings ({'; '.join(shown)}); choose another folder, or "
+                f"pass the same settings{self._advise_on_size(there)}"
             )
         return state
+
+    def _without_effects(self, differ: list[str]) -> list[str]:
+        """Leave out the data and arguments of the model if options differ that determine them."""
+        panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
+        effects = {"digest"} if DATA in panels else set()
+        if panels & {DATA, MODEL}:
+            effects |= {key for key in differ if key.startswith("model.") and key != "model.model"}
+        return [key for key in differ if key not in effects]
+
+    def _advise_on_size(self, there: dict[str, Any]) -> str:
+        """Return how to fine-tune the run with the settings ``there`` at the size of this one, if they differ."""
+        here, out = self.settings, self.config.out
+        if not {"size", "reference"} <= here.keys() & there.keys() or here["size"] == there["size"]:
+            return ""
+        has_positions = has_coordinates(here["model"])
+        reference = f" --reference {there['reference'] or there['size']}" if has_positions else ""
+        return f". To fine-tune it at another size, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
         """Return the option with the name of a setting; settings of the model and the data have none."""
@@ -440,7 +458,7 @@ class Trainer:
         if not same:
             text += (
                 f" Its {config.schedule} schedule was planned for {plural(steps, 'step')}, so the result differs from "
-                f"a single run of {config.steps} steps; --schedule constant avoids this."
+                f"a single run of {config.steps} steps; --schedule constant avoids this in a new run."
             )
         typer.echo(text, err=True)
 
@@ -474,6 +492,8 @@ class Trainer:
         self.total.fill_(total)
         if state["settings"]["steps"] != self.config.steps and not self.config.seconds:
             self._continue(state["settings"]["steps"])
+        elif not self.is_finished and self.accelerator.is_main_process:
+            typer.echo(f"Resuming from step {self.step}.", err=True)
 
 
 def shard(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..common.devices import gpu_name
 from ..common.folder import flat, write
+from ..common.options import plural
 from ..common.provenance import git_commit, versions
 from .history import HISTORY
 from .loop import Trainer
@@ -85,8 +86,11 @@ def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
     table.add_column()
     for _ in columns or ("value",):
         table.add_column(justify="right")
+    steps, timed_steps = result.get("steps"), result.get("train_steps_timed")
     for name, text in SHOWN.items():
         text += f", {loss_unit}" if loss_unit and name == "loss" else ""
+        if name == "train_seconds" and timed_steps not in (None, steps):
+            text += f" (last {plural(timed_steps, 'step')})"
         if isinstance(value := result.get(name), (int, float)):
             table.add_row(text, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
     for name, value in evaluations.items():

@@ -64,7 +64,7 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
         (`video`, `recall`), ``CausalLm`` (`lm`), ``DiT`` (`diffusion`) or ``Autoencoder`` (`vae`).
 
     Raises:
-        FileNotFoundError: the folder has no weights.
+        FileNotFoundError: the folder has no weights, or is a file.
         ValueError: the run is not one of `lrpe-md train`.
     """
     state = _read(Path(folder), average)
@@ -88,7 +88,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
         the input of the model, (1, 3, frames, size, size), on the CPU. A video that is too short repeats frames.
 
     Raises:
-        FileNotFoundError: the folder has no weights.
+        FileNotFoundError: the folder has no weights, or is a file.
         ValueError: the run is not one of `lrpe-md train video`.
         VideoError: the video can't be read.
     """
@@ -106,6 +106,8 @@ def _read(folder: Path, average: bool) -> dict[str, Any]:
         with safe_open(folder / EXPORT, framework="pt") as file:
             settings = json.loads(file.metadata()["settings"])
             return {"settings": settings, "model": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+    if folder.is_file():
+        raise FileNotFoundError(f"folder: expected the folder of a run, got the file {folder}; pass {folder.parent}")
     wanted = f"checkpoint.pt or {EXPORT}" if average else "checkpoint.pt, because average=False"
     raise FileNotFoundError(
         f"folder: expected a run with {wanted}, got {folder}; pass the --out of a run that has saved a checkpoint"

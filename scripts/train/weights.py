@@ -14,7 +14,7 @@ import typer
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
-from timm.models import adapt_input_conv, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
+from timm.models import adapt_input_conv, is_model, load_state_dict  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -25,6 +25,7 @@ from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
 from .checkpoint import digest_of, first_line, read_checkpoint
+from .encodings import has_coordinates
 from .loop import WHOLE, Trainer
 
 EXPORT = "model.safetensors"
@@ -103,11 +104,6 @@ def start_from(
     return digest
 
 
-def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether a vision transformer with these arguments computes positions, which its reference grid scales."""
-    return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
-
-
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
     """Describe the patch grids of a run and of this training if they differ and this training has no --reference."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
@@ -154,7 +150,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
-        raise typer.BadParameter(f"--weights {path}: no such file, or no checkpoint.pt in the folder")
+        raise typer.BadParameter(
+            f"--weights {path}: no such file, or no checkpoint.pt in the folder{_explain_timm_weights(str(path))}"
+        )
     settings: dict[str, Any] = {}
     try:
         content = None if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
@@ -175,6 +173,16 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")
     return found, settings
+
+
+def _explain_timm_weights(name: str) -> str:
+    """Return how to save pretrained weights, to append to an error, if this is the name of a timm model."""
+    if not is_model(name):
+        return ""
+    return (
+        f". To start from timm's weights, save them in Python with torch.save(timm.create_model({name!r}, "
+        f"pretrained=True).state_dict(), '{name}.pt'), and pass --weights {name}.pt"
+    )
 
 
 def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:

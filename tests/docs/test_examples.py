@@ -82,7 +82,7 @@ def test_vit_cosine():
     assert grads.abs().amax((1, 2)).min() > 0
 
 
-def test_finetune_timm(tmp_path):
+def test_finetune_timm(tmp_path, capsys):
     for name, colour in COLOURS.items():
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(6):
@@ -96,6 +96,19 @@ def test_finetune_timm(tmp_path):
     kwargs = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 2}
     plain = timm.create_model("vit_small_patch16_rope_mixed_224", dynamic_img_size=True, **kwargs)
     plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # this works without this library
+    load("finetune_timm").main([str(arg) for arg in [*command, "--size", 64, "--epochs", 1]])
+    assert "at 64×64" in capsys.readouterr().out
+
+
+def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
+    for part in ("train", "val"):
+        (tmp_path / part / "red").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        load("finetune_timm").main(["--data", str(tmp_path)])
+    assert f"got train/ and val/; pass --data {tmp_path / 'train'}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load("finetune_timm").main(["--data", str(tmp_path / "train"), "--size", "large"])
+    assert "--size: expected a side or HEIGHTxWIDTH, got 'large'" in capsys.readouterr().err
 
 
 def test_video_clips(tmp_path):
@@ -170,6 +183,9 @@ def test_load_trained(tmp_path, capsys):
     logits = load("load_trained").main([str(tmp_path / "run")])
     assert "3 layers, images of 8x8, 10 classes" in capsys.readouterr().out
     assert logits.shape == (1, 10)
+    with pytest.raises(SystemExit):
+        load("load_trained").main([str(tmp_path / "run"), "--picture", "nope.png"])
+    assert "--picture nope.png: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, RotateMd, Tokens, preset, rotate
+from lrpe_md import Coordinates, CosineMd, Grid, LinearAttention, PresetMd, RotateMd, Tokens, preset, rotate
 
 timm = pytest.importorskip("timm")
 
@@ -622,8 +622,54 @@ def test_a_wrapped_model_is_adapted_inside():
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     with pytest.raises(TypeError, match=r"got one in a DataParallel; adapt the model inside \(model\.module\)"):
         adapt(torch.nn.DataParallel(model), "rotate")
-    with pytest.raises(TypeError, match=r"the model inside \(model\._orig_mod\), or before you wrap it"):
+    with pytest.raises(TypeError, match=r"in an OptimizedModule; .* \(model\._orig_mod\), or before you wrap it"):
         adapt(torch.compile(model), "rotate")
+
+
+def test_errors_of_adapt_name_what_was_mixed_up():
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    with pytest.raises(TypeError, match="got 'rotate'; pass the model first"):
+        adapt("rotate", model)
+    with pytest.raises(TypeError, match="got a ResNet, which has no attention"):
+        adapt(timm.create_model("resnet18"), "rotate")
+    for encoding, hint in (("rotate-mixed", "mixed"), ("lrpe", "cosine")):
+        with pytest.raises(ValueError, match=rf"got '{encoding}' \(did you mean '{hint}'\?\)"):
+            adapt(model, encoding)
+    with pytest.raises(TypeError, match=r"got 'theta' \(did you mean 'base'\?\)"):
+        adapt(model, "rotate", encoding_kwargs={"theta": 100})
+    for absolute, hint in (("none", "drop"), ("learned", "keep")):
+        with pytest.raises(ValueError, match=rf"got '{absolute}'; pass '{hint}'"):
+            adapt(model, "rotate", absolute)
+        with pytest.raises(ValueError, match=rf"got '{hint}'; pass '{absolute}'"):
+            lrpe_vit(absolute=hint)
+    assert type(model) is timm.models.VisionTransformer  # unchanged
+
+
+@pytest.mark.parametrize(
+    ("encoding", "found"),
+    [
+        (RotateMd(16, num_axes=3), "a RotateMd with head_dim=16 and num_axes=3"),
+        (CosineMd(8, 2), "a CosineMd with head_dim=8 and num_axes=2"),
+        (lambda head_dim, num_heads: RotateMd(head_dim, 1), "a RotateMd with head_dim=16 and num_axes=1"),
+        (PresetMd(preset("dinov3", 8)), "a PresetMd with head_dim=8 and num_axes=2"),
+    ],
+)
+def test_adapt_rejects_a_module_of_other_sizes(encoding, found):
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    with pytest.raises(ValueError, match=f"a module with head_dim=16 and num_axes=2, as this model has, got {found}"):
+        adapt(model, encoding)
+    assert type(model) is timm.models.VisionTransformer  # unchanged
+
+
+@pytest.mark.parametrize("absolute", ["keep", "drop"])
+def test_a_removed_class_token_must_not_be_counted(absolute):
+    model = adapt(timm.create_model("vit_tiny_patch16_224", **TINY, global_pool="avg"), "rotate", absolute)
+    model.cls_token = None
+    with pytest.raises(ValueError, match=r"^model\.num_prefix_tokens: expected 0, because model\.cls_token is None"):
+        model(image())
+    model.num_prefix_tokens = 0
+    if absolute == "drop":
+        assert model(image()).isfinite().all()
 
 
 def test_encoding_none_disables_the_encoding():

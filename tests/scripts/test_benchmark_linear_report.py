@@ -21,7 +21,7 @@ def write_linear(folder):
     for n, (work, which) in enumerate(itertools.product(works, ("forward", "backward"))):
         rows += [make_row(work, map, which, "lrpe-md", 0.9 - 0.1 * i - 0.01 * n)
                  for i, map in enumerate(("rotate", "cosine", "none"))]  # fmt: skip
-        rows += [make_row(work, "none", which, impl, 0.2 - 0.004 * n) for impl in ("SDPA", "unfused", "fla chunk")]
+        rows += [make_row(work, "none", which, impl, 0.2 - 0.002 * n) for impl in ("SDPA", "unfused", "fla chunk")]
         rows.append(make_row(work, "cosine", which, "unfused, compiled", 0.15))
     rows.append({**make_row("sana", "rotate", "", "diffusers", 1.0), "ms": None, "share": None, "note": "no room"})
     pd.DataFrame(rows, columns=linear_measure.COLUMNS).to_csv(folder / linear_report.LINEAR, index=False)

@@ -397,6 +397,7 @@ def test_sizes_follow_the_data(tmp_path):
     real = ImageTraining(data=tmp_path, out=tmp_path / "a")
     assert (real.size, real.patch, real.test_sizes) == (224, 16, "160,288,224x288")
     assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=96, patch=8).test_sizes == "64,128,96x128"
+    assert ImageTraining(data=tmp_path, out=tmp_path / "a", size=32, patch=8).test_sizes == "64,32x64"
     named = ImageTraining(data=tmp_path, out=tmp_path / "a", model="vit_base_patch32_224")
     assert (named.size, named.patch) == (224, 32)
 

@@ -145,6 +145,7 @@ def test_options_reach_the_model():
         ("digits", "rotate:", r"expected NAME:KEY=VALUE,KEY=VALUE, got 'rotate:'"),
         ("digits", "rope", r"--encoding: unknown 'rope' \(did you mean 'rotate'\?\)"),
         ("image", "mixed", r"--encoding: unknown 'mixed' \(did you mean 'rotate-mixed'\?\)"),
+        ("image", "rotate:theta=100", r"rotate has no option 'theta' \(did you mean 'base'\?\)"),
         ("image", "linear", r"expected an encoding, .* got 'linear', a kind of attention; .* --attention linear"),
         ("lm", "rotary", r"--encoding: unknown 'rotary' \(did you mean 'rotate'\?\)"),
         ("digits", "axial:base=3", r"--encoding: unknown 'axial' \(did you mean 'rotate'\?\)"),

@@ -360,9 +360,18 @@ def test_invalid_options(data, tmp_path):
     assert "--heads 16" in output_of(*run, "--heads", "16")  # rotation needs an even head_dim
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
-    assert "encoding: was rotate, is now cosine" in output_of(*run, "--encoding", "cosine")
+    assert "(--encoding: was rotate, is now cosine);" in output_of(*run, "--encoding", "cosine")
+    said = output_of(*run, "--size", "16")
+    assert "(--size: was 8, is now 16); choose another folder" in said
+    assert f"pass --weights {tmp_path / 'run'} --reference 8 and another --out" in said
     other = write_idx(tmp_path / "other", train=32)
     assert "the data has changed" in output_of(*run, "--data", str(other))
+
+
+def test_the_summary_of_a_resumed_run_says_which_steps_it_timed(data, tmp_path):
+    run = ["image", "--data", data, "--out", tmp_path, *flags(SMALL), "--steps"]
+    assert "training, seconds  " in output_of(*run, 2, code=0)
+    assert "training, seconds (last 1 step)" in output_of(*run, 3, code=0)
 
 
 @pytest.mark.gpu
@@ -647,6 +656,12 @@ def test_weights_of_a_version_before_keep_their_learned_frequencies(tmp_path, en
     assert "left out" not in capsys.readouterr().err
     found = model.encoding._theta() if encoding == "rotate-learnable" else model.encoding[0].get_omega()
     torch.testing.assert_close(found, old, rtol=1e-6, atol=0)
+
+
+def test_the_name_of_a_timm_model_as_weights_explains_how_to_save_them():
+    advice = r"torch\.save\(timm\.create_model\('vit_tiny_patch16_224', pretrained=True\)\.state_dict\(\)"
+    with pytest.raises(typer.BadParameter, match=f"no such file.*{advice}.* pass --weights vit_tiny_patch16_224.pt"):
+        start_from(build_model(), Path("vit_tiny_patch16_224"))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ def test_more_steps_of_another_schedule_are_announced(tmp_path, capsys):
     assert first.step == 7
     assert longer.step == 12
     assert longer.history[-5]["lr"] > 1e-3  # the rate rises again
-    assert "cosine schedule was planned for 7 steps, so the result differs" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cosine schedule was planned for 7 steps, so the result differs" in said
+    assert "--schedule constant avoids this in a new run." in said
     with pytest.raises(typer.BadParameter, match="steps: was 12, is now 8"):
         toy_train(Training(out=tmp_path / "run", **{**TOY, "steps": 8}))
     with pytest.raises(typer.BadParameter, match=r"different settings \(--seed: was 0, is now 1\)"):
@@ -133,6 +135,17 @@ def test_wsd_continues_from_a_checkpoint_before_its_cooldown(tmp_path, capsys):
     (tmp_path / "short" / "checkpoint-00000004.pt").rename(tmp_path / "long" / "checkpoint.pt")
     same(toy_train(Training(out=tmp_path / "long", **{**options, "steps": 12})), whole)
     assert "differs" not in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_where_it_resumes(tmp_path, capsys):
+    config = Training(out=tmp_path, **TOY)
+    with pytest.raises(Killed):
+        toy_train(config, batch=partial(toy_batch, kill_at=7, counter=[]))  # two micro-batches per step
+    assert "Resuming" not in capsys.readouterr().err
+    toy_train(config)
+    assert "Resuming from step 2." in capsys.readouterr().err
+    toy_train(config)
+    assert "Resuming" not in capsys.readouterr().err  # it is finished
 
 
 def test_options_newer_than_a_checkpoint_had_their_default(tmp_path):

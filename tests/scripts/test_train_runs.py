@@ -118,6 +118,9 @@ def test_the_model_of_each_task(tmp_path, monkeypatch, name):
 def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"expected a run with checkpoint\.pt or model\.safetensors, got"):
         load_run(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileNotFoundError, match=f"got the file .*model.safetensors; pass {tmp_path}$"):
+        load_run(tmp_path / "model.safetensors")
 
     def prepare(config: Training, device: torch.device) -> work.Work:
         steps = lambda start: iter([(np.zeros(1, int), np.zeros(1, int))] * 9)  # noqa: E731

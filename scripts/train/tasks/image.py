@@ -62,10 +62,9 @@ from ..data.images import ImageError, Images, Labelled, is_idx, load_images, loa
 from ..data.pictures import load_classes
 from ..data.records import describe_held_out
 from ..data.streams import LabelledStream, is_stream
-from ..encodings import IMAGES, Backbone
+from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
 from ..outcome import placements
-from ..weights import has_coordinates
 from ..work import Work, train
 
 
@@ -107,18 +106,24 @@ class ImageTraining(Training):
     dataset: str = option("", "Dataset from timm, such as torch/cifar10, with --data as its root.")
     label: str = option("", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a dataset.")
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
-    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
+    limit: int = option(
+        0, "Train on at most this many images, and test on at most this many; 0 uses all.", least=0, off=True
+    )
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
     size: int = option(
         0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
     )
     reference: int = option(
-        0, "Image size whose patch grid all positions are mapped onto, in pixels, such as the size of --weights when "
-        "you fine-tune at another size; 0 uses one unit per patch.", least=0, off=True,
+        0, "Interpolate positions to the patch grid of this image size, in pixels. To fine-tune at another size, pass "
+        "the size that --weights were trained at. 0 keeps neighbouring patches one unit apart.", least=0, off=True,
     )  # fmt: skip
     mix_sizes: str = option("", MIX_SIZES)
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
-    test_sizes: str = option("auto", "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas.")
+    test_sizes: str = option(
+        "auto",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto: 4 patches shorter and "
+        "longer than --size, and --size by the longer side; 20,40,56,28x40 for idx files.",
+    )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
         1.0, "Smallest fraction of the image in a random crop; 1 uses the central square.", least=0, below=1.001
@@ -182,8 +187,8 @@ class ImageTraining(Training):
         size = self.size or (28 if is_small else 224)
         tests = self.test_sizes
         if tests == "auto":
-            tests = "20,40,56,28x40" if is_small else f"{size - 4 * patch},{size + 4 * patch},{size}x{size + 4 * patch}"
-            tests = tests if is_small or size > 4 * patch else ""
+            smaller = f"{size - 4 * patch}," if size > 4 * patch else ""
+            tests = "20,40,56,28x40" if is_small else f"{smaller}{size + 4 * patch},{size}x{size + 4 * patch}"
         for name, value in (("patch", patch), ("size", size), ("test_sizes", tests)):
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
