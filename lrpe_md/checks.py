@@ -15,8 +15,8 @@ from .engine.inductor.private import are_transforms_active, is_tracing, num_disp
 
 __all__ = [
     "a_or_an", "as_integer", "can_read", "check_at_least", "check_dense", "check_offsets", "check_one_of",
-    "check_reference", "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number", "is_real", "or_one",
-    "repeat_over_layers", "split_pair", "suggest",
+    "check_reference", "count_axes", "describe_positions", "fleeting", "invalid_positions", "is_finite_number",
+    "is_real", "or_one", "repeat_over_layers", "split_pair", "suggest",
 ]  # fmt: skip
 
 
