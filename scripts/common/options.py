@@ -113,7 +113,9 @@ _SHELL_TERMS = {
     r"attention='(\w+)'": r"--attention \1",
     r"use num_axes=3": "train on videos",
     r"encoding_kwargs=\{'(\w+)': \.\.\}": r"--encoding NAME:\1=..",
-    r"\b(\w+)=, in encoding_kwargs or lrpe_md\.preset,": r"--encoding NAME:\1=..",
+    r"share with .*?(\w+)= in (?:the encoding_kwargs of a model|lrpe_md\.preset or encoding_kwargs)": (
+        r"share with --encoding NAME:\1=.."
+    ),
     r"\bexpected None\b": "expected no value",
     r"(number),? or None\b": r"\1",
     r"\(('[^']*'(?:, '[^']*')*),?\)": r"\1",

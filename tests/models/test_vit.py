@@ -777,7 +777,7 @@ def test_presets_compile_once_for_all_sizes():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope expects a shape with 1 axes"),
+        ("pope", {}, r"encoding: expected a preset for images.*'pope'.*pope expects a shape with 1 axis"),
         ("qwen2_vl_vision", {}, r"expected a preset whose tokens are in row-major order, got 'qwen2_vl_vision'"),
         ("flux1", {}, r"head_dim: flux1 doesn't support 16"),
         (

@@ -214,7 +214,7 @@ def test_numbers_of_the_table(task, tmp_path):
     assert "| cosine | softmax | 1,000 | 0.500 | 0.020 | 4.0 | 2.00 | 2.00 | 30 |" in table
     lost = results.assign(loss_rise=results.loss_rise.where(results.seed != 1))  # one training diverged
     assert "| cosine | softmax | 1,000 | 0.500 |  | 4.0 |" in report_sizes.markdown(lost, config, "rotate")
-    assert "2,000 steps, with batch size 64, in bf16, compiled" in table
+    assert "2,000 steps, at batch size 64 in bf16 with `torch.compile`" in table
     assert table.endswith("A GPU, torch 2.11, commit 0123456789ab.\n")
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(("| rotate", "| cosine"))]
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst

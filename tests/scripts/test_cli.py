@@ -304,13 +304,13 @@ def test_warnings_name_options(capsys):
     def build():
         DiT(encoding="rotate", embed_dim=8, num_heads=2, depth=1, num_axes=3)
 
-    with pytest.warns(UserWarning, match="split=, in encoding_kwargs"):
+    with pytest.warns(UserWarning, match="with split= in the encoding_kwargs"):
         build()
     with cli.reword_warnings():
         build()
     shown = capsys.readouterr().err.splitlines()
     assert shown[0].startswith("Warning: head_dim: expected channels for each of 3 axes, got 0,1,1")
-    assert shown[0].endswith("or --encoding NAME:split=.. to choose each axis's share")
+    assert shown[0].endswith("or choose each axis's share with --encoding NAME:split=..")
     assert len(shown) == 1
-    with pytest.warns(UserWarning, match="split=, in encoding_kwargs"):
+    with pytest.warns(UserWarning, match="with split= in the encoding_kwargs"):
         build()

@@ -103,7 +103,7 @@ def test_train_sample_and_refuse_another_encoding(file: Path, tmp_path: Path) ->
     assert "--prompt: expected text to continue, got ''; leave it out to start with a new line" in refused.output
     refused = invoke(*command, "--encoding", "cosine-softplus-phase")
     assert refused.exit_code == 2
-    assert "model.encoding: was rotate, is now cosine" in refused.output
+    assert "--encoding: was rotate, is now cosine-softplus-phase" in refused.output
     file.write_text(file.read_text() + "more")
     assert "the data has changed" in invoke(*command).output
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from lrpe_md.models.frames import FrameAttention
 from lrpe_md.scripts.train.data.recall import KINDS, NO_ANSWER, OFFSETS, Clips, Symbols, draw_clips, encode_clips
 from lrpe_md.scripts.train.memory import MemoryAttention, build_model, limit_gate
 from lrpe_md.scripts.train.tasks import recall
@@ -20,7 +21,6 @@ from train_commands import Killed, die_after
 
 from lrpe_md.integrations.attention import Context
 from lrpe_md.integrations.encoding import EncodingStack
-from lrpe_md.integrations.timm import LrpeAttention
 from lrpe_md.reference import activate
 
 SYMBOLS = Symbols(keys=6, values=5, writes=3, questions=2)
@@ -181,9 +181,9 @@ def test_a_token_sees_no_later_frame(attention: str) -> None:
 
 def test_memories() -> None:
     kinds = {name: [type(block.attn) for block in model_of(name, depth=4).blocks] for name in ("softmax", "add", MIXED)}
-    assert kinds["softmax"] == [LrpeAttention] * 4
+    assert kinds["softmax"] == [FrameAttention] * 4
     assert kinds["add"] == [MemoryAttention] * 4
-    assert kinds[MIXED] == [*[MemoryAttention] * 3, LrpeAttention]
+    assert kinds[MIXED] == [*[MemoryAttention] * 3, FrameAttention]
     two = [block.attn for block in model_of("decay,delta", depth=2).blocks]
     assert [attn.rule for attn in two] == ["add", "delta"]
     assert two[1].decay is None
