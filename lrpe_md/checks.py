@@ -97,7 +97,7 @@ def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = Tru
 
 
 SYNONYMS: dict[str, str] = {
-    "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed", "flux": "flux1",
+    "rope": "rotate", "rotary": "rotate", "axial": "rotate", "lrpe": "cosine", "mixed": "rotate-mixed",
     "rotate-mixed": "mixed", "theta": "base", "rope_theta": "base",
 }  # fmt: skip
 
