@@ -133,8 +133,8 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
     for i in order:
         placed[i] = last = max(values[i], last + gap)
     for i in order[::-1]:
-        placed[i] = min(placed[i], most)
-        most = placed[i] - gap
+        placed[i] = highest = min(float(placed[i]), most)
+        most = highest - gap
     return placed.tolist()
 
 
