@@ -54,6 +54,7 @@ ROWS = 32  # rows of a transposed state per program of a scan
 COLUMNS = 64, 32  # columns per tile of these rows on matrix units, and of other products
 SCAN_WARPS = 8
 ROWS_OF_GRADIENT = 16  # rows of states per product of A's gradient
+UNIT = 4  # elements, 16 bytes; the kernels have the same constant
 
 
 class MemoryStates(NamedTuple):
@@ -233,12 +234,11 @@ class Scan(NamedTuple):
         ddecay = None
         if partner is not None:
             ddecay = torch.empty(programs, num_blocks, sizes.rows, dtype=torch.float64, device=device)
-        totals = sizes.state, count_transition(sizes, call)
-        unit = 4 if all(n % 4 == 0 for n in (*totals, *(n for extent in extents for n in extent[1:]))) else 1
         variant = Variant(
-            **describe_products(inputs), block_r=ROWS, memory=call.attention.rule,
-            adds_first=adds_first, need_ddecay=partner is not None, aligned=unit > 1,
+            **describe_products(inputs), block_r=ROWS, memory=call.attention.rule, adds_first=adds_first,
+            need_ddecay=partner is not None,
         )  # fmt: skip
+        unit, totals = UNIT if variant.aligned else 1, (sizes.state, count_transition(sizes, call))
         numbers = (
             pack_numbers(sizes.rows, repeats, num_blocks, int(backward)), pack_numbers(*(n // unit for n in totals)),
             *(pack_numbers(extent.num_rows, *(n // unit for n in extent[1:])) for extent in extents),
@@ -254,11 +254,17 @@ class Scan(NamedTuple):
 
 
 def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
-    """Return fields of a variant for products of states: precision, and the width of a tile of columns."""
-    fast = inputs.narrow and launch.has_ptx(inputs.dtype)
-    columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(inputs.sizes.num_features)))
-    wide, operand = inputs.acc == torch.float64, launch.name_operand(inputs.dtype)
-    return {"fast": fast, "block_c": columns, "wide": wide, "operand": operand, "width": inputs.sizes.num_features}
+    """Return fields of a variant for products of states: precision, tiles of columns, and alignment.
+
+    With ``aligned``, kernels get sizes of states in units of UNIT elements, so that loads are wide.
+    """
+    fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
+    columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))
+    return {
+        "fast": fast, "block_c": columns, "width": sizes.num_features, "wide": inputs.acc == torch.float64,
+        "operand": launch.name_operand(inputs.dtype),
+        "aligned": sizes.num_features % UNIT == sizes.num_sums % UNIT == 0,
+    }  # fmt: skip
 
 
 def find_saved_shapes(
@@ -363,11 +369,10 @@ def differentiate_delta(
     width = sizes.num_features
     num_rows = list_extents(inputs)[0].num_rows
     matrices = torch.empty(len(decay), sizes.rows, width**2, dtype=inputs.operand, device=inputs.device)
-    unit = 1 if width % 4 or sizes.state % 4 else 4
-    variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT, aligned=unit > 1)
+    variant = Variant(**describe_products(inputs), block_r=ROWS_OF_GRADIENT)
     args = (
         tuple(forward), (None, None) if backward is None else tuple(backward), decay, matrices,
-        pack_numbers(num_rows, sizes.state // unit),
+        pack_numbers(num_rows, sizes.state // (UNIT if variant.aligned else 1)),
     )  # fmt: skip
     programs = len(decay) * sizes.rows * triton.cdiv(width, variant.block_c) ** 2
     launch.launch_with_fallback(kernels.linear_transition_gradient_kernel, programs, args, (variant, {}))
