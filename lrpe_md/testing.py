@@ -515,6 +515,16 @@ class LinearCase:
         )  # fmt: skip
 
     @property
+    def has_positions(self) -> bool:
+        """True if the call needs positions."""
+        return self.map is not None or self.mask == "block" or self.norm_groups > 1
+
+    @property
+    def key_scale(self) -> float:
+        """Factor of random keys, which keeps A of a block below about 1 with the delta rule."""
+        return (self.head_dim * self.block) ** -0.5 if self.rule == "delta" else 1.0
+
+    @property
     def out_dim(self) -> int:
         """Width of a head of q̂ and k̂."""
         return self.encoding.out_dim if self.map == "cosine" else self.head_dim
@@ -579,8 +589,7 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
         randn(case.batch, heads, num, width).to(case.dtype)
         for heads, num, width in ((h_q, num_q, case.head_dim), (h_k, num_k, case.head_dim), (h_k, num_k, v_dim))
     )
-    if case.rule == "delta":  # keeps A of a block below about 1
-        k = k * (case.head_dim * case.block) ** -0.5
+    k = k * case.key_scale
     grad = randn(case.batch, h_q, num_q, v_dim).to(device, case.dtype)
     gate = None
     if case.gate != "none":
@@ -607,10 +616,9 @@ def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> 
     if case.cu_seqlens is not None:
         cu_seqlens = torch.tensor([0, *case.cu_seqlens]).cumsum(0).to(device, torch.int32)
     omega, phase, amplitude = _make_frequencies(case, randn, device)
-    placed = case.map or case.mask == "block" or case.norm_groups > 1
     return LinearInputs(
-        qkv, _strided(grad, case.grad_layout), omega, phase, positions if placed else None, gate, cu_seqlens,
-        before if case.state else (), after if case.return_state else (), case, amplitude,
+        qkv, _strided(grad, case.grad_layout), omega, phase, positions if case.has_positions else None, gate,
+        cu_seqlens, before if case.state else (), after if case.return_state else (), case, amplitude,
         _make_weights(case.encoding, randn, device), _make_decay(case, num_k, device),
     )  # fmt: skip
 

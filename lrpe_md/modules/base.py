@@ -77,7 +77,6 @@ class FrequencyModule(nn.Module):
     use ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if frequencies are learned.
     """
 
-    check_positions: Callable[[Any], None] | None = None  # warns about positions that do not suit a preset
     map: str
     head_dim: int
     log_theta: Tensor
@@ -467,8 +466,6 @@ class FrequencyModule(nn.Module):
             return encode_packed(again, xs)
         if inverse and self.map == "cosine":
             raise ValueError("inverse: expected False for the cosine map, which has no inverse, got True")
-        if self.check_positions is not None and not torch.compiler.is_compiling():
-            self.check_positions(positions)
         try:
             return self._encode(xs, positions, inverse, norm=norm, out=out, out_start=out_start)
         except (ValueError, TypeError):

@@ -423,7 +423,12 @@ class PresetMd(FrequencyModule):
     def _lay(self) -> Tensor:
         return self._theta()[..., None] * self.axes
 
-    def check_positions(self, positions: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _encode(self, xs: tuple[Tensor, ...], positions: Any, inverse: bool = False, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._check_rule(positions)
+        return super()._encode(xs, positions, inverse, **options)
+
+    def _check_rule(self, positions: Any) -> None:
         """Warn about a plain grid if the scheme places its tokens differently; once for each shape."""
         checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
         if type(positions) is not Grid or positions.shape in checked or not is_plain_grid(positions):
@@ -438,7 +443,7 @@ class PresetMd(FrequencyModule):
             warnings.warn(
                 f"positions: expected those of {self.preset.name!r}, which has its own rule, got a plain Grid; pass "
                 f"module.positions({prefix}{positions.shape})",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:

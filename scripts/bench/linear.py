@@ -64,7 +64,7 @@ DEFAULT = [name for name in ALL_WORKLOADS if not name.endswith("-b2")]
 
 def attend_fused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
     case = inputs.case
-    positions = inputs.positions if case.map or case.mask == "block" else None
+    positions = inputs.positions if case.has_positions else None
     return linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 
@@ -77,7 +77,7 @@ class OtherCheckout:
 def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
     """Run :func:`attend_fused` with the other checkout's kernels."""
     package, case = OtherCheckout.package, inputs.case
-    positions = package.Grid(case.shape, prefix=case.prefix) if case.map or case.mask == "block" else None
+    positions = package.Grid(case.shape, prefix=case.prefix) if case.has_positions else None
     return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 

@@ -113,12 +113,7 @@ def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
         channels = case.head_dim if case.map == "cosine" else case.head_dim // 2
         omega = torch.randn(1, channels, len(case.shape), device=device)
         omega *= torch.logspace(0, -2, channels, device=device)[:, None]
-    return Inputs(q, scale_keys(k, case), v, torch.randn_like(q), omega, grid, case, make_memory(case, device))
-
-
-def scale_keys(k: Tensor, case: LinearCase) -> Tensor:
-    """Scale the keys of a delta rule, so that a frame removes at most about what the state holds."""
-    return k * (case.head_dim * case.block) ** -0.5 if case.rule == "delta" else k
+    return Inputs(q, k * case.key_scale, v, torch.randn_like(q), omega, grid, case, make_memory(case, device))
 
 
 def make_memory(case: LinearCase, device: torch.device) -> dict[str, Any]:

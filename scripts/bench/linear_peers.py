@@ -119,10 +119,13 @@ def takes_frames(name: str, case: LinearCase) -> bool:
     return case.map == "rotate" and case.rule == "delta"
 
 
-def unscale_keys(inputs: Inputs) -> Inputs:
-    """Undo the scaling of the keys for SanaWM's module with both directions, which scales them itself."""
-    case = inputs.case
-    return replace(inputs, k=inputs.k * (case.head_dim * case.block) ** 0.5) if case.directions == "both" else inputs
+def prepare_frames(inputs: Inputs) -> Inputs:
+    """Form SanaWM's angles. Undo the scaling of the keys for its module with both directions, which scales them."""
+    case, omega = inputs.case, inputs.omega
+    assert omega is not None
+    angles = inputs.positions.coordinates().to(omega) @ omega[0].T
+    memory = {**inputs.memory, "angles": torch.polar(torch.ones_like(angles), angles)[None, None]}
+    return replace(inputs, k=inputs.k / case.key_scale if case.directions == "both" else inputs.k, memory=memory)
 
 
 def delta(_: Any, compiles: bool = False) -> Attend:
@@ -142,14 +145,10 @@ def delta(_: Any, compiles: bool = False) -> Attend:
         return sana.torch_chunk_sana_gdn(q, k, v, *rotated, beta, decay, eps=EPS).mT.to(BF16)
 
     run = torch.compile(attend) if compiles else attend
-    formed: dict[int, Tensor] = {}
 
     def call(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-        if id(inputs) not in formed and omega is not None:
-            angles = inputs.positions.coordinates().to(q.device, torch.float32) @ omega[0].T
-            formed[id(inputs)] = torch.polar(torch.ones_like(angles), angles)[None, None]
         memory = inputs.memory
-        return run(q, k, v, memory["gate"], memory["decay"], formed[id(inputs)], memory["directions"] == "both")
+        return run(q, k, v, memory["gate"], memory["decay"], memory["angles"], memory["directions"] == "both")
 
     return call
 
@@ -166,12 +165,12 @@ PEERS = {
     "flash_bla": Peer(
         FLASH_BLA, "linear_attention", takes_bidirectional, as_features, bidirectional, compile=compile_bidirectional
     ),
-    "SanaWM": Peer(SANA_WM, SCAN, takes_frames, unscale_keys, delta, note="angles formed beforehand"),
+    "SanaWM": Peer(SANA_WM, SCAN, takes_frames, prepare_frames, delta, note="angles formed beforehand"),
     "SanaWM, compiled": Peer(
         SANA_WM,
         SCAN,
         lambda name, case: takes_frames(name, case) and not name.endswith("long"),
-        unscale_keys,
+        prepare_frames,
         partial(delta, compiles=True),
         note="angles formed beforehand",
     ),
@@ -184,7 +183,7 @@ def exact(inputs: Inputs) -> Tensor:
     options: dict[str, Any] = {
         name: x[:1, :2].double() if isinstance(x, Tensor) else x for name, x in inputs.options.items()
     }
-    positions = inputs.positions if inputs.case.map or inputs.case.mask == "block" else None
+    positions = inputs.positions if inputs.case.has_positions else None
     return linear_attention(
         q, k, v, map=inputs.case.map, omega=inputs.omega, positions=positions, impl="reference", **options
     )  # fmt: skip

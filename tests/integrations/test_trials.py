@@ -173,7 +173,7 @@ def test_another_rule_of_positions_is_followed():
 
 
 def test_a_function_that_turns_what_stands_in_front(monkeypatch):
-    """Whether the model is adapted or not, its outputs don't change."""
+    """The model computes the same outputs before and after it is adapted."""
     model, x = dinov3(), torch.randn(2, 3, 32, 32)
     module = importlib.import_module(type(model).__module__)
 
