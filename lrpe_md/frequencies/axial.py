@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from ..checks import check_at_least, check_dense
 
 __all__ = [
-    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "cut_blocks", "num_blocks",
-    "one_series", "sequence_omega", "split_channels", "warn_of_idle_axes",
+    "AXIS_MAPS", "AXIS_ORDERS", "AxisMap", "AxisOrder", "axial_omega", "check_map", "check_split", "cut_blocks",
+    "num_blocks", "one_series", "sequence_omega", "split_channels", "warn_of_idle_axes",
 ]  # fmt: skip
 
 AxisOrder = Literal["minor_first", "major_first"]
@@ -111,6 +111,18 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     if remainder is not None:
         parts[remainder] += left
     return tuple(parts)
+
+
+def check_split(split: Any, num_axes: int, owner: str = "") -> None:
+    """Check that ``split`` has a share for each axis. owner: whose axes, such as "wan's ", for the error."""
+    example = (1,) * num_axes
+    if not isinstance(split, Sequence):
+        raise TypeError(f"split: expected a tuple of shares, such as {example}, got {split!r}")
+    if len(split) != num_axes:
+        raise ValueError(
+            f"split: expected a share for each of {owner}{num_axes} axes, got {tuple(split)}; pass {num_axes} numbers, "
+            f"such as {example}"
+        )
 
 
 def warn_of_idle_axes(

@@ -18,7 +18,7 @@ from ..engine.core.call import Act
 from ..engine.encode.validate import check_act
 from ..engine.linear.call import Description, NormalizerName
 from ..engine.linear.validate import check_normalizer
-from ..frequencies.axial import warn_of_idle_axes
+from ..frequencies.axial import check_split, warn_of_idle_axes
 from ..modules.base import FrequencyModule
 from ..modules.encodings import CosineMd, PresetMd, RotateMd
 from ..modules.linear import HeadDecay
@@ -179,11 +179,8 @@ def _of_series(
     by_head = kwargs.get("phase") or kwargs.get("frequencies") == "mixed" if heads is None else heads == "own"
     own = {"num_heads": num_heads, **kwargs} if by_head else kwargs
     split = own.get("split")
-    if split is not None and len(split) != num_axes:
-        raise ValueError(
-            f"split: expected a share for each of {num_axes} axes, got {tuple(split)}; pass {num_axes} numbers, such "
-            f"as {(1,) * num_axes}"
-        )
+    if split is not None:
+        check_split(split, num_axes)
     if encoding != "mixed":
         own = _shared_out(**own)
     seed = own.pop("seed", 0)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ..checks import suggest
+from ..frequencies.axial import check_split
 from ..frequencies.scalings import ntk_scaling
 from ..positions.sequences import Tokens
 from . import functions as f
@@ -561,9 +563,7 @@ def preset(
     if num_heads < 1:
         raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
     frequencies = scheme.frequencies
-    if split is not None and not isinstance(split, Sequence):
-        raise TypeError(f"split: expected a tuple of shares, such as {(1,) * frequencies.num_axes}, got {split!r}")
-    changes = {"base": base, "split": None if split is None else tuple(split), "scaling": scaling, "seed": seed}
+    changes: dict[str, Any] = {"base": base, "split": split, "scaling": scaling, "seed": seed}
     changes = {key: value for key, value in changes.items() if value is not None}
     for key in sorted(changes.keys() - frequencies.takes):
         raise ValueError(
@@ -571,11 +571,9 @@ def preset(
             f"got {changes[key]!r}"
         )
     changes.pop("seed", None)
-    if split is not None and len(split) != frequencies.num_axes:
-        raise ValueError(
-            f"split: expected a share for each of {name}'s {frequencies.num_axes} axes, got {split}; pass "
-            f"{frequencies.num_axes} numbers, such as {(1,) * frequencies.num_axes}"
-        )
+    if split is not None:
+        check_split(split, frequencies.num_axes, f"{name}'s ")
+        changes["split"] = tuple(split)
     made = make_preset(name, scheme, head_dim, num_heads, changes=changes, rotary_dim=rotary_dim, seed=seed or 0)
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(

@@ -787,6 +787,7 @@ def test_presets_compile_once_for_all_sizes():
         ),
         ("eva02", {"split": 2}, r"split: expected a tuple of shares, such as \(1, 1\), got 2"),
         ("rotate", {"split": (2, 3, 3)}, r"split: .* 2 axes, got \(2, 3, 3\); pass 2 numbers, such as \(1, 1\)"),
+        ("rotate", {"split": 2}, r"split: expected a tuple of shares, such as \(1, 1\), got 2"),
         ("eva02", {"seed": 1}, r"seed: expected None, because"),
         ("eva02", {"bas": 1}, r"bas"),
     ],
