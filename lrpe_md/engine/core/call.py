@@ -340,6 +340,7 @@ class Variant(NamedTuple):
     # The kernel's memory, unlike Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by
     # I − A, "add" does not.
     memory: str = "sum"
+    decay_per_head: bool = False  # causal kernels: all tokens of a head have the same decay
     width: int = 0  # elements of a row of a state, in tiles of block_c
     num_scans: int = 1  # 2 for both directions
     adds_first: bool = False  # the scan computes gradients

@@ -3,7 +3,7 @@
 Within a block of tokens, the weight of a key includes the product of the decays after it, up to the query. The state
 before the block is multiplied by the product up to the query. A key enters the state with the product up to the end of
 the block. Products are exponentials of sums of log g. Names are those of linear.py; L is the running sum of log g in a
-block.
+block. If operands are rounded, logarithms are binary, because exp2 is a single instruction.
 """
 
 import triton
@@ -41,39 +41,70 @@ from .tiles import move_tokens
 
 
 @triton.jit
-def load_decay(decay, place, V: tl.constexpr):
-    """Load log g of a block. Return L, the sums over the tokens after each token, and the sum over the block.
+def locate_decay(decay, b, h, V: tl.constexpr):
+    """Load log g of a head if it is the same for all tokens. Otherwise, return ``decay``: a pointer and strides."""
+    if V.decay_per_head:
+        p, strides = decay
+        stride_b, stride_h, _ = unpack_numbers(strides)
+        return convert_logs(tl.load(p + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h), V=V)
+    elif V.memory == "add":
+        return decay
+    else:
+        return 0
+
+
+@triton.jit
+def convert_logs(logs, V: tl.constexpr):
+    """Convert log g to the form in which it is summed.
 
     Differences of L lose precision if decays are strong. So L is float64, unless operands are rounded anyway.
     """
-    b, h, n0, o_n, m_n = place
-    logs = load_gate(decay, b, h, n0 + o_n, m_n, V=V)
     if V.operand == "same":
-        logs = logs.to(tl.float64)
-    total = tl.sum(logs, axis=0)
-    return tl.cumsum(logs, axis=0), tl.cumsum(logs, axis=0, reverse=True) - logs, total
+        return logs.to(tl.float64)
+    else:
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        return logs.to(tl.float32) * LOG2_E
+
+
+@triton.jit
+def load_decay(decay, place, end, V: tl.constexpr):
+    """Return L of a block, the sums of log g over the tokens after each token, and the sum over the block.
+
+    decay: see :func:`locate_decay`. end: the end of the piece.
+    """
+    b, h, n0, o_n, m_n = place
+    if V.decay_per_head:
+        count = tl.minimum(end - n0, V.block_n)
+        # Depends on the block, as count does. Otherwise, the loop would keep all of fade_pairs in registers.
+        tokens = tl.minimum(o_n + 1, count)
+        return tokens * decay, (count - tokens) * decay, count * decay
+    else:
+        logs = convert_logs(load_gate(decay, b, h, n0 + o_n, m_n, V=V), V=V)
+        total = tl.sum(logs, axis=0)
+        return tl.cumsum(logs, axis=0), tl.cumsum(logs, axis=0, reverse=True) - logs, total
 
 
 @triton.jit
 def fade(logs, V: tl.constexpr):
-    """Return exp of sums of log g, in the compute dtype."""
-    return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
+    """Return the decay from sums of log g, in the compute dtype."""
+    if V.operand == "same":
+        return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
+    else:
+        return tl.exp2(logs)
 
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr):
     """Return the decay of each key (column) for each query (row) of a block; 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
-    log_decay = tl.minimum(L[:, None] - L[None, :], 0.0)
-    return tl.where(o_n[:, None] >= o_n[None, :], fade(log_decay, V=V), 0.0)
+    return fade(tl.where(o_n[:, None] >= o_n[None, :], L[:, None] - L[None, :], float("-inf")), V=V)
 
 
 @triton.jit
 def fade_pairs_transposed(L, V: tl.constexpr):
     """Return the transpose of :func:`fade_pairs`: keys are rows, queries columns."""
     o_n = tl.arange(0, V.block_n)
-    log_decay = tl.minimum(L[None, :] - L[:, None], 0.0)
-    return tl.where(o_n[:, None] <= o_n[None, :], fade(log_decay, V=V), 0.0)
+    return fade(tl.where(o_n[:, None] <= o_n[None, :], L[None, :] - L[:, None], float("-inf")), V=V)
 
 
 @triton.jit
@@ -91,6 +122,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
     """Return S and Z after tokens begin .. end of a head."""
     gate, decay = gates
     b, h, begin, end = walk
+    decay = locate_decay(decay, b, h, V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
     v_head = locate_tensor(v, b, h, V=V)
@@ -102,7 +134,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, h, n0, o_n, m_n)
         _k, k_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, side, place, V=V)
-        _L, logs_to_end, total = load_decay(decay, place, V=V)
+        _L, logs_to_end, total = load_decay(decay, place, end, V=V)
         weight = fade(logs_to_end, V=V)
         if V.gated:
             weight *= beta
@@ -142,6 +174,7 @@ def linear_decay_query_state_kernel(
     do_head = locate_tensor(do, b, h, V=V)
     dS = empty_state(V=V)
     dZ = empty_sums(V=V)
+    decay = locate_decay(decay, b, g, V=V)
     logs_before = tl.sum(tl.zeros([2], dtype=tl.float64 if V.operand == "same" else tl.float32))
     for n0 in tl.range(begin, end, V.block_n, num_stages=V.stages):
         m_n = n0 + o_n < end
@@ -150,7 +183,7 @@ def linear_decay_query_state_kernel(
         do_block = load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
-        L, _logs_to_end, total = load_decay(decay, (b, g, n0, o_n, m_n), V=V)
+        L, _logs_to_end, total = load_decay(decay, (b, g, n0, o_n, m_n), end, V=V)
         weight = fade(logs_before + L, V=V)
         logs_before += total
         if V.normalizer != "none":

@@ -9,7 +9,7 @@ states decay from token to token (decay.py), and masks include the decay between
 import triton
 import triton.language as tl
 
-from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, sum_crossing
+from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, locate_decay, sum_crossing
 from .features import (
     empty_weight_sums,
     fill_rest,
@@ -97,10 +97,10 @@ def causal_mask_transposed(V: tl.constexpr):
 
 
 @triton.jit
-def form_block_decay(decay, place, V: tl.constexpr):
+def form_block_decay(decay, place, end, V: tl.constexpr):
     """Return the result of :func:`load_decay` for a block of tokens, or () without a decay."""
     if V.memory == "add":
-        return load_decay(decay, place, V=V)
+        return load_decay(decay, place, end, V=V)
     else:
         return ()
 
@@ -136,11 +136,31 @@ def fade_from_start(x, block_decay, V: tl.constexpr):
 
 
 @triton.jit
+def fade_columns_from_start(x, block_decay, V: tl.constexpr):
+    """Implement :func:`fade_from_start` for x (channels, tokens)."""
+    if V.memory == "add":
+        L, _logs_to_end, _total = block_decay
+        return scale_row(x, fade(L, V=V)[None, :])
+    else:
+        return x
+
+
+@triton.jit
 def fade_to_end(x, block_decay, V: tl.constexpr):
     """Multiply x by the decay from each token to the end of the block, tile by tile."""
     if V.memory == "add":
         _L, logs_to_end, _total = block_decay
         return scale_row(x, fade(logs_to_end, V=V)[:, None])
+    else:
+        return x
+
+
+@triton.jit
+def fade_columns_to_end(x, block_decay, V: tl.constexpr):
+    """Implement :func:`fade_to_end` for x (channels, tokens)."""
+    if V.memory == "add":
+        _L, logs_to_end, _total = block_decay
+        return scale_row(x, fade(logs_to_end, V=V)[None, :])
     else:
         return x
 
@@ -254,17 +274,17 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
     """Return o z of a block, for each tile of v. Tokens see S, and the block's tokens up to themselves."""
     S = to_operands(S, V=V)
-    q_from_start = fade_from_start(q_hat, block_decay, V=V)
     if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout
         products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
         values = tl.trans(v_block[0])
-        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_from_start, S, V=V)[0], V=V)),)
+        values_before = fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V)
+        return (tl.trans(multiply(values, to_operand(products, V=V), values_before[0], V=V)),)
     else:
         products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         if V.raw:  # q̂ is in shared memory
-            values_before = apply_state(q_from_start, S, V=V)
+            values_before = fade_from_start(apply_state(q_hat, S, V=V), block_decay, V=V)
         else:
-            values_before = transpose_tiles(sum_columns(q_from_start, S, V=V))
+            values_before = transpose_tiles(fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V))
         products = to_operand(products, V=V)
         out = ()
         for i in tl.static_range(len(v_block)):
@@ -286,6 +306,7 @@ def linear_causal_forward_kernel(
     S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
@@ -296,7 +317,7 @@ def linear_causal_forward_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
@@ -336,6 +357,7 @@ def linear_causal_query_kernel(
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
@@ -348,7 +370,7 @@ def linear_causal_query_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
@@ -434,12 +456,12 @@ def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
 
 
 @triton.jit
-def begin_values(k_hat, dS, V: tl.constexpr):
+def begin_values(k_hat, dS, block_decay, V: tl.constexpr):
     """Return dv of a block from queries of later blocks: tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
     if V.single_layout:
-        return sum_columns(k_hat, dS, V=V)
+        return fade_columns_to_end(sum_columns(k_hat, dS, V=V), block_decay, V=V)
     else:
-        return apply_state(k_hat, dS, V=V)
+        return fade_to_end(apply_state(k_hat, dS, V=V), block_decay, V=V)
 
 
 @triton.jit
@@ -513,6 +535,7 @@ def linear_causal_key_kernel(
     q_head_tables = load_query_side(q_side, k_side[1], b, g, g, V=V)
     q_tables, _ = q_head_tables
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -525,12 +548,11 @@ def linear_causal_key_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(x_bar, beta, V=V)
         k_hat = map_features(k_bar, cos_sin, V=V)
         keys = (k_hat, k_bar)
-        k_to_end = fade_to_end(k_hat, block_decay, V=V)
         v_block = to_operands(v_block, V=V)
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
@@ -539,7 +561,7 @@ def linear_causal_key_kernel(
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
         if V.has_no_gqa:  # finish dv before dk begins
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
-            dv_block = add_to_values(begin_values(k_to_end, operands, V=V), k_hat, queries, block_decay, V=V)
+            dv_block = add_to_values(begin_values(k_hat, operands, block_decay, V=V), k_hat, queries, block_decay, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
@@ -548,7 +570,7 @@ def linear_causal_key_kernel(
         else:
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
-            dv_block = begin_values(k_to_end, operands, V=V)
+            dv_block = begin_values(k_hat, operands, block_decay, V=V)
             for r in range(R):
                 h = g * R + r
                 place = (b, h, n0, o_n, m_n)

@@ -37,6 +37,7 @@ from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
+    DECAYING,
     NARROWEST,
     NORMALIZED,
     LinearPass,
@@ -165,6 +166,7 @@ class Parts(NamedTuple):
 
     all_parts: Pieces
     needed_parts: Pieces  # the first parts or, backward, the last ones
+    per_piece: int = 1
 
 
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
@@ -189,11 +191,9 @@ def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, 
     table = _tabulate_range(pieces.num_tokens, piece_lengths, call.q_tables.omega.device)
     parts = pieces._replace(table=table, num_pieces=len(table))
     if needs_all:
-        return Parts(parts, parts)
-    if backward:
-        needed_table = table[piece_lengths.parts :]
-        return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)))
-    return Parts(parts, parts._replace(num_pieces=(pieces.num_pieces - 1) * piece_lengths.parts))
+        return Parts(parts, parts, piece_lengths.parts)
+    needed_table = table[piece_lengths.parts :] if backward else table[: (pieces.num_pieces - 1) * piece_lengths.parts]
+    return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)), piece_lengths.parts)
 
 
 def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLengths, has_piece_slots: bool) -> Tensor:
@@ -297,7 +297,10 @@ class LaunchInputs:
         self.weights = call.weights
         if call.spec.norm != "none":
             self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
-        self.log_decay: Tensor | None = None  # (B, H_k, N), with a causal mask
+        self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
+        self.decay_per_head = (
+            call.attention.mask == "causal" and operands.decay is not None and operands.decay.ndim == 1
+        )
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -352,7 +355,8 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        rows = {} if self.call.attention.normalizer == "none" else NORMALIZED
+        decays = spec.map != "none" and self.log_decay is not None
+        rows = NORMALIZED if self.call.attention.normalizer != "none" else DECAYING if decays else {}
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
@@ -390,7 +394,7 @@ class LaunchInputs:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
-            memory="sum" if self.log_decay is None else "add",
+            memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
             need_ddecay=need_ddecay,
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}

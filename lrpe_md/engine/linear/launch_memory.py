@@ -430,37 +430,51 @@ def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool)
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
+    parts = inputs.parts(has_state)
+    needed = parts.needed_parts
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, has_state))
     variant, _ = config
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
+    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.k, variant), with_strides(inputs.v, variant), gates_with_strides(inputs),
-        inputs.flatten_keys(variant), states, pieces.numbers,
-        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
+        inputs.flatten_keys(variant), states, needed.numbers,
+        pack_numbers(sizes.groups, needed.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * pieces.num_pieces, args, config)
-    series, _ = scan_pieces(inputs).run(states, join_state(inputs, operands.state) if operands.state else None)
-    return split_sums(inputs, series[:-1]), series
+    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * needed.num_pieces, args, config)
+    series, _ = scan_parts(inputs, needed).run(states, join_state(inputs, operands.state) if operands.state else None)
+    return split_sums(inputs, series[:: parts.per_piece][: pieces.num_pieces]), series
 
 
-def scan_pieces(inputs: LaunchInputs) -> Scan:
-    """Return a scan over the states of pieces, with the total decay of each piece."""
-    pieces, sizes = inputs.pieces(of_queries=False), inputs.sizes
+def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
+    """Return a scan over the states of parts of the tokens, with the total decay of each part."""
+    sizes = inputs.sizes
     assert inputs.log_decay is not None
-    assert pieces.table is not None
-    begins, ends = (pieces.table[:, i].long() for i in (0, 1))
-    if sizes.num_keys and inputs.log_decay.stride(2) == 0:  # one decay per head
-        logs = inputs.log_decay[..., :1].double() * (ends - begins)
+    assert parts.table is not None
+    begins, ends = parts.table[:, 0], parts.table[:, 1]
+    if sizes.num_keys and inputs.decay_per_head:
+        logs = (ends - begins)[:, None, None] * inputs.log_decay[..., 0].double()
     else:
         sums = torch.nn.functional.pad(inputs.log_decay.double().cumsum(-1), (1, 0))
-        logs = sums[..., ends] - sums[..., begins]
-    factors = logs.exp().permute(2, 0, 1).reshape(-1, sizes.rows)
-    return Scan(inputs, _count_up(pieces.num_pieces, inputs.device), None, factors.to(inputs.acc).contiguous())
+        logs = (sums[..., ends] - sums[..., begins]).permute(2, 0, 1)
+    factors = torch.empty(logs.shape, dtype=inputs.acc, device=inputs.device)
+    torch.exp(logs, out=factors)
+    return Scan(inputs, _count_up(parts.num_pieces, inputs.device), None, factors.flatten(1))
 
 
 @cache
 def _count_up(count: int, device: torch.device) -> Tensor:
     return make_table([*range(count + 1)], device)
+
+
+@cache
+def _index_pieces(num_pieces: int, num_parts: int, per_piece: int, has_first: bool, device: torch.device) -> Tensor:
+    """Index the ends of pieces in a series over the needed parts, from the start of the first piece on.
+
+    If the first piece's parts are missing, its start gets index 0.
+    """
+    skipped = 0 if has_first else 1
+    indices = [min(max(p - skipped, 0) * per_piece, num_parts) for p in range(num_pieces + 1)]
+    return make_table(indices, device)
 
 
 def differentiate_causal(
@@ -480,8 +494,13 @@ def differentiate_causal(
     dslot_states, gradients = (), None
     needs_first = inputs.needs.state or (needs_ddecay and bool(operands.state))
     if pieces.num_pieces > 1 or dstate or needs_first:
-        parts = sum_query_states(inputs, scales)
-        gradients, _ = scan_pieces(inputs).run(parts, join_state(inputs, dstate) if dstate else None, backward=True)
+        parts = inputs.parts(needs_first, backward=True)
+        needed = parts.needed_parts
+        series, _ = scan_parts(inputs, needed).run(
+            sum_query_states(inputs, scales, needed), join_state(inputs, dstate) if dstate else None, backward=True
+        )
+        ends = _index_pieces(pieces.num_pieces, needed.num_pieces, parts.per_piece, needs_first, inputs.device)
+        gradients = series.index_select(0, ends)  # of the state before each piece and after the last
         dslot_states = split_sums(inputs, gradients[1:])
     products = None
     if needs_ddecay:
@@ -531,19 +550,19 @@ def sum_decay_gradients(
     return running.flatten(-2)[..., : sizes.num_keys] + crossing
 
 
-def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
-    """Return dS and dZ before each piece, for each query head."""
-    sizes, pieces, needs = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs
+def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Tensor:
+    """Return dS and dZ before each part, for each query head."""
+    sizes, needs = inputs.sizes, inputs.needs
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
     variant, _ = config
     heads = sizes.rows * sizes.repeats
-    parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
+    states = torch.empty(parts.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.q, variant), with_strides(inputs.do, variant), gate_with_strides(inputs.log_decay),
-        inputs.flatten_queries(variant), scales, parts, pieces.numbers, inputs.counts(pieces),
+        inputs.flatten_queries(variant), scales, states, parts.numbers, inputs.counts(parts),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * pieces.num_pieces, args, config)
-    return parts
+    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * parts.num_pieces, args, config)
+    return states
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
