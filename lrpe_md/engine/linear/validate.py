@@ -341,14 +341,14 @@ def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
 
 
 def make_empty_frequencies(q: Tensor) -> Tensor:
-    """Return empty frequencies (1, 0, 0), in place of omega without a map."""
+    """Return empty frequencies of shape (1, 0, 0), which stand in for omega if there is no map."""
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
 def _place_without_map(
     options: LinearOptions, arguments: TensorArguments, sides: Sides
 ) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return both sides without angles. Only the prefix and suffix of a grid matter, for the blocks."""
+    """Return both sides for map=None. Positions only determine the prefix and the suffix, which blocks need."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
