@@ -1,9 +1,9 @@
-"""Decay from token to token, for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
+"""Decay from token to token for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
 
-Within a block of tokens, the weight of a key includes the product of the decays after it, up to the query. The state
-before the block is multiplied by the product up to the query. A key enters the state with the product up to the end of
-the block. Products are exponentials of sums of log g. Names are those of linear.py; L is the running sum of log g in a
-block.
+Within a block of tokens, a query weights a key by the product of the decays after the key, up to and including the
+query's. It weights the state before the block by the product of all decays up to its own. Keys are added to the state
+with the product of the decays after them, up to the end of the block. Products are exponentials of sums of log g. Names
+are the same as in linear.py. In addition, L is the running sum of log g in a block.
 """
 
 import triton
@@ -42,9 +42,9 @@ from .tiles import move_tokens
 
 @triton.jit
 def load_decay(decay, place, V: tl.constexpr):
-    """Load log g of a block. Return L, the sums over the tokens after each token, and the sum over the block.
+    """Load log g of a block. Return its running sum L, its sum over all later tokens, and its sum over the block.
 
-    Differences of L lose precision if decays are strong. So L is float64, unless operands are rounded anyway.
+    Differences of L lose precision if decays are strong, so L is float64 unless operands are rounded anyway.
     """
     b, h, n0, o_n, m_n = place
     logs = load_gate(decay, b, h, n0 + o_n, m_n, V=V)
@@ -56,13 +56,13 @@ def load_decay(decay, place, V: tl.constexpr):
 
 @triton.jit
 def fade(logs, V: tl.constexpr):
-    """Return exp of sums of log g, in the compute dtype."""
+    """Convert sums of log g to products of g, in the compute dtype."""
     return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
 
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr):
-    """Return the decay of each key (column) for each query (row) of a block; 0 for later keys."""
+    """Return the decay between each key (column) and each query (row) of a block. It is 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
     log_decay = tl.minimum(L[:, None] - L[None, :], 0.0)
     return tl.where(o_n[:, None] >= o_n[None, :], fade(log_decay, V=V), 0.0)
@@ -70,7 +70,7 @@ def fade_pairs(L, V: tl.constexpr):
 
 @triton.jit
 def fade_pairs_transposed(L, V: tl.constexpr):
-    """Return the transpose of :func:`fade_pairs`: keys are rows, queries columns."""
+    """Return the transpose of :func:`fade_pairs`, with keys as rows and queries as columns."""
     o_n = tl.arange(0, V.block_n)
     log_decay = tl.minimum(L[None, :] - L[:, None], 0.0)
     return tl.where(o_n[:, None] <= o_n[None, :], fade(log_decay, V=V), 0.0)
@@ -78,7 +78,7 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """Sum, for each token of a block, the products of earlier keys (columns) with this and later queries (rows)."""
+    """Return, for each token, the sum of products of an earlier key (column) with its own or a later query (row)."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)
@@ -88,7 +88,7 @@ def sum_crossing(products, V: tl.constexpr):
 
 @triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
-    """Return S and Z after tokens begin .. end of a head."""
+    """Compute S and Z after tokens begin .. end of a head, with the decay between them."""
     gate, decay = gates
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
@@ -117,7 +117,10 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state at the end of each piece of the tokens: states (P, B G, D_v Ê + sums). gates: β and log g."""
+    """Compute the state at the end of each piece of the tokens, with shape (P, B G, D_v Ê + sums).
+
+    ``gates`` is (β, log g).
+    """
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -129,7 +132,10 @@ def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", size
 def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS and dZ before each piece, for each piece and query head. scales: see :func:`point_to_scales`."""
+    """Compute the contributions of each piece and query head to dS and dZ before the piece.
+
+    The layout of p_scales is described in :func:`point_to_scales`.
+    """
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R

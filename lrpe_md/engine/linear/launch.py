@@ -427,7 +427,7 @@ class LaunchInputs:
         return call_parts
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """Return the kernel arguments for k. ``partial`` receives partial sums for the gradients of a norm's weights."""
+        """Return the kernel arguments for k. ``partial`` receives partial sums for the gradients of norm weights."""
         weights, layout = self.weights, self.call.k_layout
         norm = self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
         return self._flatten(self.k_side, variant), norm
