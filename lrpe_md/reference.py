@@ -9,9 +9,9 @@ Channels that are not mapped become x̄. An amplitude a[h, c] multiplies cos Θ 
 tables of cos Θ and sin Θ instead. Rotation tables with one entry per channel map a pair (a, b) to
 (a cos_a - b sin_a, a sin_b + b cos_b).
 
-In shapes, B is the batch size, H the number of heads, N of tokens, C of mapped channels (cosine) or pairs (rotate), and
-K of axes. D is head_dim. Angles and the sums of their gradients are float64. x is upcast to at least float32, and sine
-and cosine have the same dtype. The result has x's dtype.
+In shapes, B is the batch size, and H, N and K are the numbers of heads, tokens and axes. D is head_dim, and C is the
+number of mapped channels (cosine) or pairs (rotate). Angles and the sums of their gradients are float64. x is upcast to
+at least float32, and sine and cosine have the same dtype. The result has x's dtype.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def cos_sin(
 
 
 def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
-    """Remove whole turns from float64 angles, so that casting them to ``dtype`` loses little precision."""
+    """Cast float64 angles to ``dtype``, after removing whole turns so that the cast loses little precision."""
     if theta.dtype == dtype:
         return theta
     return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
 class ActivationFunction(NamedTuple):
-    """Activation function x̄ = act(x). The kernels have a branch for each in ``engine/kernels/activations.py``.
+    """Activation function x̄ = act(x). Kernels have a branch for each function in ``engine/kernels/activations.py``.
 
     Softmax is not elementwise, so its kernels are in ``engine/kernels/softmax.py``.
     """
@@ -217,7 +217,7 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 
 
 class Map(NamedTuple):
-    """Map from x̄ to y. The kernels have a branch for each except "none" in ``engine/kernels/encode.py``."""
+    """Map from x̄ to y. The kernels have a branch for each map except "none" in ``engine/kernels/encode.py``."""
 
     channels: Callable[[int], int]  # C, from the number of mapped channels
     out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C

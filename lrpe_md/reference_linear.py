@@ -9,8 +9,8 @@ the delta rule. Both are described in reference_memory.py.
 
 In shapes, B is the batch size, H_q and H_k are the numbers of heads of q and of k and v, N is the number of tokens, D
 is head_dim, Ê is the width of q̂ and k̂, and D_v is the width of v. Query head h reads key head h // (H_q / H_k).
-Sequences are processed in chunks of L tokens, so that no matrix is N × N. Arithmetic is float32, or float64 if q is,
-regardless of autocast and TF32 settings.
+Sequences are processed in chunks of L tokens, so that no matrix is N × N. Computations use float32, or float64 if q is
+float64, regardless of autocast and TF32 settings.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Features(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Normaliser z of each output row."""
+    """Definition of the normaliser z."""
 
     feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's; None: z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
@@ -190,7 +190,7 @@ class _Terms(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State, which consists of S and Σ."""
+    """State (S, Σ) of linear attention."""
 
     products: Tensor
     features: Tensor | None
@@ -268,7 +268,7 @@ Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the
 
 
 def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
-    """Sum the states of tokens (.., N, ·) over N."""
+    """Return the state of tokens (.., N, ·), summed over N."""
     return _State(
         product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
     )  # fmt: skip

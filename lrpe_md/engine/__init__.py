@@ -3,17 +3,22 @@
 In this folder, each of these words has one meaning:
 
 - options: arguments that the user passed, except tensors and positions (``core.call.Options``).
-- call: the validated arguments without x (``core.call.Call``). It consists of the next three.
-- spec: description of the computation. layout: token counts and grid sizes. tables: tensors other than x, such as ω.
+- call: the validated arguments except x (``core.call.Call``), with a spec, a layout and tables.
+- spec: description of the computation (``reference.Spec``).
+- layout: token counts and grid sizes (``core.call.Layout``).
+- tables: tensors that define positions and angles, such as ω (``core.call.Tables``).
 - caller's tables: cos and sin that the caller passes instead of ω and positions (``core.call.CosSin``).
 - variant: all compile-time settings of a kernel (``core.call.Variant``), called ``V`` in the kernels.
 - pass: forward, backward, or backward with dω (``encode.plan.Pass``).
-- group: heads that share frequencies. row: one head of one sample, of q or k. block: the tokens of a tile.
+- group: heads that share frequencies.
+- row: one head of one sample, of q or k.
 - tile: an array (tokens, channels) in the registers of a program. A row may have several tiles.
-- part: the rows of a group that one program handles. walk: the loop of a program over blocks and rows.
+- block: the tokens of a tile.
+- part: the rows of a group that one program processes.
+- walk: the loop of a program over blocks and rows.
 - plan: division of the work among programs (``plan.py`` of each operator).
 - launch: a plan with its numbers and its compiled kernel (``encode.launch.Launch``).
-- theta: frequencies from which ω is built. angles: Θ.
+- theta, angles: the frequencies from which ω is built, and Θ.
 
 docs/architecture.md follows a call from top to bottom. docs/tuning.md explains how tile sizes were chosen.
 """

@@ -56,7 +56,7 @@ class NormOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of a call as the user passed them, without tensors and positions."""
+    """Options that the user passed, excluding tensors and positions."""
 
     map: MapName
     act: Act = "none"
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All tensors that define the angles. The kernels compute gradients only for omega and phase."""
+    """Tensors that define positions and angles. The kernels compute gradients only for omega and phase."""
 
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
@@ -135,7 +135,7 @@ NO_COS_SIN = CosSin()
 
 
 class Weights(NamedTuple):
-    """γ and β of the norm for q (or the only tensor) and for k, each (D,), (H, D) or (P, 1 or H, D)."""
+    """γ and β of the norm for q (or the only tensor) and for k, of shape (D,), (H, D) or (P, 1 or H, D)."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -144,7 +144,7 @@ class Weights(NamedTuple):
 
     @property
     def token_groups(self) -> int:
-        """Number P of token groups (prefix, grid, suffix) with separate weights."""
+        """Number of token groups (prefix, grid, suffix) with separate weights."""
         return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
 
 
@@ -173,7 +173,7 @@ class Layout(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Number of prefix tokens and of suffix tokens."""
+        """Return the numbers of prefix and suffix tokens."""
         num_tokens, prefix, num_grid, start, _ = self
         num_prefix = max(0, min(prefix - start, num_tokens))
         num_suffix = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))

@@ -157,7 +157,7 @@ def pad_channels(width: int) -> tuple[int, ...]:
 
 
 def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> list[Segment]:
-    """Cut channels into tiles of the widths that ``choose`` returns."""
+    """Split channels into tiles whose widths ``choose`` returns."""
     blocks = choose(width)
     offsets = accumulate(blocks, initial=0)
     return [
@@ -172,7 +172,7 @@ def cut_channels(
     choose: Callable[[int], tuple[int, ...]] = pad_channels,
     pad: Callable[[int], tuple[int, ...]] = pad_channels,
 ) -> Tiles:
-    """Cut a row into tiles. ``choose`` returns the tile widths for the map, and ``pad`` those for other channels."""
+    """Split a row into tiles. ``choose`` returns the tile widths for the map, and ``pad`` those for other channels."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
@@ -258,7 +258,7 @@ def strides_in_eights(stride: tuple[int, ...]) -> bool:
 
 @cache
 def _can_launch_early() -> bool:
-    """Return whether a kernel can be launched while the previous one is running, and then wait for it.
+    """Return whether a kernel can be launched early, while the previous one is still running.
 
     This is CUDA's programmatic dependent launch. It needs compute capability 9 and, for CUDA graphs, CUDA 12.3.
     """

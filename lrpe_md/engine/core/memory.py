@@ -45,7 +45,7 @@ def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums over inputs of this dtype."""
+    """Return the dtype in which inputs of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

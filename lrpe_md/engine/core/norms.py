@@ -27,7 +27,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of l
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
-    """Check a norm. Return the options including those of the norm, and its weights. Cached calls are checked too."""
+    """Check a norm, also for cached calls. Return the options with the norm's options added, and the norm's weights."""
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
     kind, weight, bias, eps, over, offset = norm

@@ -154,7 +154,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
 
 @cache
 def warn_of_interpreter() -> None:
-    """Warn once that an old Triton's interpreter is less accurate than a GPU."""
+    """Warn once if the interpreter of the installed Triton is less accurate than a GPU."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
@@ -294,19 +294,19 @@ class Operator(ABC):
 
     @abstractmethod
     def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
-        """Build the needs from one flag for each learned tensor."""
+        """Build the needs, given whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
-        """Return one flag for each learned tensor: whether its gradient is needed."""
+        """Return whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def run_reference(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
-        """Run the reference, differentiable to any order."""
+        """Run the reference, which is differentiable to any order."""
 
     @abstractmethod
     def run_reference_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
-        """Compute the results of the forward operator, including those in its options, with the reference."""
+        """Use the reference to compute the results of the forward operator."""
 
     @abstractmethod
     def fake_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
@@ -314,7 +314,7 @@ class Operator(ABC):
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return, for the gradient of each row tensor, its width and a tensor with the same memory order."""
+        """Return a pair for the gradient of each row tensor: a tensor with the same memory order, and the width."""
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
@@ -329,7 +329,7 @@ class Operator(ABC):
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward whose backward may run, and the number of results that the user gets."""
+        """Return the options for a forward that autograd records, and the number of results that the user gets."""
         raise NotImplementedError("expected an operator with options to override this method")
 
     # --- a call, from the choice of the path to a launch
@@ -404,7 +404,7 @@ class Operator(ABC):
         needs: Any,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Run the kernels of a backward pass, and write the gradients of the rows to any ``outs``."""
+        """Run the kernels of a backward pass. If ``outs`` are passed, write the gradients of the rows to them."""
         return self.launcher(call).backward(call, grads, inputs, saved, needs, outs)
 
     def backward(
@@ -417,7 +417,7 @@ class Operator(ABC):
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Return the gradients. If ``direct`` is set, those of the rows are written to any ``outs``."""
+        """Return the gradients. If ``direct`` is set, those of the rows are written to ``outs``, if passed."""
         if direct:
             return self.launch_backward(call, grads, inputs, saved, needs, outs)
         input_arguments, call = self.write_inputs(inputs), self.flatten(call)

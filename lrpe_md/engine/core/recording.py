@@ -21,7 +21,7 @@ COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
 class KernelLaunch(NamedTuple):
-    """A launch of a kernel."""
+    """A recorded kernel launch."""
 
     kernel: Any
     programs: int

@@ -1,8 +1,8 @@
 """Support for DTensors. Each rank runs the same call on its shard.
 
-Calls are sharded before the operators run, instead of by sharding strategies in DTensor's dispatcher. Strategies can't
-change positions, can't mix plain tensors (such as frequencies) with sharded ones, and have no stable interface for
-operators that take and return lists.
+We shard calls before the operators run, rather than registering sharding strategies with DTensor's dispatcher.
+Strategies can't change positions, can't mix plain tensors (such as frequencies) with sharded ones, and have no stable
+interface for operators that take and return lists.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """Return the index of the first sample, head or token of this rank's shard and their number, as in torch.chunk."""
+    """Return where this rank's shard starts along a dimension, and its length. Shards must be those of torch.chunk."""
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):

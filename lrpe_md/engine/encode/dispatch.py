@@ -1,4 +1,4 @@
-"""Run the calls of an encoding: validate them or find them in the cache, and pass them to the operator."""
+"""Validate calls of an encoding, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _call_key(
 
 
 def is_laid_out(amplitude: Any) -> bool:
-    """Return whether an amplitude already has the shape that calls store."""
+    """Return whether an amplitude is already a tensor (H or 1, C)."""
     return isinstance(amplitude, Tensor) and amplitude.ndim == 2
 
 
@@ -124,7 +124,7 @@ def run_call(
 ) -> tuple[Tensor, ...]:
     """Run a validated call with the kernels or the reference, depending on ``impl`` and the inputs.
 
-    Each group of phases is a separate run. The outputs of the groups are concatenated along the channels.
+    Each group of phases runs separately. The outputs of the groups are concatenated along the channels.
     """
     if phase is not None:
         if phase.ndim == 3:
@@ -258,7 +258,7 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Apply the cosine map to the channels that ``rotary_dim`` selects. The other channels become x̄ in place."""
+    """Apply the cosine map to the channels that ``rotary_dim`` selects. The channels before and after become x̄."""
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:

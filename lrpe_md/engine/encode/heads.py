@@ -51,7 +51,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient, and the gradients of ω, φ and weights that are needed. Write dx to any ``outs``."""
+    """Return dx (in ``outs``, if passed) for each gradient, and any gradients of ω, φ and weights that are needed."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     with current_device(grads[0]):

@@ -82,7 +82,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient, and the gradients of ω, φ and weights that are needed. Write dx to any ``outs``."""
+    """Return dx (in ``outs``, if passed) for each gradient, and any gradients of ω, φ and weights that are needed."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
@@ -246,7 +246,7 @@ def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def prepare_launch(
     call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
 ) -> Launch:
-    """Prepare a launch with outputs of dtype ``dtype``, given only shapes and strides.
+    """Prepare a launch with outputs of dtype ``dtype``, based on shapes and strides alone.
 
     Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
     this launch is running.
@@ -334,7 +334,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -
 def describe_variant(
     call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
 ) -> Variant:
-    """Return the variant before the work is divided. ``row`` is head_dim, and whether all rows are aligned."""
+    """Return the variant before the work is divided. ``row`` is (head_dim, aligned)."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     has_tables = cos_sin.cos is not None
@@ -426,7 +426,7 @@ def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
-    """Compute the maximum and sum of a softmax over the sequence. With g, compute dx from g = dx̄ instead."""
+    """Compute the maximum and sum of a softmax over the sequence. If g is passed, compute dx from g = dx̄ instead."""
     if not x.numel():
         return
     batch, heads, num_tokens, head_dim = x.shape

@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
     ``outs`` has a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. None means that the output is
     allocated. ``start`` is the index along L of the first token, as integers (1,) or (B,) that are read on the device.
-    ``number`` is the index of the input to which a single output of two belongs.
+    If the target is for only one of two inputs, ``number`` is the index of that input.
     """
 
     outs: tuple[Tensor | None, ...]
@@ -31,7 +31,7 @@ class Target(NamedTuple):
     number: int | None = None
 
     def select(self, i: int) -> Target:
-        """Return the target for tensor i of two."""
+        """Return the target for one of two tensors."""
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:

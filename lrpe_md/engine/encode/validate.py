@@ -188,7 +188,7 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
-    """Check q or k. ``packed`` tells users in an error message what to pass for packed tokens."""
+    """Check q or k. ``packed`` is the advice for packed tokens in the error message."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(

@@ -7,8 +7,8 @@ and adds each launch to Inductor's graph.
 If the launcher does anything else, the lowering falls back to a call of the operator. Examples are tables that are
 created or changed before a kernel reads them, states, and pieces of packed sequences or of causal attention. The
 lowering also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows that are not
-16-byte aligned. Before torch 2.15, Inductor can't limit registers. In these versions, Triton launches kernels that need
-a limit, and it does so from Inductor's Python code. In C++ code, these kernels remain operators. Export, ONNX and other
+16-byte aligned. Before torch 2.15, Inductor can't limit registers. In these versions, Inductor's Python code lets
+Triton launch kernels that need a limit. In its C++ code, these kernels remain operators. Export, ONNX and other
 ``torch.compile`` backends only see the operator.
 
 If gradients belong to one projection (core/projection.py), the operator writes them directly into the buffer for the
@@ -43,7 +43,7 @@ __all__ = ["SOURCE", "register", "register_join"]
 def _hash_source() -> str:
     """Return a hash of the engine's source code.
 
-    It is an argument of each operator, because compilers cache generated code by the operator's arguments.
+    Compilers cache generated code by the arguments of an operator. So each operator has this hash as an argument.
     """
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -231,7 +231,7 @@ def _read_number(value: Any) -> Any:
 
 
 class _Boxes:
-    """Inductor's tensors for the meta tensors of a launcher."""
+    """Inductor's counterparts of a launcher's meta tensors."""
 
     def __init__(
         self, inputs: _Inputs, allocated: dict[int, Tensor], outs: Sequence[Tensor], num_joined: int
@@ -285,7 +285,7 @@ class _Join(NamedTuple):
     v_gradient: Any  # v's gradient, if another node computes it and it is in memory
 
     def split_views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return views for dq, dk and dv of the joined tensor."""
+        """Return views of the joined buffer for dq, dk and dv."""
         return split_projection(buffer, self.node.args[1])
 
 
@@ -355,9 +355,9 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the inputs. If all of them are inputs of the graph, they also include the tensors together with which the
-    outputs are first used. An example is the incoming gradient, if an encoding is recomputed in the backward of
-    attention.
+    These are the inputs. If all of them are inputs of the graph, the result also has the other tensors that are read by
+    the first nodes to use the outputs. An example is the incoming gradient, if an encoding is recomputed in the
+    backward of attention.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -475,7 +475,7 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
 
     With ``by_torch``, Inductor launches them like its own kernels, with its C++ launcher. By default, it launches user
     kernels with Triton's launcher, because they may be autotuned. This takes twice as long and passes our constants at
-    each launch. Our kernels have a single configuration, so they don't need it.
+    each launch. Our kernels have a single configuration, so they don't need Triton's launcher.
     """
     define = wrapper.define_kernel
 

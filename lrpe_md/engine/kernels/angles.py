@@ -1,4 +1,4 @@
-"""Compute coordinates, angles, and then cos and sin of a block of tokens from their indices."""
+"""Compute coordinates, angles, and then cos and sin for a block of tokens, given the indices of the tokens."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ PI_LO = tl.constexpr(-8.742277657347586e-08)
 
 @triton.jit
 def divide(o, magic, shift):
-    """Return o // n for 0 <= o < 2^31. It multiplies instead, because GPUs have no instruction for integer division."""
+    """Return o // n for 0 <= o < 2^31. This takes a multiplication, because GPUs have no integer division."""
     return (tl.umulhi(tl.cast(o, tl.uint32) * 2, tl.cast(magic, tl.uint32)) >> shift).to(tl.int32)
 
 
@@ -138,7 +138,7 @@ def mark_non_finite(values):
 
 @triton.jit
 def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
-    """Load ω_j of each axis in half turns and then any φ in radians. Each is returned as (hi, lo).
+    """Load the frequency ω_j of each axis in half turns, and any phase φ in radians. Return each as (hi, lo).
 
     Units differ for some variants. With V.wide, all are float64 radians. With V.fast, ω is in turns, but its lo part in
     radians. With V.fixed, all are fixed-point turns, and the lowest bit of the first lo marks channels with non-finite

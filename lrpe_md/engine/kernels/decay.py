@@ -42,7 +42,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def load_decay(decay, place, V: tl.constexpr):
-    """Load log g of a block. Return its running sum L, its sum over all later tokens, and its sum over the block.
+    """Load log g of a block. Return its sums up to each token (L), after each token, and over the block.
 
     Differences of L lose precision if decays are strong, so L is float64 unless operands are rounded anyway.
     """
@@ -88,7 +88,7 @@ def sum_crossing(products, V: tl.constexpr):
 
 @triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
-    """Compute S and Z after tokens begin .. end of a head, with the decay between them."""
+    """Compute S and Z after tokens [begin, end) of a head, including the decay."""
     gate, decay = gates
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)

@@ -1,4 +1,4 @@
-"""Apply either map, forward or backward, in a single kernel.
+"""Kernel that applies either map, forward or backward.
 
 A program processes one block of tokens in V.block_r rows that share frequencies. A row is one head of one sample, of q
 or of k. The program starts to load its rows, computes the angles of the block in the meantime, and then maps row after
@@ -288,10 +288,10 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """Load x and dy of V.block_r rows, starting at row r0. Return them with the location of each row.
 
-    If only one of x and dy is needed, it takes the place of the other too. ``tensors`` is (x, dy, output, statistics
+    If only one of x and dy is needed, it is returned for both of them. ``tensors`` is (x, dy, output, statistics
     of softmax over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of
     groups, heads). The location has the rows of x, dy and the output, the number of tokens, and pointers to the
-    statistics. With V.has_start, the range of tokens to write follows.
+    statistics. If V.has_start is set, the range of tokens to write follows.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -472,15 +472,15 @@ def lrpe_kernel(
 
     Args:
         p_x0, p_dy0, p_o0, p_stat0: input (B, H, N, D), gradient (B, H, N, D or 2D), output (y or dx), and maximum and
-            sum over the sequence (2, B, H, D), of the tensor or of q. Those of k end in 1.
+            sum over the sequence (2, B, H, D), of the only tensor or of q. The arguments for k end in 1.
         p_omega, p_phase, p_amplitude: (G or 1, C, K), (G or 1, C) and (G or 1, C).
         p_coords, p_origin, p_affine, p_rotated: coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
             and shift (K, 2), and the mask of rotated tokens (.., num_grid) in bytes.
         tables: the tables of :func:`point_to_tables`, or None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
         extras: None or, with a norm, pointers to the weight and bias of q and of k and to the partial sums of their
-            gradients, followed by the number of q's parts in a sample and of the runs of parts. All rows of a part
-            share their weights. With V.has_start, this and ``start`` of :func:`move_output` form a pair.
+            gradients, followed by the numbers of q's parts per sample and of runs of parts. All rows of a part share
+            their weights. With V.has_start, a pair of these values and ``start`` of :func:`move_output`.
         first_index: grid index of token 0, which is negative if there are prefix tokens.
         V: compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """

@@ -39,7 +39,7 @@ from .tiles import first_channel, load_at, load_flags, load_tile, move_row, spli
 
 @triton.jit
 def multiply(a, b, acc, V: tl.constexpr):
-    """Return a @ b + acc. Products of 16-bit operands use the matrix units, and others are in full precision."""
+    """Return a @ b + acc. 16-bit operands use the matrix units, and others are multiplied in full precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
@@ -52,7 +52,7 @@ def multiply(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round x to the dtype of matrix operands. For 16-bit inputs, it is bfloat16, whose range also fits sums."""
+    """Round x to the dtype of operands. For 16-bit inputs, this is bfloat16, which is also large enough for sums."""
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
@@ -73,7 +73,7 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Load the tables of a sample and of key head g. Return them with h.
+    """Load the tables for a sample and for key head g, and return them together with h.
 
     Callers pass the result on together with the side's pointers, which a Triton function can't return if one is None.
     """
@@ -216,7 +216,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """Return norm(x) of tokens n0 + o_n, and the values for its backward: x̂, r, γ and β, and the token groups."""
+    """Return norm(x) of tokens n0 + o_n, and the values that its backward needs: x̂, r, γ, β and token groups."""
     if V.norm == "none":
         return x, ()
     else:

@@ -97,7 +97,7 @@ class Fixed(NamedTuple):
 
 
 def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
-    """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is set, extra programs run the copy.
+    """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs perform it.
 
     Inductor would derive each number's type from its value, and compile in every 1. Here, numbers get the types that
     the kernel declares. Numbers that are compiled in also add no launch time.

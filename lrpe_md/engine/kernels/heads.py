@@ -154,7 +154,7 @@ def compute_norm_stats(rows, H, share, V: tl.constexpr):
 
 @triton.jit
 def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
-    """Return the gradient of norm(x), x̂ and dΘ for the heads of a tile."""
+    """Return the gradient of norm(x), along with x̂ and dΘ, for the heads of a tile."""
     xs, gs = rows
     cos, sin = cos_sin
     mean, scale = stats
@@ -209,7 +209,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
-    """Compute y from ``out``, which is x̄, and store it. In the backward pass, ``out`` is dx and is stored as it is."""
+    """Compute y from ``out``, which is x̄, and store it. In the backward pass, ``out`` is dx and is stored unchanged."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = cos_sin

@@ -207,7 +207,7 @@ def activate_tokens(x, V: tl.constexpr):
 
 @triton.jit
 def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
-    """Compute S and Z of tokens begin .. end of a head, excluding the token at ``end``.
+    """Compute S and Z of tokens [begin, end) of a head.
 
     ``k`` and ``v`` are (pointer, strides), and ``walk`` is (sample, head, begin, end).
     """
@@ -253,7 +253,7 @@ def invert(z, V: tl.constexpr):
 
 @triton.jit
 def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
-    """Compute and store o of tokens begin .. end of a head, given S (as operands) and Z."""
+    """Compute and store o of tokens [begin, end) of a head, given S (as operands) and Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -440,7 +440,7 @@ def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """Compute and store dq of tokens begin .. end of a head. Return ``grads`` with the sums over these tokens added.
+    """Compute and store dq of tokens [begin, end) of a head. Return ``grads`` with the sums over these tokens added.
 
     ``tensors`` is (q, do, dq), and ``state`` is (S, Z) with S as operands. ``grads`` is (tiles of dZ, sums for dω, sums
     for the norm's weights).
@@ -481,7 +481,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
 
 @triton.jit
 def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
-    """Add the sum of q̂ doᵀ / z over tokens begin .. end of a head to dS.
+    """Add the sum of q̂ doᵀ / z over tokens [begin, end) of a head to dS.
 
     With a causal mask, also add the sum of dz q̂ (or dz q̄) to dZ. ``grads`` is (dS, dZ), and ``tensors`` is
     (q, do, scales). With a causal mask, ``scales`` is the result of :func:`point_to_scales`.
@@ -541,7 +541,7 @@ def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V:
 
 @triton.jit
 def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ of tokens begin .. end of a head.
+    """Compute and store dk, dv and dβ of tokens [begin, end) of a head.
 
     Return the sums for dω and those for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
     ``state`` is (dS, dZ) with dS as operands.
@@ -766,7 +766,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS and, with a causal mask, dZ for each piece and query head. Scales: see :func:`point_to_scales`."""
+    """Compute dS and, with a causal mask, dZ for each piece and query head, given 1/z and dz in p_scales."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))

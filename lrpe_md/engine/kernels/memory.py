@@ -90,7 +90,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute column tile r of A, summed over tokens begin .. end of a head."""
+    """Compute column tile r of A, summed over tokens [begin, end) of a head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -108,9 +108,9 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 
 @triton.jit
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Return the channel indices and the mask of tile i of k̂, or of the normaliser's features with COUNTS.
+    """Return the channel indices (1, channels) of tile i of k̂, and their mask.
 
-    Both have shape (1, channels).
+    With COUNTS, the tile is one of the normaliser's features.
     """
     if COUNTS:
         return find_normalizer_channels(i=i, V=V)
@@ -257,8 +257,8 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
 
     In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
     they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
-    head scans its sums with their own A. To differentiate a scan, set V.adds_first: each part is then added before the
-    state is stored, not after.
+    head scans its sums with their own A. To differentiate a scan, set V.adds_first, so that each part is added before
+    the state is stored, not after.
 
     Args:
         parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
@@ -430,7 +430,7 @@ def broadcast_rows(rows, like):
 
 @triton.jit
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ of tokens begin .. end of a head, for the delta rule.
+    """Compute and store dk, dv and dβ of tokens [begin, end) of a head, for the delta rule.
 
     Return the sums for dω and those for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.

@@ -14,7 +14,7 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 @triton.jit
 def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Sum all channels of each row. With AXIS=None, sum all rows too.
+    """Sum all channels of each row. With AXIS=None, also sum over the rows.
 
     The first two tiles of a row of pairs have the same shape, and are added before the reduction across threads.
     """
@@ -59,7 +59,7 @@ def add_rows(x, y):
 
 @triton.jit
 def add_row_products(total, x, y):
-    """Return total + x * y, tile by tile. ``total`` is (), which counts as 0, or a row."""
+    """Return total + x * y, tile by tile. ``total`` is a row, or () before the first products."""
     sums = ()
     for i in tl.static_range(len(x)):
         sums += (x[i] * y[i] if len(total) == 0 else tl.fma(x[i], y[i], total[i]),)

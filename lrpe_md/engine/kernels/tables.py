@@ -35,7 +35,7 @@ def _point_to_table(p, strides, sample, g, V: tl.constexpr):
 
 @triton.jit
 def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
-    """Return the location of cos and sin for a sample and a group of heads, and c0.
+    """Return pointers and strides of cos and sin for a sample and a group of heads, and c0.
 
     ``tables`` has pointers to cos and sin, and the packed strides (b, h, n, d) of both in units of V.table_unit
     entries. With V.joined, the pointer to sin is unused. c0 is the first channel or pair of the tile.
@@ -97,9 +97,9 @@ def split_last(x):
 
 @triton.jit
 def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
-    """Load cos and sin of rows o_r. They are 1 and 0 where m_r is False.
+    """Load cos and sin of rows o_r. Where m_r is False, cos is 1 and sin is 0.
 
-    If V.tables is "full", each of them is a tuple for both channels of pairs.
+    If V.tables is "full", cos and sin are tuples with a tile for each channel of the pairs.
     """
     _, _, c0 = tables
     if V.tables == "pairs":

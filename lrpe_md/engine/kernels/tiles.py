@@ -86,7 +86,7 @@ def first_channel(V: tl.constexpr):
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Return the mask of channels c0 .. c0 + BLOCK of tokens m_n, where channels below ``width`` exist.
+    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n, where channels below ``width`` exist.
 
     A tile either begins at channel FIRST, or is one of several that divide the width evenly.
     """
@@ -142,8 +142,8 @@ def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
 def upcast(x, V: tl.constexpr):
     """Convert x to the compute dtype.
 
-    A bfloat16 is the upper half of a float32. This converts a packed pair in two instructions, where the compiler would
-    use three.
+    A bfloat16 is the upper half of a float32. The assembly converts a packed pair in two instructions, whereas the
+    compiler would use three.
     """
     if V.functions > 0 and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -170,9 +170,9 @@ def load_flags(p, m_n, WIDE: tl.constexpr):
 
 @triton.jit
 def find_pairs(c0, V: tl.constexpr):
-    """Return the indices of both channels of pairs c0 .. c0 + V.block_c.
+    """Return the indices of both channels of pairs [c0, c0 + V.block_c).
 
-    They are adjacent, half the width apart, or half a section apart.
+    The channels of a pair are adjacent, half the width apart, or half a section apart.
     """
     o_c = c0 + tl.arange(0, V.block_c)[None, :]
     if V.pairs == "interleaved":
@@ -210,7 +210,7 @@ def locate_channels(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load both channels of each pair. Interleaved pairs are one tile, returned twice for :func:`split_pairs`."""
+    """Load both channels of each pair. Interleaved pairs are loaded as one tile, which :func:`split_pairs` splits."""
     if V.pairs == "interleaved":
         a = load(row, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
         b = a

@@ -36,7 +36,7 @@ State = tuple[Tensor, Tensor | None]  # S and Σ, None for normalizer "none"
 
 
 class LinearOptions(NamedTuple):
-    """Options of a call as the user passed them, without tensors and positions."""
+    """Options that the user passed, excluding tensors and positions."""
 
     map: MapOrNone = "cosine"
     act: Act = "relu"
@@ -106,7 +106,7 @@ class LinearCall(NamedTuple):
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and, if there is a normaliser, of Σ. With both directions, list them twice."""
+        """Return the shapes of S and, if there is a normaliser, of Σ. With both directions, return them twice."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]

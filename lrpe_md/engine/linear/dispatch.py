@@ -1,4 +1,4 @@
-"""Run a call of linear attention: validate it or find it in the cache, and pass it to the operator."""
+"""Validate calls of linear attention, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def run_encoded(
     """Run linear attention on the q̂ and k̂ that ``encoding(q, k, positions=positions)`` returns.
 
     If there is a norm, PyTorch operators apply it to q and k first. With normalizer "unrotated", this runs the
-    reference, because the operators can't take both q̄ and q̂.
+    reference, because the operators don't accept both q̄ and q̂.
     """
     if type(positions) is Packed:
         arguments, positions = _split_packed(arguments, positions)

@@ -594,7 +594,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, then the state after the last token (``return_state``) and tensors for the backward (``keep``)."""
+    """Return o, then the state after the last token if ``return_state`` is set, and tensors to save if ``keep`` is."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
@@ -656,7 +656,7 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
-    """Return variant fields for more precise sums if ``is_exact``, for example for a state returned in float32."""
+    """Return variant fields for more precise sums if ``is_exact`` is set, as for a state returned in float32."""
     return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
@@ -766,7 +766,7 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
 
 
 def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
-    """List the channels of q̂ in the order of the kernels' tiles: the map's output, then the other channels."""
+    """Return the channels of q̂ in the order of the kernels' tiles: the map's output, then the other channels."""
     if spec.map == "none":
         return list(range(head_dim))
     width = 2 * spec.num_channels

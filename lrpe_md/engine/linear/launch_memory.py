@@ -80,7 +80,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, then the state after the last token (``return_state``) and tensors for the backward (``keep``)."""
+    """Return o, then the state after the last token if ``return_state`` is set, and tensors to save if ``keep`` is."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
@@ -192,7 +192,7 @@ def place_blocks(inputs: LaunchInputs) -> tuple[int, int]:
 
 
 def locate_blocks(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
-    """Return a table of the index of each block's first piece, followed by the number of pieces."""
+    """Return the index of each block's first piece, followed by the number of pieces."""
     call = inputs.call
     return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, inputs.device)
 
@@ -429,7 +429,7 @@ def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
 
 
 def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool) -> tuple[SlotStates, Tensor | None]:
-    """Return the states before each piece, and the series of all states. Skip both if there is only one piece."""
+    """Return the states before each piece, and the series of all states, or ((), None) if no states are needed."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None

@@ -161,8 +161,8 @@ def choose_walk(causal: bool, raw: bool) -> Walk:
 def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
     """Return the number and the length of pieces. Pieces are as long as possible while they keep the whole GPU busy.
 
-    ``state`` is the number of elements of a state, which each piece writes. If states are large and pieces would be
-    short, pieces are longer, because the writes would cost more than a fully used GPU gains.
+    ``state`` is the number of elements of a state, which each piece writes. Large states get longer pieces, because
+    writing more of them would cost more than using the whole GPU gains.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
     if length < 2 * SHORTEST and state > LARGE_STATE:
@@ -189,8 +189,8 @@ def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
 def cut_parts(length: int, programs: int, state: int) -> int:
     """Return the number of tokens in a part of a piece of ``length`` tokens.
 
-    ``programs`` is the number of programs for whole pieces. They need fewer registers than causal kernels, so more of
-    them could run at once. Each part writes a state of ``state`` elements, so it must read several times as much data.
+    ``programs`` is the number of programs for whole pieces. These programs need fewer registers than causal kernels, so
+    more of them can run at once. Each part writes a state of ``state`` elements, so it must read several times as much.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

@@ -206,7 +206,7 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
 
 
 def _find_partial_axes(q: Any, k: Any) -> list[int]:
-    """Return the mesh axes along which q is sharded but k is not. Each rank then has only part of k's gradient."""
+    """Return the mesh axes along which q is sharded but k is not, so that ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]  # fmt: skip

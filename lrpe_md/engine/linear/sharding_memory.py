@@ -1,9 +1,8 @@
 """Scan over ranks, for states with decay or the delta rule whose tokens are sharded.
 
-The tokens of a rank turn the state S before them into T S + B. In the reverse direction, they do so with the state of
-the tokens after them. Each rank computes its T and B without queries, and gathers T and B of all ranks. It applies
-those of the preceding ranks in order (or of the following ranks, in the reverse direction). The result is the initial
-state for its own tokens.
+The tokens of a rank turn the state S before them into T S + B or, in the reverse direction, the state after them. Each
+rank computes its T and B without queries, and gathers T and B of all ranks. It applies T and B of the preceding ranks
+in order or, in the reverse direction, of the following ranks. The result is the initial state for its own tokens.
 
 With rule "add", T is the product of the rank's decays, and B is a sum over its keys, weighted by the decays of later
 blocks. With rule "delta", T = Π_f g_f (I − A_f). This is the rank's final state if its initial state is the identity
@@ -120,7 +119,7 @@ def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
 
 
 def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and T for rule "delta". If an unrotated normaliser has features other than k̂, add T of its sums."""
+    """Return B and T for rule "delta". If an unrotated normaliser's features aren't k̂, also return T of its sums."""
     call, operands = without_queries(call, operands)
     _, parts = run(call, operands, True)
     normalizer = call.attention.normalizer

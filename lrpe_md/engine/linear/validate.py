@@ -348,7 +348,7 @@ def make_empty_frequencies(q: Tensor) -> Tensor:
 def _place_without_map(
     options: LinearOptions, arguments: TensorArguments, sides: Sides
 ) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return both sides for map=None. Positions only determine the prefix and the suffix, which blocks need."""
+    """Return the spec and both sides for map=None. Positions only determine the prefix and the suffix."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
