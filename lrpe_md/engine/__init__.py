@@ -18,7 +18,8 @@ In this folder, each of these words has one meaning:
 - walk: the loop of a program over blocks and rows.
 - plan: division of the work among programs (``plan.py`` of each operator).
 - launch: a plan with its numbers and its compiled kernel (``encode.launch.Launch``).
-- theta, angles: the frequencies from which ω is built, and Θ.
+- theta: frequencies from which ω is built.
+- angles: Θ, the sum over axes of positions times ω, plus any phase.
 
 docs/architecture.md follows a call from top to bottom. docs/tuning.md explains how tile sizes were chosen.
 """

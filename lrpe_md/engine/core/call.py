@@ -1,7 +1,7 @@
 """Data classes that describe a call.
 
-:class:`Options` has the options that the user passed. :class:`Call` has the validated arguments, which all lower layers
-use. :class:`Variant` has all compile-time settings of a kernel.
+:class:`Options` holds the options that the user passed. :class:`Call` holds the validated arguments, which all lower
+layers use. :class:`Variant` holds all compile-time settings of a kernel.
 """
 
 from __future__ import annotations

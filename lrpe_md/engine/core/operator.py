@@ -417,7 +417,7 @@ class Operator(ABC):
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Return the gradients. If ``direct`` is set, those of the rows are written to ``outs``, if passed."""
+        """Return the gradients. With ``direct``, the gradients of the rows are written to ``outs`` if it is passed."""
         if direct:
             return self.launch_backward(call, grads, inputs, saved, needs, outs)
         input_arguments, call = self.write_inputs(inputs), self.flatten(call)
@@ -457,13 +457,13 @@ class Operator(ABC):
     # --- arguments of the registered operators
 
     def flatten(self, call: Any) -> tuple[Any, ...]:
-        """Convert a call to arguments of the operators."""
+        """Convert a call to a flat tuple of operator arguments."""
         return tuple(
             list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part
         )  # fmt: skip
 
     def unflatten(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Convert arguments of the operators to a call. Return it with the remaining arguments."""
+        """Convert operator arguments back to a call, and return it with the remaining arguments."""
         values = iter(args)
         return self.join([part.take(values) for part in self.parts]), tuple(values)
 

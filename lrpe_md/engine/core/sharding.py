@@ -179,7 +179,7 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """Return where this rank's shard starts along a dimension, and its length. Shards must be those of torch.chunk."""
+    """Return where this rank's shard starts along a dimension, and its length. torch.chunk must give the same shard."""
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):

@@ -212,7 +212,7 @@ def order_tensors(
 ) -> tuple[Any, ...]:
     """Return the first arguments of :func:`lrpe_kernel`, which describes ``extras``.
 
-    ``tables`` has the call's tables, followed by the caller's cos and sin with their strides.
+    ``tables`` holds the call's tables, followed by the caller's cos and sin with their strides.
     """
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]

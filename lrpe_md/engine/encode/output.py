@@ -21,7 +21,7 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    ``outs`` has a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. None means that the output is
+    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. None means that the output is
     allocated. ``start`` is the index along L of the first token, as integers (1,) or (B,) that are read on the device.
     If the target is for only one of two inputs, ``number`` is the index of that input.
     """
@@ -141,7 +141,7 @@ _cached_reaches: dict[Any, list[int | None]] = {}  # size in bytes of the memory
 def _check_no_overlap(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Check that no output overlaps another tensor. ``tensors`` has the sources, then the outputs that are not None."""
+    """Check that no output overlaps another tensor. ``tensors`` are the sources, then the outputs that aren't None."""
     addresses = [None if t is None else t.data_ptr() for t in tensors]
     num_outs = sum(t is not None for t in target.outs)
     first = len(tensors) - num_outs

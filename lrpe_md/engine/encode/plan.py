@@ -108,7 +108,7 @@ NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Return the tile for this work. The only size it depends on is the width, so others cause no recompilation."""
+    """Return the tile for this work. It depends on the width, but not on other sizes, which avoids recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"

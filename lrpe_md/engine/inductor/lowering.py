@@ -4,8 +4,8 @@ In a compiled program, calling a Python operator takes more host time than launc
 lowerings with Inductor. A lowering runs the operator's launcher on meta tensors, records its allocations and launches,
 and adds each launch to Inductor's graph.
 
-If the launcher does anything else, the lowering falls back to a call of the operator. Examples are tables that are
-created or changed before a kernel reads them, states, and pieces of packed sequences or of causal attention. The
+If the launcher does anything else, the lowering falls back to calling the operator. This happens if tables are created
+or changed before a kernel reads them, if there are states, and if packed or causal attention has several pieces. The
 lowering also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows that are not
 16-byte aligned. Before torch 2.15, Inductor can't limit registers. In these versions, Inductor's Python code lets
 Triton launch kernels that need a limit. In its C++ code, these kernels remain operators. Export, ONNX and other
@@ -55,13 +55,13 @@ SOURCE = _hash_source()
 
 
 def register(operator: Any) -> None:
-    """Register the lowerings of an :class:`Operator` if Inductor is already imported."""
+    """If Inductor is already imported, register the lowerings of an :class:`Operator`."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
 
 
 def register_join() -> None:
-    """Register the lowering of the operator that joins gradients if Inductor is already imported."""
+    """If Inductor is already imported, register the lowering of the operator that joins gradients."""
     if "torch._inductor.lowering" in sys.modules:
         _register_join()
 
@@ -355,8 +355,8 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the inputs. If all of them are inputs of the graph, the result also has the other tensors that are read by
-    the first nodes to use the outputs. An example is the incoming gradient, if an encoding is recomputed in the
+    These are the inputs. If all of them are inputs of the graph, the result also includes the other tensors that are
+    read by the first nodes to use the outputs. An example is the incoming gradient, if an encoding is recomputed in the
     backward of attention.
     """
     from torch._inductor import ir
@@ -383,7 +383,7 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
 
 
 def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str]) -> Any:
-    """Allocate an output after the buffers ``predecessors`` exist.
+    """Allocate an output, but not before the buffers ``predecessors`` exist.
 
     Inductor searches for the order of nodes that needs the least memory, but it assumes that a storage shared by
     several inputs is freed with each of them. So it may move allocations that depend on nothing, or only on saved
@@ -474,8 +474,8 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
     """Define kernels with COMPILER_OPTIONS, which versions of Inductor without ``launch_kwargs`` would ignore.
 
     With ``by_torch``, Inductor launches them like its own kernels, with its C++ launcher. By default, it launches user
-    kernels with Triton's launcher, because they may be autotuned. This takes twice as long and passes our constants at
-    each launch. Our kernels have a single configuration, so they don't need Triton's launcher.
+    kernels with Triton's launcher, because they may be autotuned. Triton's launcher takes twice as long, and is passed
+    our constants at each launch. Our kernels have a single configuration, so they don't need it.
     """
     define = wrapper.define_kernel
 

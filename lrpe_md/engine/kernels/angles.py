@@ -52,7 +52,7 @@ def find_index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
 def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
     """Return coordinate s_j of the tokens with grid index o_g, as (hi, lo). It is 0 off the grid, where o_g is 0.
 
-    ``positions`` has pointers to coordinates, to a grid's origin and to its scale and shift, and the sizes of the grid.
+    ``positions`` holds pointers to coordinates, to a grid's origin and to its scale and shift, and the grid's sizes.
     With WIDE, hi is the float64 coordinate, and lo is 0.
     """
     p_coords, p_origin, p_affine, grid = positions

@@ -78,7 +78,7 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """Return, for each token, the sum of products of an earlier key (column) with its own or a later query (row)."""
+    """For each token, sum the products of earlier keys (columns) with the token's own and later queries (rows)."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)

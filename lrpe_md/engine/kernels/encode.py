@@ -267,7 +267,7 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
     """Move an output row to the start of its sample. Return the row and the range (low, high) of tokens that fit.
 
-    ``start`` has a pointer to the first output token of each sample, and packed numbers. These are the lengths of the
+    ``start`` holds a pointer to the first output token of each sample, and packed numbers. These are the lengths of the
     outputs for q and for k, which are 0 for outputs that begin at token 0, and the stride between samples.
     """
     p_start, numbers = start
@@ -290,7 +290,7 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
     If only one of x and dy is needed, it is returned for both of them. ``tensors`` is (x, dy, output, statistics
     of softmax over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of
-    groups, heads). The location has the rows of x, dy and the output, the number of tokens, and pointers to the
+    groups, heads). The location consists of the rows of x, dy and the output, the number of tokens, and pointers to the
     statistics. If V.has_start is set, the range of tokens to write follows.
     """
     x, dy, o, stat, extras = tensors
@@ -361,7 +361,7 @@ def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, W
 def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
     """Map the rows from :func:`fetch_rows`, and add dΘ and the gradients of the weights to ``sums``.
 
-    cos_sin is (cos Θ, sin Θ). ``norm`` has the weights, which all rows share, and the token groups.
+    cos_sin is (cos Θ, sin Θ). ``norm`` holds the weights, which all rows share, and the token groups.
     """
     ROWS: tl.constexpr = V.block_r
     cos, sin = cos_sin
@@ -400,10 +400,10 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
 def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
     """Plan the loop of program t over blocks of tokens and, within each block, over V.block_r rows at a time.
 
-    First, as long as there is a block for every program, the program processes every T-th block on its own. The
-    programs with the same channels then share the remaining blocks evenly. These are all programs or, with V.flat,
-    every V.flat-th one. Return the number of steps before the shared blocks, the total number of steps, and the block
-    and row where the program's part of the shared blocks begins.
+    First, as long as there is a block for every program, the program processes every T-th block on its own. Programs
+    with the same channels (every V.flat-th program, if V.flat is set) then share the remaining blocks evenly. Return
+    the number of steps before the shared blocks, the total number of steps, and the block and row where the program's
+    part of the shared blocks begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY

@@ -5,9 +5,9 @@ channels that the map leaves unchanged follow as x̄ (see encode.py). Some width
 into several tiles, both for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If
 they were in a single tile, sums over the channels of a row might involve all warps.
 
-A "side" (q or k) has two parts. The first part has the frequencies, positions and tables that encode its tokens, which
-q and k often share. The second part is the norm: None, or γ, β, partial sums for their gradients, and the grid indices
-of the tokens.
+A "side" (q or k) has two parts. The first part consists of the frequencies, positions and tables that encode its
+tokens, which q and k often share. The second part is the norm: None, or γ, β, partial sums for their gradients, and the
+grid indices of the tokens.
 """
 
 import triton

@@ -85,7 +85,7 @@ class Copy(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A kernel whose only arguments are tensors, ``NUMBERS``, their ``TYPES`` and ``V``, with values for a launch."""
+    """A kernel whose only arguments are tensors, ``NUMBERS``, their ``TYPES`` and ``V``, along with these values."""
 
     kernel: Any
     arguments: tuple[str, ...]  # source code of the original kernel's arguments

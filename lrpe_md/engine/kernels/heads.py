@@ -46,7 +46,7 @@ from .tiles import first_channel, locate_channels, point_at, point_to_row, split
 def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
     """Return a pointer to tile i of a token, and the head and channel strides.
 
-    ``tensor`` has the pointer and the strides (b, n, h, d) of q and of k.
+    ``tensor`` holds the pointer and the strides (b, n, h, d) of q and of k.
     """
     p_q, q_strides, p_k, k_strides = tensor
     is_k, b, n = token
@@ -259,7 +259,7 @@ def load_tile_weights(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constex
 
 @triton.jit
 def store_mapped(rows, token, H, stats, cos_sin, tile_weights, o, V: tl.constexpr):
-    """Compute and store y of a token. ``tile_weights`` has γ and β of each tile."""
+    """Compute and store y of a token. ``tile_weights`` holds γ and β of each tile."""
     mean, scale = stats
     o_h = tl.arange(0, V.block_n)
     for i in tl.static_range(len(rows)):

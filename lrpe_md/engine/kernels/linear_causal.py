@@ -86,7 +86,7 @@ def mix_tokens(P, y, total, V: tl.constexpr):
 
 @triton.jit
 def causal_mask(V: tl.constexpr):
-    """Return the causal mask of a block, in which each query (row) sees earlier keys (columns) and its own."""
+    """Return the causal mask of a block, in which each query (row) sees its own key and earlier keys (columns)."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] >= o_n[None, :]
 

@@ -107,7 +107,7 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
 def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
     """Load γ and β of head h of q or k, or of several heads h (rows, 1).
 
-    ``norm`` has pointers to the weight and bias for q and for k. token_group is 0, or a column with the group of each
+    ``norm`` holds pointers to the weight and bias for q and for k. token_group is 0, or a column with the group of each
     token. m_row is the mask of rows, or None if all rows exist.
     """
     p_weight, p_bias, p_weight_k, p_bias_k = norm

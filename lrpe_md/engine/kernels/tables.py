@@ -37,7 +37,7 @@ def _point_to_table(p, strides, sample, g, V: tl.constexpr):
 def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
     """Return pointers and strides of cos and sin for a sample and a group of heads, and c0.
 
-    ``tables`` has pointers to cos and sin, and the packed strides (b, h, n, d) of both in units of V.table_unit
+    ``tables`` holds pointers to cos and sin, and the packed strides (b, h, n, d) of both in units of V.table_unit
     entries. With V.joined, the pointer to sin is unused. c0 is the first channel or pair of the tile.
     """
     p_cos, p_sin, numbers = tables

@@ -30,7 +30,7 @@ def _step(o, stride, V: tl.constexpr):
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """Return a pointer to token n0 of head h of sample b, in q or in k, and the token and channel strides.
 
-    ``tensors`` has the pointer and the strides (b, h, n, d) of q and of k. Those of k are ignored unless V.has_k is
+    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. Those of k are ignored unless V.has_k is
     set. V.long means that strides need 64 bits, even in units of 8.
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1

@@ -324,7 +324,7 @@ class LaunchInputs:
     ) -> tuple[Variant, dict[str, Any]]:
         """Return the variant and the compiler options of a kernel that reads the positions and tables of q and k.
 
-        The variant is the one for k. If q's is different, it is in the field ``queries``.
+        The variant is the one for k. If q needs a different variant, it is in the field ``queries``.
         """
         key = stage, "both", *changes.values()
         config = self.cache.get(key)
@@ -594,7 +594,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, then the state after the last token if ``return_state`` is set, and tensors to save if ``keep`` is."""
+    """Return o, any state after the last token (with ``return_state``) and tensors for the backward (with ``keep``)."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)

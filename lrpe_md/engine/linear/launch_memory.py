@@ -80,7 +80,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, then the state after the last token if ``return_state`` is set, and tensors to save if ``keep`` is."""
+    """Return o, any state after the last token (with ``return_state``) and tensors for the backward (with ``keep``)."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
