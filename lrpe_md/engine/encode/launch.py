@@ -105,7 +105,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """Inputs and outputs of a launch, for one tensor or for q and k."""
+    """Inputs and outputs of a launch, except tables, for one tensor or for q and k."""
 
     xs: list[Tensor]  # empty if the backward needs no x
     dys: list[Tensor]  # empty in the forward

@@ -134,7 +134,7 @@ class Encode(Operator):
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
 
     def pack_saved(self, call: Call, inputs: Xs, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save and the other values of the call. Linear, fixed maps don't save x."""
+        """Return the tensors to save and the other values of the call. Linear maps with fixed angles don't save x."""
         saved_xs = inputs if any(needs_gradients) or call.spec.act != "none" or call.spec.norm != "none" else ()
         tensors = *call.tables, *call.weights, *call.cos_sin[:2], *saved_xs
         return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(saved_xs))

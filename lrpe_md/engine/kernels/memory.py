@@ -131,7 +131,7 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", sizes: "sizes", V: tl.constexpr):
     """Compute A for each block. The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated".
 
-    The last D² elements are the A of the normaliser's sums. Each program computes one column tile of one matrix.
+    The last D² elements are A for the normaliser's sums. Each program computes one column tile of one matrix.
     """
     G, F, B = unpack_numbers(sizes)
     FEATURE_TILES: tl.constexpr = len(V.feature_blocks)

@@ -558,7 +558,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
     The tile that fits is cached for later launches. Recorded launches always use the first tile.
 
     Raises:
-        OutOfResources: no tile fits.
+        OutOfResources: if no tile fits.
     """
     if not programs:
         return
@@ -860,7 +860,7 @@ def backward(
 
     Args:
         grads: gradients of o, or of o, S and Σ.
-        outs: tensors to write dq, dk and dv to. If there are none, they are allocated.
+        outs: tensors to write dq, dk and dv to. By default, they are allocated.
         differentiate_as: replacement for :func:`differentiate`. It may return further gradients after dS and dΣ.
     """
     do, *dstate = grads

@@ -159,7 +159,7 @@ def check_decay_range(decay: Tensor | None) -> None:
 
 
 def check_normalizer(normalizer: Any, act: str) -> None:
-    """Check the normaliser. "unrotated" needs an activation that is never negative."""
+    """Check the normaliser. "unrotated" needs an activation whose values are never negative."""
     if normalizer not in NORMALIZER_NAMES:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
