@@ -35,7 +35,7 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
     their rows of tables. Other tensors are sharded like xs along dimensions that they share, and replicated otherwise.
     Plain tensors count as replicated. Gradients are those of the unsharded computation, and have the placements of
-    their tensors. If only xs were sharded, they are summed over the ranks.
+    their tensors. If only xs were sharded, the gradients of other tensors are summed over the ranks.
 
     Raises:
         TypeError: if plain tensors are mixed with DTensors.

@@ -475,7 +475,7 @@ def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
 
     With ``by_torch``, Inductor launches them like its own kernels, with its C++ launcher. By default, it launches user
     kernels with Triton's launcher, because they may be autotuned. Triton's launcher takes twice as long, and is passed
-    our constants at each launch. Our kernels have a single configuration, so they don't need it.
+    our constants at each launch. Our kernels have a single configuration, so they can use the C++ launcher.
     """
     define = wrapper.define_kernel
 

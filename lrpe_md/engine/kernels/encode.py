@@ -199,7 +199,7 @@ def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
     Return dΘ if it is needed, and the row's contributions to dγ and dβ. row_weights is (weights, dweights_before). The
-    row's contributions are added to dweights_before, which is () for the first row.
+    row's contributions are added to dweights_before, unless it is ().
     """
     weights, dweights_before = row_weights
     xa, xb, ga, gb, place, token_range = loaded_row
@@ -475,7 +475,7 @@ def lrpe_kernel(
             sum over the sequence (2, B, H, D), of the only tensor or of q. The arguments for k end in 1.
         p_omega, p_phase, p_amplitude: (G or 1, C, K), (G or 1, C) and (G or 1, C).
         p_coords, p_origin, p_affine, p_rotated: coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
-            and shift (K, 2), and the mask of rotated tokens (.., num_grid) in bytes.
+            and shift (K, 2), and the mask of rotated tokens (.., num_grid), with one byte per token.
         tables: the tables of :func:`point_to_tables`, or None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
         extras: None or, with a norm, pointers to the weight and bias of q and of k and to the partial sums of their

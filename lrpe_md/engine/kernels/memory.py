@@ -267,9 +267,9 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan that is differentiated,
             and the output for partial sums of dg (programs of a head, F, B G).
         p_offsets: index of the first piece of each block (F + 1).
-        numbers: counts; number of elements in a state and in A of a block; then, for Sᵀ and for the sums, the number of
-            rows, their width, and the offsets of the rows and of their A. With V.aligned, all but counts and numbers of
-            rows are in units of 4 elements.
+        numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
+            the sums: the number of rows, their width, and the offsets of the rows and of their A. With V.aligned,
+            widths, offsets and numbers of elements are in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_parts, p_transitions, p_first = parts
