@@ -276,7 +276,7 @@ class Operator(ABC):
 
     @abstractmethod
     def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors besides the rows for which the kernels compute gradients."""
+        """Return the tensors other than the rows that may need a gradient."""
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:

@@ -82,7 +82,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx (in ``outs``, if passed) for each gradient, and any gradients of ω, φ and weights that are needed."""
+    """Return dx, and the gradients of ω, φ and weights that are needed. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     is_sequence_softmax = call.spec.dim == -2

@@ -6,7 +6,8 @@
 - activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
 - features: q̂ and k̂ of linear attention.
 - linear, linear_causal: linear attention without and with a causal mask.
-- decay, memory: states that decay from token to token, and states that decay from block to block.
+- decay: states that decay from token to token.
+- memory: states that decay or follow the delta rule from block to block.
 - reduce: sums of the partial gradients of ω, φ and a norm's weights.
 - rows, tiles, signature: arithmetic on rows, loads and stores, and the choice of specialised arguments.
 - fixed: kernels with their numbers compiled in, for compilers.

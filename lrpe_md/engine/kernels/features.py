@@ -52,7 +52,7 @@ def multiply(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round x to the dtype of operands. For 16-bit inputs, this is bfloat16, which is also large enough for sums."""
+    """Round x to the operands' dtype. For 16-bit inputs, this is bfloat16, whose range is large enough for sums."""
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":

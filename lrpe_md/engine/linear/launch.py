@@ -594,7 +594,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, any state after the last token (with ``return_state``) and tensors for the backward (with ``keep``)."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)

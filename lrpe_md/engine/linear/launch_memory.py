@@ -80,7 +80,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o, any state after the last token (with ``return_state``) and tensors for the backward (with ``keep``)."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
