@@ -766,7 +766,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS and, with a causal mask, dZ for each piece and query head, given 1/z and dz in p_scales."""
+    """Compute dS for each piece and query head. With a causal mask, use 1/z and dz in p_scales, and compute dZ too."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))

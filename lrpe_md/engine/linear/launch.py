@@ -1012,7 +1012,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq to ``grads``. Return 1/z, dz and, with a decay, two sums for dg: (2 or 4, B H_q, N)."""
+    """Write dq to ``grads``. Return 1/z, dz and, with a decay, two sums for dg, of shape (2 or 4, B H_q, N)."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4

@@ -1,8 +1,8 @@
 """Scan over ranks, for states with decay or the delta rule whose tokens are sharded.
 
-The tokens of a rank turn the state S before them into T S + B or, in the reverse direction, the state after them. Each
-rank computes its T and B without queries, and gathers T and B of all ranks. It applies T and B of the preceding ranks
-in order or, in the reverse direction, of the following ranks. The result is the initial state for its own tokens.
+The tokens of a rank turn the state S before them into T S + B. In the reverse direction, S is the state after them.
+Each rank computes its T and B without queries, and gathers T and B of all ranks. It applies T and B of the preceding
+ranks in order (in the reverse direction, of the following ranks). The result is its initial state.
 
 With rule "add", T is the product of the rank's decays, and B is a sum over its keys, weighted by the decays of later
 blocks. With rule "delta", T = Π_f g_f (I − A_f). This is the rank's final state if its initial state is the identity
