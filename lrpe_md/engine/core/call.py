@@ -1,7 +1,7 @@
-"""Values that describe a call.
+"""Data classes that describe a call.
 
-:class:`Options` are the user's choices. :class:`Call` is the validated result, which all lower layers use.
-:class:`Variant` holds all compile-time settings of a kernel.
+:class:`Options` holds the options that the user passed. :class:`Call` holds the validated arguments, which all lower
+layers use. :class:`Variant` holds all compile-time settings of a kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NormOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The user's choices, as passed, without tensors and positions."""
+    """Options that the user passed, excluding tensors and positions."""
 
     map: MapName
     act: Act = "none"
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All tensors except x. The kernels compute gradients only for omega and phase."""
+    """Tensors that define positions and angles. The kernels compute gradients only for omega and phase."""
 
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
@@ -86,8 +86,7 @@ NO_TABLES = Tables(None)
 class CosSin(NamedTuple):
     """Cos and sin that the caller passes instead of positions: (N, W), (B or 1, N, W) or (B or 1, H or 1, N, W).
 
-    For the cosine map, W is the number of channels. For a rotation, it is the number of pairs, or twice that, with an
-    entry for each channel.
+    For the cosine map, W is the number of channels. For a rotation, W is the number of pairs or of channels.
     """
 
     cos: Tensor | None = None  # if sin is None, (.., W, 2): cos and sin in the last dimension
@@ -96,17 +95,17 @@ class CosSin(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of cos and of sin."""
+        """Shape of cos and of sin."""
         assert self.cos is not None
         return self.cos.shape if self.sin is not None else self.cos.shape[:-1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are not None."""
+        """Return the tensors that are not None."""
         return tuple(t for t in self[:2] if t is not None)
 
     def strides(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the strides (b, h, n, d) of cos and of sin; 0 if samples or heads share their rows."""
+        """Return the strides (b, h, n, d) of cos and of sin. b or h is 0 if samples or heads share rows."""
         table_strides = []
         for t in self.tensors:
             *outer, rows, entries = t.stride()[: len(self.shape)]
@@ -117,16 +116,16 @@ class CosSin(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads with separate rows; 1 if all heads share them."""
+        """Number of heads with separate rows, or 1 if all heads share their rows."""
         return self.shape[1] if any(heads for _, heads, _, _ in self.strides()) else 1
 
     @property
     def by_sample(self) -> bool:
-        """True if each sample has its own rows."""
+        """Return whether each sample has its own rows."""
         return any(batch for batch, _, _, _ in self.strides())
 
     def split(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin separately, with the sign of the formula. They are views unless sin is negated."""
+        """Return cos and sin as separate tensors, with sin negated if ``inverse`` is set. Otherwise, both are views."""
         assert self.cos is not None
         cos, sin = self.cos.unbind(-1) if self.sin is None else (self.cos, self.sin)
         return cos, -sin if self.inverse else sin
@@ -136,7 +135,7 @@ NO_COS_SIN = CosSin()
 
 
 class Weights(NamedTuple):
-    """γ and β of the norm, for q (or the only tensor) and for k: (D,), (H, D) or (P, 1 or H, D) each."""
+    """γ and β of the norm for q (or the only tensor) and for k, of shape (D,), (H, D) or (P, 1 or H, D)."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -145,7 +144,7 @@ class Weights(NamedTuple):
 
     @property
     def token_groups(self) -> int:
-        """P, the number of token groups (prefix, grid, suffix) with separate weights."""
+        """Number of token groups (prefix, grid, suffix) with separate weights."""
         return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
 
 
@@ -153,7 +152,7 @@ NO_WEIGHTS = Weights()
 
 
 class Layout(NamedTuple):
-    """Token counts and grid sizes: integers that cross the operator boundary as SymInts."""
+    """Token counts and grid sizes, which are passed to the registered operators as SymInts."""
 
     num_tokens: int
     prefix: int
@@ -162,7 +161,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]  # empty for explicit coords
 
     def is_same(self, other: Layout) -> bool:
-        """Compare field by field. If tuples were compared, Dynamo in torch 2.11 would treat the sizes as constants."""
+        """Compare layouts field by field. Dynamo in torch 2.11 treats sizes as constants if tuples are compared."""
         has_same_counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start
@@ -174,14 +173,14 @@ class Layout(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Number of prefix tokens and of suffix tokens."""
+        """Return the numbers of prefix and suffix tokens."""
         num_tokens, prefix, num_grid, start, _ = self
         num_prefix = max(0, min(prefix - start, num_tokens))
         num_suffix = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
         return num_prefix, num_suffix
 
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
-        """Return positions (.., N, K) and the mask of rotated tokens (None if all are), for the reference."""
+        """Return positions (.., N, K) for the reference, and the mask of rotated tokens (None if all are rotated)."""
         if self.sizes:
             return grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,
@@ -199,7 +198,7 @@ class Layout(NamedTuple):
         return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
     def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
-        """Return γ and β for q and for k, in the reference's form."""
+        """Return γ and β for q and for k, in the form that the reference expects."""
         groups = None
         if weights.weight is not None and weights.token_groups > 1:
             index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
@@ -209,18 +208,18 @@ class Layout(NamedTuple):
 
 
 class CallerTables(NamedTuple):
-    """Tables of cos and sin from the caller, in place of positions."""
+    """Tables of cos and sin that the caller passes instead of positions."""
 
     cos_sin: CosSin
     prefix: int | None  # None: 0, and every token needs a row
 
     def lay_out(self, num_tokens: int) -> Layout:
-        """Return the layout of the tables' rows among ``num_tokens`` tokens."""
+        """Return the layout of ``num_tokens`` tokens, some of which have a row in the tables."""
         return Layout(num_tokens, self.prefix or 0, self.cos_sin.shape[-2], 0, ())
 
 
 class Needs(NamedTuple):
-    """Gradients that a backward computes in addition to dx."""
+    """Flags for the gradients that a backward pass computes in addition to dx."""
 
     omega: bool = False
     phase: bool = False
@@ -229,7 +228,7 @@ class Needs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A validated call without x."""
+    """A validated call, without x."""
 
     spec: Spec
     layout: Layout
@@ -241,9 +240,9 @@ class Call(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """All compile-time settings of a kernel, as one value that is passed to every helper.
+    """All compile-time settings of a kernel, in one value that is passed to every helper function.
 
-    Its repr can be evaluated anywhere, because compiler-generated code contains it.
+    Its repr can be evaluated anywhere, because code generated by compilers contains it.
     """
 
     # The computation: the fields of Spec.

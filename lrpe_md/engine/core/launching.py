@@ -1,4 +1,4 @@
-"""Code that all launchers share: preparing tables, describing grids as numbers, and detecting GPU features."""
+"""Helpers for all launchers, which prepare tables, describe grids as numbers, and detect GPU features."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids
 
 
 def make_readable(call: Call) -> Call:
-    """Return the call with its tables converted for the kernels.
+    """Return the call with its tables in the form that kernels can read.
 
-    Tables are contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
+    Tables become contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
     """
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
@@ -73,14 +73,14 @@ def make_readable(call: Call) -> Call:
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Return both sides of linear attention, with their tables converted for the kernels. narrow: inputs are 16-bit."""
+    """Apply :func:`make_readable` to both sides of linear attention. Set ``narrow`` if the inputs have 16 bits."""
     if narrow:  # kernels use the hardware's sine and cosine
         q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as the kernels read it: contiguous, (H or 1, P, D)."""
+    """Return γ or β as a contiguous tensor (H or 1, P, D), as the kernels expect it."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -88,20 +88,20 @@ def lay_weight(t: Tensor) -> Tensor:
 
 
 def materialise_each(*tensors: Tensor | None) -> list[Any]:
-    """Apply lazy negations of several tensors, some of which may be None."""
+    """Apply :func:`materialise` to several tensors, some of which may be None."""
     return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
 
 
 def materialise(t: Tensor) -> Tensor:
-    """Apply a lazy negation, because kernels read the memory of a tensor."""
+    """Apply a lazy negation of t, which kernels would miss because they read memory directly."""
     return t.resolve_neg() if t.is_neg() else t
 
 
 def use_affine_positions(call: Call) -> Call:
-    """Return the call with the positions of a large grid as an affine map of indices.
+    """Return the call with the positions of a large grid expressed as an affine map of indices.
 
-    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, this allows
-    400 radians per position.
+    Without it, kernels with the hardware's sine and cosine can count at most 2^22 turns per axis. For LARGE_GRID
+    tokens, this is 400 radians per position.
     """
     layout, tables = call.layout, call.tables
     if max(layout.sizes, default=0) <= LARGE_GRID or tables.affine is not None or tables.origin is not None:
@@ -119,7 +119,7 @@ def num_groups(call: Call) -> int:
 
 
 class Tiles(NamedTuple):
-    """Tiles of a row: first the mapped ones, then those that pass through. Linear attention joins some tiles."""
+    """Tiles of a row. The mapped channels come first, followed by the channels that pass through."""
 
     block_c: int
     num_mapped: int
@@ -138,7 +138,7 @@ class Tiles(NamedTuple):
         return self._join(self.blocks)
 
     def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Join the widths of the map's two halves, which share a tile."""
+        """Join the widths of the two halves of the map's output, which share a tile in linear attention."""
         mapped = widths[: self.num_mapped : self.halves]
         return (*(2 * width for width in mapped), *widths[self.num_mapped :])
 
@@ -152,12 +152,12 @@ class Segment(NamedTuple):
 
 
 def pad_channels(width: int) -> tuple[int, ...]:
-    """Return the width of a single tile: the next power of two."""
+    """Return the width of a single tile, which is the next power of two."""
     return (triton.next_power_of_2(width),)
 
 
 def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> list[Segment]:
-    """Cut channels into tiles of the widths that ``choose`` returns."""
+    """Split channels into tiles whose widths ``choose`` returns."""
     blocks = choose(width)
     offsets = accumulate(blocks, initial=0)
     return [
@@ -172,7 +172,7 @@ def cut_channels(
     choose: Callable[[int], tuple[int, ...]] = pad_channels,
     pad: Callable[[int], tuple[int, ...]] = pad_channels,
 ) -> Tiles:
-    """Cut a row into tiles. choose: see :func:`cut_width`. pad: the same for channels that pass through."""
+    """Split a row into tiles. ``choose`` returns the tile widths for the map, and ``pad`` those for other channels."""
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
@@ -206,7 +206,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads; a stride is 0 if they share rows."""
+    """Return the strides of tables along samples and heads. A stride is 0 if samples or heads share the table."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels
@@ -229,7 +229,7 @@ def count_grid(layout: Layout) -> dict[str, int]:
 
 
 def divide_by(name: str, divisor: int) -> dict[str, int]:
-    """Return magic and shift for dividing by ``divisor`` in a kernel, as a dict whose keys end in ``name``."""
+    """Return the numbers with which a kernel divides by ``divisor``, in a dict whose keys end in ``name``."""
     magic, shift = _find_magic(divisor)
     return {f"magic{name}": magic, f"shift{name}": shift}
 
@@ -251,16 +251,16 @@ def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
 
 
 def strides_in_eights(stride: tuple[int, ...]) -> bool:
-    """Return whether channels of (B, H, N, D) are adjacent and all other strides divisible by 8."""
+    """Return whether the channels of (B, H, N, D) are adjacent and all other strides are divisible by 8."""
     b, h, n, d = stride
     return d == 1 and (b | h | n) % 8 == 0
 
 
 @cache
 def _can_launch_early() -> bool:
-    """Return whether a kernel can be launched while the previous one runs, and wait for it.
+    """Return whether a kernel can be launched early, while the previous one is still running.
 
-    This is CUDA's programmatic dependent launch. It needs compute capability 9, and CUDA 12.3 to work in CUDA graphs.
+    This is CUDA's programmatic dependent launch. It needs compute capability 9 and, for CUDA graphs, CUDA 12.3.
     """
     if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
         return False
@@ -274,7 +274,7 @@ def _can_launch_early() -> bool:
 
 
 def launches_early(needs: Needs) -> bool:
-    """Return whether the reduction of partial sums may be launched while they are computed."""
+    """Return whether the reduction of partial sums may be launched while another kernel still computes them."""
     return any(needs) and not is_recording() and _can_launch_early()
 
 
@@ -284,6 +284,6 @@ def has_ptx(dtype: torch.dtype) -> bool:
 
 
 def current_device(x: Tensor):
-    """Return a context in which x's device is the current one, because Triton launches there."""
+    """Return a context that makes x's device the current device, on which Triton launches kernels."""
     needs_switch = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if needs_switch else nullcontext()

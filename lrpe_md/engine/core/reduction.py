@@ -1,4 +1,4 @@
-"""Second pass of gradients that are sums over tokens: reduce the partial sums of a launch's programs."""
+"""Reduce the partial sums of a launch's programs to the gradients of ω, φ and norm weights, in a second pass."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def allocate_partials(sums: Sums, device: torch.device) -> Partials:
 
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
-    """Compute dω and dφ, if needed, from partial sums (rows, G, J, C)."""
+    """Compute dω and dφ from partial sums (rows, G, J, C), where needed."""
     return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
-    """Compute dω, dφ and the gradients of the weights, if needed, in the shapes of ω, φ and the weights."""
+    """Compute dω, dφ and the gradients of the weights, where needed, with the shapes of ω, φ and the weights."""
     outs: list[Tensor] = []
     jobs: list[Job] = []
     if partials.angles is not None:
@@ -107,7 +107,7 @@ class Job(NamedTuple):
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the needed gradients of ω and φ. Return them and their reduction jobs."""
+    """Allocate the gradients of ω and φ that are needed. Return them with their reduction jobs."""
     omega, phase = call.tables.omega, call.tables.phase
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]
@@ -124,7 +124,7 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
 
 
 def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the gradients of the weights, (H or 1, P, D) each. Return them and their reduction jobs."""
+    """Allocate the gradients of the weights, each (H or 1, P, D). Return them with their reduction jobs."""
     partial, (num_q_rows, rows_per_head) = partials.weights, partials.sums.counts
     assert partial is not None
     rows, row_width = partial.shape

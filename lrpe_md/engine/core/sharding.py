@@ -1,7 +1,7 @@
-"""Support for DTensors: each rank runs the same call on its shard.
+"""Support for DTensors. Each rank runs the same call on its shard.
 
-We shard before the operators run, instead of registering sharding strategies with DTensor's dispatcher. Strategies
-can't change positions, can't mix plain tensors (frequencies, coordinates) with sharded ones, and have no stable
+We shard calls before the operators run, rather than registering sharding strategies with DTensor's dispatcher.
+Strategies can't change positions, can't mix plain tensors (such as frequencies) with sharded ones, and have no stable
 interface for operators that take and return lists.
 """
 
@@ -90,9 +90,10 @@ def count_ranks(x: Any, dim: int) -> int:
 
 
 def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return the part of t that belongs to x's shard. dims: maps dimensions of x to the same dimensions of t.
+    """Return the part of t that belongs to x's shard. ``dims`` maps dimensions of x to dimensions of t.
 
-    If x is sharded along a dimension that t lacks, each rank has a part of t's gradient, and the backward sums them.
+    If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t, and the backward sums
+    them.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -108,10 +109,10 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
 
 
 def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
-    """Return this rank's γ and β of the norm of one tensor.
+    """Return this rank's γ and β for the norm of one tensor.
 
-    in_rows: sharding the tokens of coordinates turns prefix and suffix into ordinary rows, so that token groups are
-    lost.
+    Set ``in_rows`` if sharding the tokens of coordinates turns prefix and suffix into ordinary rows. Separate weights
+    for token groups are then an error.
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
@@ -128,7 +129,7 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
-    """Return this rank's heads of a tensor (H or 1, ..)."""
+    """Return the part of a tensor (H or 1, ..) for this rank's heads."""
     if t.shape[0] == 1:
         return take_local(t, x, {})
     check_heads(name, t, 0, x)
@@ -168,7 +169,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x is sharded like torch.chunk, because tensors that share its dimensions are split that way."""
+    """Check that x is sharded as by torch.chunk, because tensors that share its dimensions are split that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)
@@ -178,7 +179,7 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """Return the first sample, head or token of this rank's shard, and their number, as in torch.chunk."""
+    """Return where this rank's shard starts along a dimension, and its length. torch.chunk must give the same shard."""
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):

@@ -1,4 +1,4 @@
-"""Launch the maps after a norm over all heads."""
+"""Launch the kernel that applies a map after a norm over all heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ heads_kernel: Any = kernels.heads_kernel
 
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
-    """Return the outputs."""
+    """Return the encoded tensors."""
     xs = [materialise(x) for x in xs]
     readable_call = make_readable(call)
     with current_device(xs[0]):
@@ -51,7 +51,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
+    """Return dx, and the gradients of ω, φ and weights that are needed. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     with current_device(grads[0]):
@@ -88,7 +88,7 @@ def _drop_norm(call: Call) -> Call:
 
 
 class _Launch(NamedTuple):
-    """Everything about a launch except the tensors."""
+    """A prepared launch, without its tensors."""
 
     programs: int
     outs: Sequence[tuple[Any, tuple[int, ...]]]  # size and stride
@@ -106,7 +106,7 @@ _NO_NEEDS = Needs()
 def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.launch_rows`."""
+    """Implement :func:`lrpe_md.engine.encode.launch.launch_rows` for a norm over all heads."""
     xs, dys, given_outs = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
@@ -134,7 +134,7 @@ def _run_heads(
 
 
 def _pair_pointers(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-    """Return a pointer and its strides for q and for k."""
+    """Return the pointers and strides of q and of k in the order that the kernel expects."""
     first, second = (*tensors, None, None)[:2]
     return first, strides[0], second, strides[1]
 
@@ -196,9 +196,10 @@ def _list_grid_numbers(layout: Layout) -> list[int]:
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
-    """Return how many programs should work on q, so that all are equally busy.
+    """Return how many programs should process q, so that all programs have about the same work.
 
-    Half of the work grows with the tensor's own number of heads, and half with the larger of the two numbers.
+    Half of the work for a tensor grows with its number of heads. The other half grows with the larger number of heads
+    of the two tensors.
     """
     max_heads = max(heads_q, heads_k)
     return min(programs - 1, max(1, round(programs * (heads_q + max_heads) / (heads_q + heads_k + 2 * max_heads))))

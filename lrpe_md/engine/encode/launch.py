@@ -1,4 +1,4 @@
-"""Launch the encoding kernels: derive the variant and numbers from shapes and strides, allocate, and launch."""
+"""Launch the encoding kernels, with variants and arguments derived from shapes and strides."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
 def forward(
     call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor | None] = (), start: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the outputs and, for softmax over the sequence, maximum and sum (2, B, H, D) of each tensor.
+    """Return the outputs and, for softmax over the sequence, the maximum and sum (2, B, H, D) of each tensor.
 
-    outs, start: see :class:`lrpe_md.engine.encode.output.Target`.
+    ``outs`` and ``start`` are described in :class:`lrpe_md.engine.encode.output.Target`.
     """
     xs = [materialise(x) for x in xs]
     readable_call = make_readable(call)
@@ -82,7 +82,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
+    """Return dx, and the gradients of ω, φ and weights that are needed. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
@@ -105,7 +105,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """Inputs of a launch except the tables, for one tensor or for q and k."""
+    """Inputs and outputs of a launch, except tables, for one tensor or for q and k."""
 
     xs: list[Tensor]  # empty if the backward needs no x
     dys: list[Tensor]  # empty in the forward
@@ -115,7 +115,7 @@ class Rows(NamedTuple):
 
 
 class Launch:
-    """Everything about a launch except the tensors."""
+    """A prepared launch, without its tensors."""
 
     __slots__ = (
         "compiled_kernel", "grid", "norm_numbers", "options", "outs", "scalars", "start_numbers", "sums", "tables",
@@ -150,9 +150,9 @@ def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 def launch_rows(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel on q (and k); return its outputs and the partial sums.
+    """Launch the kernel on one tensor, or on q and k. Return the outputs and the partial sums.
 
-    dtype: the outputs' dtype; None: that of the inputs.
+    The outputs have dtype ``dtype``, or that of the inputs if it is None.
     """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
@@ -210,9 +210,9 @@ def launch_rows(
 def order_tensors(
     rows: Rows, outs: Sequence[Any], tables: tuple[Any, ...], partial: Any, extras: Any = None
 ) -> tuple[Any, ...]:
-    """Return the first arguments of ``lrpe_kernel``.
+    """Return the first arguments of :func:`lrpe_kernel`, which describes ``extras``.
 
-    tables: the call's tables, then the caller's cos and sin with their strides. extras: see :func:`lrpe_kernel`.
+    ``tables`` holds the call's tables, followed by the caller's cos and sin with their strides.
     """
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
@@ -222,7 +222,7 @@ def order_tensors(
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
-    """Return the launches that were prepared for calls with the same sizes, dtypes and devices."""
+    """Return the launches prepared for calls with the same sizes, dtypes and devices."""
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = make_key(None, tensors)
     key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
@@ -231,7 +231,7 @@ def recall_launches(call: Call, rows: Rows) -> dict:
 
 
 def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
-    """Launch the kernel. Later launches skip Triton's lookup of the compiled kernel, which is slower than a launch."""
+    """Launch the kernel. Later calls skip Triton's lookup of the compiled kernel, which takes longer than a launch."""
     compiled_kernel = launch.compiled_kernel
     if compiled_kernel is not None and not lrpe_kernel.pre_run_hooks:
         compiled_kernel[launch.grid](*tensors, *launch.scalars, launch.variant)
@@ -246,10 +246,10 @@ def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def prepare_launch(
     call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
 ) -> Launch:
-    """Prepare a launch, using only shapes and strides.
+    """Prepare a launch with outputs of dtype ``dtype``, based on shapes and strides alone.
 
-    dtype: of the outputs. aligned: addresses are multiples of 16 bytes. early: the second pass of dω may start while
-    this one runs.
+    Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
+    this launch is running.
     """
     spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
@@ -334,7 +334,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -
 def describe_variant(
     call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
 ) -> Variant:
-    """Return the variant before the work is divided. row: head_dim, and whether all rows are aligned."""
+    """Return the variant before the work is divided. ``row`` is (head_dim, aligned)."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     has_tables = cos_sin.cos is not None
@@ -381,9 +381,9 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
-    """Divide channels into small blocks if their number is not a power of two, so that no thread is idle.
+    """Divide channels into small blocks if their number isn't a power of two, so that no threads are idle.
 
-    This only works if all channels are mapped, and nothing is summed over the channels.
+    This only works if all channels are mapped and nothing is summed over channels.
     """
     channels = variant.num_channels  # a multiple of 4 or 8 if all channels are mapped
     if len(variant.begins) > variant.num_mapped or channels == variant.block_c or num_tokens * channels >= 2**31:
@@ -394,7 +394,7 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 
 def _find_tile_width(variant: Variant) -> int:
-    """Return how many channels of a row fit in a tile."""
+    """Return how many channels of a row are in registers at the same time, including padding."""
     if not (variant.need_dangles or variant.need_dweight):
         return variant.num_mapped * variant.block_c
     return triton.next_power_of_2(sum(variant.blocks))  # includes the other channels
@@ -420,13 +420,13 @@ def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
-    """Return whether to use CUDA's sine and cosine, which are precise enough for 16-bit outputs, but not for dω."""
+    """Return whether to use CUDA's sine and cosine, which are accurate enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
     return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and has_ptx(dtype)
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
-    """Launch softmax over the sequence: compute maximum and sum or, with g, the backward."""
+    """Compute the maximum and sum of a softmax over the sequence. If g is passed, compute dx from g = dx̄ instead."""
     if not x.numel():
         return
     batch, heads, num_tokens, head_dim = x.shape
@@ -446,6 +446,6 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
 
 
 def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Return packed strides of (B, H, N, D), in units except for the channel stride."""
+    """Return the packed strides of a tensor (B, H, N, D). All but the channel stride are divided by ``unit``."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
     return pack_numbers(b // unit, h // unit, n // unit, d)

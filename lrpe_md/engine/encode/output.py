@@ -1,4 +1,4 @@
-"""Output tensors from the caller (``out``): check them before any launch, and write them if no launch does."""
+"""Check the output tensors that the caller passes (``out``), and copy the outputs to them if no launch does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None allocates one. start: the index along L of
-    the first token, integers (1,) or (B,) that are read on the device. number: which of two tensors a single output
-    belongs to.
+    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. None means that the output is
+    allocated. ``start`` is the index along L of the first token, as integers (1,) or (B,) that are read on the device.
+    If the target is for only one of two inputs, ``number`` is the index of that input.
     """
 
     outs: tuple[Tensor | None, ...]
@@ -31,11 +31,11 @@ class Target(NamedTuple):
     number: int | None = None
 
     def select(self, i: int) -> Target:
-        """Return the target of one of two tensors."""
+        """Return the target for one of two tensors."""
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:
-        """Return the caller's name of an output, for error messages."""
+        """Return the name of an output in error messages."""
         i = i if self.number is None else self.number
         return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
@@ -44,14 +44,14 @@ class Target(NamedTuple):
         return *self.outs, self.start
 
     def can_launch(self, call: Call) -> bool:
-        """Return whether a launch can write the outputs. It can't with strided channels or a norm over all heads."""
+        """Return whether kernels can write the outputs. They can't with strided channels or a norm over all heads."""
         if call.spec.norm != "none" and call.spec.norm_over == "heads":
             return False
         return all(t is None or (t.stride(-1) == 1 and not t.is_neg()) for t in self.outs)
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """Convert ``out`` and ``out_start`` of a public function to a target. number: how many tensors are encoded."""
+    """Convert the arguments ``out`` and ``out_start`` of a call on ``number`` tensors to a target."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, because it is a row index into out")
@@ -93,10 +93,10 @@ def check_target(
     width: int,
     direct: bool,
 ) -> None:
-    """Check the destination before anything is written.
+    """Check the destination before anything is written. Checks of shapes, strides and dtypes are cached.
 
-    sources, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and
-    have memory. Shapes, strides and dtypes are checked once and cached.
+    ``sources`` are the tensors other than xs that the call reads, and ``names`` are their names in error messages.
+    ``width`` is the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
     if is_transforming():
@@ -141,7 +141,7 @@ _cached_reaches: dict[Any, list[int | None]] = {}  # size in bytes of the memory
 def _check_no_overlap(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Check that outputs don't overlap other tensors. tensors: the sources, then the outputs that are not None."""
+    """Check that no output overlaps another tensor. ``tensors`` are the sources, then the outputs that aren't None."""
     addresses = [None if t is None else t.data_ptr() for t in tensors]
     num_outs = sum(t is not None for t in target.outs)
     first = len(tensors) - num_outs
@@ -161,7 +161,7 @@ def _check_no_overlap(
 
 
 def _find_name(target: Target, number: int) -> str:
-    """Return the name of an output for error messages. number: counts only outputs that are not None."""
+    """Return the name of an output in error messages, where ``number`` counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 
@@ -228,7 +228,7 @@ def _may_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
-    """Return whether a and b occupy disjoint ranges modulo ``step``. offset: elements from a's start to b's."""
+    """Return whether a and b, which starts ``offset`` elements after a, occupy disjoint ranges modulo ``step``."""
     arcs = [
         sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
     ]  # fmt: skip
@@ -250,7 +250,7 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
 
 
 def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy computed outputs to the target; return the outputs."""
+    """Copy the outputs ys to the target. Return the target's tensors, or ys where it has none."""
     check_places(target, [y.shape[2] for y in ys])
     outputs = []
     for out, y in zip(target.outs, ys, strict=True):

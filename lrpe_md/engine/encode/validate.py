@@ -123,7 +123,7 @@ _UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # defaults 
 
 
 def check_unused(options: Any, *names: str) -> None:
-    """Raise an error for options that this map does not use. options: of the encoding or of linear attention."""
+    """Raise an error for options of an encoding or of linear attention that this map does not use."""
     for name in names:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
@@ -144,7 +144,7 @@ def check_act(act: Any, dim: Any) -> None:
 
 
 def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
-    """Return the name of the pairing, and the number of pairs in each block if there are several blocks."""
+    """Return the name of the pairing and, if there are several blocks, the number of pairs in each block."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
             raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
@@ -188,7 +188,7 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
-    """Check q or k. packed: what to pass for packed tokens, for the error."""
+    """Check q or k. ``packed`` is the advice for packed tokens in the error message."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(
@@ -229,7 +229,7 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
 
 
 def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
-    """Return the first rotated channel and the width R. even: R must be even, for pairs."""
+    """Return the first channel to rotate and the number of channels, which must be even if ``even`` is set."""
     if rotary_dim is None:
         start, stop = 0, head_dim
         if even and head_dim % 2:
@@ -256,7 +256,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 
 
 def remedy(x: Tensor, positions: Any) -> str:
-    """Return advice to append to an error about the number of tokens, or "" if the shapes don't show the mistake."""
+    """Return advice for an error about the number of tokens, or "" if the shapes don't reveal the mistake."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.ndim == 2 and coords.shape in ((x.shape[0], x.shape[2]), (1, x.shape[2])):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"
@@ -267,7 +267,7 @@ def remedy(x: Tensor, positions: Any) -> str:
 
 
 class Place(NamedTuple):
-    """Positions as a layout and tables."""
+    """Layout and tables of positions."""
 
     layout: Layout
     coords: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Compute cos and sin for a block of tokens: token index → coordinates → angle → cos and sin."""
+"""Compute coordinates, angles, and then cos and sin for a block of tokens, given the indices of the tokens."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ PI_LO = tl.constexpr(-8.742277657347586e-08)
 
 @triton.jit
 def divide(o, magic, shift):
-    """Return o // n for 0 <= o < 2^31, by multiplication, because the hardware has no integer division."""
+    """Return o // n for 0 <= o < 2^31. This takes a multiplication, because GPUs have no integer division."""
     return (tl.umulhi(tl.cast(o, tl.uint32) * 2, tl.cast(magic, tl.uint32)) >> shift).to(tl.int32)
 
 
@@ -50,10 +50,10 @@ def find_index(o_g, grid, j: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
-    """Return coordinate s_j of the tokens with grid index o_g, as hi + lo. It is 0 off the grid (m_g False, o_g 0).
+    """Return coordinate s_j of the tokens with grid index o_g, as (hi, lo). It is 0 off the grid, where o_g is 0.
 
-    positions: pointers to coordinates, to a grid's origin, and to its scale and shift; then the grid's sizes.
-    WIDE: return hi in float64, and lo 0.
+    ``positions`` holds pointers to coordinates, to a grid's origin and to its scale and shift, and the grid's sizes.
+    With WIDE, hi is the float64 coordinate, and lo is 0.
     """
     p_coords, p_origin, p_affine, grid = positions
     if V.explicit:
@@ -81,8 +81,8 @@ def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE:
 def drop_turns(s, w, ANY_SIZE: tl.constexpr):
     """Return s·w minus the nearest integer, and an int32 with that integer's lowest bit.
 
-    |s·w| must be below 2^22 unless ANY_SIZE. The fma is explicit: if the compiler contracted a separate product and
-    subtraction, the product's rounding error would count twice.
+    |s·w| must be below 2^22 unless ANY_SIZE is set. The fma is explicit, because if the compiler contracted a separate
+    product and subtraction, the product's rounding error would count twice.
     """
     if ANY_SIZE:
         negated_turns = tl.ceil(-0.5 - s * w)
@@ -95,7 +95,7 @@ def drop_turns(s, w, ANY_SIZE: tl.constexpr):
 
 @triton.jit
 def to_turns(w, UNIT: tl.constexpr):
-    """Convert a frequency from radians to turns (UNIT 1) or half turns (UNIT 2), as hi + lo."""
+    """Convert a frequency from radians to turns (UNIT 1) or half turns (UNIT 2), and return it as (hi, lo)."""
     if w.dtype == tl.float64:
         r = w * (INV_TAU * UNIT)
         hi = r.to(tl.float32)
@@ -109,7 +109,7 @@ def to_turns(w, UNIT: tl.constexpr):
 
 @triton.jit
 def to_fixed(hi, lo):
-    """Convert hi + lo turns, modulo 1, to fixed point: an int32 in units of 2^-32 and a uint32 in units of 2^-64."""
+    """Convert hi + lo turns, modulo 1, to an int32 in units of 2^-32 and a uint32 in units of 2^-64."""
     size = tl.abs(hi)
     fraction = size - tl.floor(size)  # exact, unlike subtracting the nearest integer when that is larger
     m = tl.where(hi < 0.0, -fraction, fraction) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
@@ -129,7 +129,7 @@ def count_turns(w):
 
 @triton.jit
 def mark_non_finite(values):
-    """Return 1 for each channel with a non-finite frequency or phase, else 0. Integers can't represent those."""
+    """Return 1 for channels with a non-finite frequency or phase, which integers can't represent, and 0 for others."""
     zero = values[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(values)):
         zero += values[i].to(tl.float32) * 0.0
@@ -138,11 +138,11 @@ def mark_non_finite(values):
 
 @triton.jit
 def load_frequencies(p_omega, p_phase, o_c, m_c, V: tl.constexpr):
-    """Load ω_j of each axis, in half turns, then φ in radians if there is one, each as (hi, lo).
+    """Load the frequency ω_j of each axis in half turns, and any phase φ in radians. Return each as (hi, lo).
 
-    V.wide: all in float64 radians. V.fast: ω in turns, its lo in radians. V.fixed: all in fixed-point turns, where the
-    lowest bit of the first lo marks channels with non-finite values. o_c: channels, (block_c) or (tokens, block_c).
-    m_c: their mask, or None if all exist.
+    Units differ for some variants. With V.wide, all are float64 radians. With V.fast, ω is in turns, but its lo part in
+    radians. With V.fixed, all are fixed-point turns, and the lowest bit of the first lo marks channels with non-finite
+    values. o_c has shape (block_c) or (tokens, block_c). m_c is its mask, or None if all channels exist.
     """
     K: tl.constexpr = V.num_axes
     channels = ()
@@ -186,10 +186,11 @@ def _as_rows(hi, lo):
 
 @triton.jit
 def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Compute Θ (block_n, block_c): a remainder in [-1/2, 1/2], and an int32 whose lowest bit adds a half turn.
+    """Compute Θ as a remainder in [-1/2, 1/2] half turns, and an int32 whose lowest bit adds a half turn.
 
-    The unit is a half turn, because smaller remainders have smaller rounding errors. V.fast: the remainder is in
-    radians, may span a few turns, and the int32 is unused. V.wide: float64 radians, not reduced at all.
+    Both have shape (block_n, block_c). The unit is a half turn, because smaller remainders have smaller rounding
+    errors. With V.fast, the remainder is in radians and may span a few turns. With V.wide, it is the whole angle in
+    float64 radians. In both cases, the int32 is unused.
     """
     if V.wide:
         return form_wide_angles(omega, positions, o_g, m_g, V)
@@ -204,7 +205,7 @@ def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_wide_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Form Θ in float64 radians."""
+    """Compute Θ in float64 radians."""
     K: tl.constexpr = V.num_axes
     angles = zeros(V, dtype=tl.float64)
     for j in tl.static_range(K):
@@ -219,10 +220,9 @@ def form_wide_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Form Θ for the indices of a grid, counting turns in integers.
+    """Compute Θ from the indices of a grid in fixed-point arithmetic.
 
-    Integer overflow drops whole turns, and each axis loses at most 2^-32 of a turn, anywhere on the grid.
-
+    Integer overflow drops whole turns. The error per axis is at most 2^-32 of a turn, anywhere on the grid.
     """
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
@@ -245,10 +245,10 @@ def form_fixed_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Form Θ like :func:`form_fixed_angles`, in radians between one turn and two.
+    """Compute Θ like :func:`form_fixed_angles`, but in radians, between one turn and two turns.
 
-    The bits of the count become a float32 without a conversion. The error is up to 2^-32 of a turn per grid index.
-
+    The bits of the fixed-point number become those of a float32 without a conversion. The error grows by up to 2^-32 of
+    a turn with each grid index.
     """
     K: tl.constexpr = V.num_axes
     _, _, _, grid = positions
@@ -267,7 +267,7 @@ def count_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 
 @triton.jit
 def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
-    """Form Θ in double-float arithmetic: drop the whole turns of each product, and sum the low parts separately."""
+    """Compute Θ in double-float arithmetic, dropping whole turns and summing the low parts separately."""
     K: tl.constexpr = V.num_axes
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
@@ -312,9 +312,9 @@ def form_float_angles(omega, positions, o_g, m_g, V: tl.constexpr):
 def take_cos_sin(angles, half, V: tl.constexpr):
     """Compute cos and sin of an angle from :func:`form_angles`.
 
-    V.fast: CUDA's approximation, with absolute error 2^-20.5 on [-2π, 2π] (PTX ISA, sin.approx). A sum over axes may
-    span a few turns, with a slightly larger error, still below the rounding of 16-bit results. Otherwise: minimax
-    polynomials in half turns on [-π/2, π/2], with error at most 1.3e-7.
+    V.fast selects CUDA's approximations, whose absolute error is 2^-20.5 on [-2π, 2π] (PTX ISA, sin.approx). A sum over
+    axes may span a few turns, where the error is slightly larger, but still below the rounding of 16-bit results.
+    Otherwise, minimax polynomials on [-π/2, π/2] have an error of at most 1.3e-7.
     """
     if V.wide:
         cos = tl.cos(angles)

@@ -1,9 +1,10 @@
-"""Decay from token to token, for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
+"""Decay from token to token for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
 
-Within a block of tokens, the weight of a key includes the product of the decays after it, up to the query. The state
-before the block is multiplied by the product up to the query. A key enters the state with the product up to the end of
-the block. Products are exponentials of sums of log g. Names are those of linear.py; L is the running sum of log g in a
-block. If operands are rounded, logarithms are binary, because exp2 is a single instruction.
+Within a block of tokens, a query weights a key by the product of the decays after the key, up to and including the
+query's. It weights the state before the block by the product of all decays up to its own. Keys are added to the state
+with the product of the decays after them, up to the end of the block. Products are exponentials of sums of log g, or of
+log₂ g if operands are rounded, because exp2 is a single instruction. Names are the same as in linear.py. In addition, L
+is the running sum of log g in a block.
 """
 
 import triton
@@ -42,7 +43,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def locate_decay(decay, b, h, V: tl.constexpr):
-    """Load log g of a head if it is the same for all tokens. Otherwise, return ``decay``: a pointer and strides."""
+    """Load log g of a head if all tokens share it. Otherwise, return ``decay``, a pointer and strides."""
     if V.decay_per_head:
         p, strides = decay
         stride_b, stride_h, _ = unpack_numbers(strides)
@@ -55,9 +56,10 @@ def locate_decay(decay, b, h, V: tl.constexpr):
 
 @triton.jit
 def convert_logs(logs, V: tl.constexpr):
-    """Convert log g to the form in which it is summed.
+    """Convert log g to the dtype and base in which it is summed.
 
-    Differences of L lose precision if decays are strong. So L is float64, unless operands are rounded anyway.
+
+    Differences of L lose precision if decays are strong, so L is float64 unless operands are rounded anyway.
     """
     if V.operand == "same":
         return logs.to(tl.float64)
@@ -68,9 +70,9 @@ def convert_logs(logs, V: tl.constexpr):
 
 @triton.jit
 def load_decay(decay, place, end, V: tl.constexpr):
-    """Return L of a block, the sums of log g over the tokens after each token, and the sum over the block.
+    """Return the sums of log g of a block up to each token (L), after each token, and over the block.
 
-    decay: see :func:`locate_decay`. end: the end of the piece.
+    ``decay`` is the result of :func:`locate_decay`, and ``end`` is the end of the piece.
     """
     b, h, n0, o_n, m_n = place
     if V.decay_per_head:
@@ -86,7 +88,7 @@ def load_decay(decay, place, end, V: tl.constexpr):
 
 @triton.jit
 def fade(logs, V: tl.constexpr):
-    """Return the decay from sums of log g, in the compute dtype."""
+    """Convert sums of log g to products of g, in the compute dtype."""
     if V.operand == "same":
         return tl.exp(logs.to(tl.float64 if V.wide else tl.float32))
     else:
@@ -95,21 +97,21 @@ def fade(logs, V: tl.constexpr):
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr):
-    """Return the decay of each key (column) for each query (row) of a block; 0 for later keys."""
+    """Return the decay between each key (column) and each query (row) of a block. It is 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
     return fade(tl.where(o_n[:, None] >= o_n[None, :], L[:, None] - L[None, :], float("-inf")), V=V)
 
 
 @triton.jit
 def fade_pairs_transposed(L, V: tl.constexpr):
-    """Return the transpose of :func:`fade_pairs`: keys are rows, queries columns."""
+    """Return the transpose of :func:`fade_pairs`, with keys as rows and queries as columns."""
     o_n = tl.arange(0, V.block_n)
     return fade(tl.where(o_n[:, None] <= o_n[None, :], L[None, :] - L[:, None], float("-inf")), V=V)
 
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """Sum, for each token of a block, the products of earlier keys (columns) with this and later queries (rows)."""
+    """For each token, sum the products of earlier keys (columns) with the token's own and later queries (rows)."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)
@@ -119,7 +121,7 @@ def sum_crossing(products, V: tl.constexpr):
 
 @triton.jit
 def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
-    """Return S and Z after tokens begin .. end of a head."""
+    """Compute S and Z after tokens [begin, end) of a head, including the decay."""
     gate, decay = gates
     b, h, begin, end = walk
     decay = locate_decay(decay, b, h, V=V)
@@ -149,7 +151,10 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state at the end of each piece of the tokens: states (P, B G, D_v Ê + sums). gates: β and log g."""
+    """Compute the state at the end of each piece of the tokens, with shape (P, B G, D_v Ê + sums).
+
+    ``gates`` is (β, log g).
+    """
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -161,7 +166,10 @@ def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", size
 def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS and dZ before each piece, for each piece and query head. scales: see :func:`point_to_scales`."""
+    """Compute the contributions of each piece and query head to dS and dZ before the piece.
+
+    The layout of p_scales is described in :func:`point_to_scales`.
+    """
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G * R, P))
     g = h // R

@@ -1,6 +1,6 @@
-"""Launch linear attention with memory that forgets.
+"""Launch the kernels of linear attention with decay, the delta rule or both directions.
 
-It forgets from block to block (kernels/memory.py) or, with a causal mask, from token to token (kernels/decay.py).
+The kernels for block masks are in kernels/memory.py, and those for causal masks in kernels/decay.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ UNIT = 4  # elements, 16 bytes; the kernels have the same constant
 
 
 class MemoryStates(NamedTuple):
-    """Results of the forward scans that the backward uses."""
+    """Results of the forward scans that the backward pass uses."""
 
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
@@ -80,7 +80,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o; with return_state, the state after the last token; and with keep, tensors for the backward."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
@@ -99,7 +99,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 
 
 def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = False) -> MemoryStates:
-    """Compute B of all pieces and A of all blocks, and scan them."""
+    """Compute B of each piece and A of each block, and scan over the blocks."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
     parts = form_states(inputs, pieces, is_exact=returns_state)
     transitions = form_transitions(inputs, pieces, is_exact=returns_state) if attention.rule == "delta" else None
@@ -118,7 +118,7 @@ def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = 
 
 
 def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the initial states of the forward and of the backward scan, in the kernels' layout."""
+    """Return the initial states of the forward scan and of the backward scan, in the kernels' layout."""
     count = len(state) // 2 if inputs.call.attention.has_both_directions else len(state)
     forward_state, backward_state = (
         join_state(inputs, part) if part else None for part in (state[:count], state[count:])
@@ -131,13 +131,13 @@ def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
 
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Split states (.., size) into S, as operands, and the normaliser's sums."""
+    """Split states (.., size) into S, in the operands' dtype, and the normaliser's sums."""
     matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Return A of each block, (F, B H_k, ..)."""
+    """Compute A for each block, with shape (F, B H_k, elements)."""
     sizes, call = inputs.sizes, inputs.call
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
@@ -160,12 +160,12 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
 
 
 def count_transition(sizes: Sizes, call: LinearCall) -> int:
-    """Count the elements of A, including the normaliser's."""
+    """Return the number of elements in A of a block, including A of the normaliser's sums."""
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
 def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
-    """Return the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums, which may be none."""
+    """Return the two parts of a state to scan: S, including any encoded sums as a last row, and any unrotated sums."""
     sizes, normalizer = inputs.sizes, inputs.call.attention.normalizer
     width = sizes.num_features
     return (
@@ -175,7 +175,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
 
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, (F, B H_k). It is 1 for prefix and suffix."""
+    """Return the decay of each block, with shape (F, B H_k). Prefix and suffix have a decay of 1."""
     sizes = inputs.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
@@ -192,7 +192,7 @@ def place_blocks(inputs: LaunchInputs) -> tuple[int, int]:
 
 
 def locate_blocks(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
-    """Return the index of the first piece of each block, and the total number of pieces."""
+    """Return the index of each block's first piece, followed by the number of pieces."""
     call = inputs.call
     return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, inputs.device)
 
@@ -209,7 +209,7 @@ def _locate_blocks(
 
 
 class Scan(NamedTuple):
-    """The scans of a call, which share A and the decay."""
+    """Inputs that all scans of a call share."""
 
     inputs: LaunchInputs
     offsets: Tensor  # first piece of each block
@@ -225,7 +225,10 @@ class Scan(NamedTuple):
         adds_first: bool = False,
         partner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a scan; return its series and, with a partner, dg (F, B H_k). See :func:`linear_memory_scan_kernel`."""
+        """Run a scan, and return its series of states and, with a partner, dg (F, B H_k).
+
+        The arguments are described in :func:`linear_memory_scan_kernel`.
+        """
         inputs, sizes, call = self.inputs, self.inputs.sizes, self.inputs.call
         num_blocks, device = len(self.decay), inputs.device
         series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=inputs.acc, device=device)
@@ -254,9 +257,9 @@ class Scan(NamedTuple):
 
 
 def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
-    """Return fields of a variant for products of states: precision, tiles of columns, and alignment.
+    """Return the precision, tile width and alignment of a variant that multiplies states.
 
-    With ``aligned``, kernels get sizes of states in units of UNIT elements, so that loads are wide.
+    If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so that loads can be wide.
     """
     fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
     columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))
@@ -270,7 +273,7 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of the tensors that forward keeps, given those of a call."""
+    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward."""
     sizes = derive_sizes(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     shape = (pieces.num_slots, sizes.rows)
@@ -301,7 +304,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of :func:`engine.linear.launch.backward` and, if needed, the gradient of the decay."""
+    """Return the gradients of :func:`engine.linear.launch.backward`, followed by that of the decay if it is needed."""
     differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 
@@ -309,7 +312,7 @@ def backward(
 def differentiate(
     inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Write dq, dk, dv and dβ. Return the gradients of the state and the decay, if they are needed."""
+    """Write dq, dk, dv and dβ to ``grads``. Return the gradients of the state and of the decay if they are needed."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=True)
     memory = restore(inputs, saved) if saved else form_memory(inputs, operands)
     parts = differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
@@ -350,7 +353,7 @@ def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> MemoryStates:
 
 
 class Pair(NamedTuple):
-    """States at the start of each block, in scan order, and their gradients: (F, B H_k, size)."""
+    """States that enter each block in a scan, and their gradients. Both have shape (F, B H_k, size)."""
 
     states: Tensor
     gradients: Tensor
@@ -363,7 +366,7 @@ def differentiate_delta(
     scans: tuple[Pair, Pair | None],
     decay: Tensor,
 ) -> None:
-    """Write dk, dv and dβ for the delta rule."""
+    """Write dk, dv and dβ to ``grads``, for the delta rule."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     forward, backward = scans
     width = sizes.num_features
@@ -403,7 +406,7 @@ def differentiate_delta(
 
 
 def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> Tensor:
-    """Sum the gradient to the shape and dtype of the decay that was passed."""
+    """Reduce the gradient of the blocks' decays to the shape and dtype of ``decay``."""
     first, count = place_blocks(inputs)
     block_gradients = (
         ddecay[first : first + count].unflatten(1, (inputs.sizes.batch, inputs.sizes.groups)).permute(1, 2, 0)
@@ -417,7 +420,7 @@ def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> T
 
 
 def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
-    """Return log g of each token of each head, (B, H_k, N)."""
+    """Return log g for each token of each head, with shape (B, H_k, N)."""
     sizes, decay = inputs.sizes, operands.decay
     assert decay is not None
     logs = decay.detach().to(inputs.acc).log()
@@ -426,7 +429,7 @@ def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
 
 
 def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool) -> tuple[SlotStates, Tensor | None]:
-    """Return the states before each piece, and their series; nothing if one program handles all tokens."""
+    """Return the states before each piece, and the series of all states, or ((), None) if no states are needed."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
@@ -446,7 +449,7 @@ def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool)
 
 
 def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
-    """Return a scan over the states of parts of the tokens, with the total decay of each part."""
+    """Return a scan over parts of the tokens instead of blocks. Each part has the total decay of its tokens."""
     sizes = inputs.sizes
     assert inputs.log_decay is not None
     assert parts.table is not None
@@ -483,9 +486,9 @@ def differentiate_causal(
     """Implement :func:`differentiate` for a causal mask.
 
     The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts. The first is the product of the state before
-    the piece with its gradient. The second is a running sum over the tokens of the piece: each key's contribution to
-    later blocks, minus each query's reads from earlier blocks. The third sums all pairs of an earlier key and a later
-    query within a block.
+    the piece with its gradient. The second is a running sum over the tokens of the piece: what each key adds to later
+    blocks, minus what each query reads from earlier blocks. The third is a sum over all pairs of an earlier key and a
+    later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     inputs.log_decay = form_log_decay(inputs, operands)
@@ -517,12 +520,11 @@ def sum_decay_gradients(
     inputs: LaunchInputs, slot_states: SlotStates, gradients: Tensor | None, scales: Tensor, products: Tensor,
     ends_in_zero: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`.
+    """Compute the gradient of log g (B, H_k, N) from the kernels' sums, as :func:`differentiate_causal` describes.
 
-    For each token, the running sum starts at the end of the piece with smaller terms on the way. Otherwise, tokens
-    after the state has decayed would inherit the rounding errors of the large terms before.
-
-    ends_in_zero: no gradient reaches the state after the last piece.
+    For each token, the running sum starts from whichever end of the piece has smaller terms up to the token. If it
+    always started from the first token, the rounding errors of large terms would persist after the state has decayed.
+    Set ``ends_in_zero`` if no gradient reaches the state after the last piece.
     """
     sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
     if not sizes.num_keys:
@@ -551,7 +553,7 @@ def sum_decay_gradients(
 
 
 def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Tensor:
-    """Return dS and dZ before each part, for each query head."""
+    """Return the contribution of each part and query head to dS and dZ before the part."""
     sizes, needs = inputs.sizes, inputs.needs
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
     variant, _ = config
@@ -566,7 +568,7 @@ def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Ten
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
-    """Convert the gradient of log g (B, H_k, N) to the gradient of the decay that was passed."""
+    """Convert the gradient of log g (B, H_k, N) to the gradient of ``decay``."""
     if decay.ndim == 1:
         dlogs = dlogs.sum((0, 2))
     return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()

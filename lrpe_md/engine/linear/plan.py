@@ -1,4 +1,4 @@
-"""Choose how linear attention splits its work: tile sizes, one pass or two, and how tokens are cut into pieces."""
+"""Choose tile sizes, the number of passes and the length of pieces for linear attention."""
 
 from __future__ import annotations
 
@@ -116,9 +116,10 @@ def choose_value_widths(width: int) -> tuple[int, ...]:
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
     """Choose the tile of a pass. It doesn't depend on batch, heads or tokens, so these never cause recompilation.
 
-    regular: rows are 16-byte aligned, and D_v and each tile of features have at least 64 channels. In other causal
-    kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory. Their
-    tiles are smaller, because products with fewer than 64 rows don't use Hopper's warpgroup instructions.
+    ``regular`` means that rows are 16-byte aligned, and that D_v and each tile of features have at least 64 channels.
+    In irregular causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in
+    shared memory. Their tiles are smaller, because products with fewer than 64 rows don't use Hopper's warpgroup
+    instructions.
     """
     if interpreting:
         return LinearTile(64, 4, 1)
@@ -132,26 +133,26 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose how many elements a program of a scan sums, and how many pieces it loads ahead. rows: heads."""
+    """Choose how many elements a scan program sums and how many pieces it loads ahead, for ``rows`` key heads."""
     is_few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
     return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
-    """Return whether a state fits into a program: into registers and, as operands, into shared memory.
+    """Return whether a state fits into the registers and, as operands, into the shared memory of a program.
 
-    delta: a matrix (features, features) must also fit.
+    With ``delta``, a matrix (features, features) must fit too.
     """
     return (sum(pad_width(v_dim)) + (num_features if delta else 0)) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
-    """List smaller tiles to try on a GPU with too little shared memory for ``tile``."""
+    """Return smaller tiles to try on a GPU with too little shared memory for ``tile``."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
 class Walk(Enum):
-    """Kind of loop over the tokens of a piece. PROGRAMS divided by its value is how many programs run at once."""
+    """Kind of loop over the tokens of a piece. PROGRAMS / value is the number of programs that run at once."""
 
     SUM = 1
     CAUSAL = 2  # needs twice the registers
@@ -163,10 +164,10 @@ def choose_walk(causal: bool, raw: bool) -> Walk:
 
 
 def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
-    """Return the number of pieces and their length, so that the GPU is fully used and each program has a long walk.
+    """Return the number and the length of pieces. Pieces are as long as possible while they keep the whole GPU busy.
 
-    state: elements of a state, which each piece writes. For short pieces, writing large states costs more than using
-    the whole GPU gains.
+    ``state`` is the number of elements of a state, which each piece writes. Large states get longer pieces, because
+    writing more of them would cost more than using the whole GPU gains.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
     if length < 2 * SHORTEST and state > LARGE_STATE:
@@ -175,7 +176,10 @@ def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int,
 
 
 def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
-    """Implement :func:`cut_pieces` for programs without states. If ``length`` gives few pieces, they are shorter."""
+    """Return the number and the length of pieces for programs that write no state.
+
+    Pieces have ``length`` tokens, or fewer if that would give too few programs.
+    """
     if heads * -(-num_tokens // length) < FEW_PROGRAMS:
         length = min(length, _share_tokens(num_tokens, heads, 1))
     return max(1, -(-num_tokens // length)), length
@@ -188,10 +192,10 @@ def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
-    """Return the tokens of a part, if ``programs`` would compute the states of whole pieces of ``length`` tokens.
+    """Return the number of tokens in a part of a piece of ``length`` tokens.
 
-    These programs need fewer registers than causal walks, so more of them fit than there are pieces. state: elements of
-    a state. It is written and read for each part, so the tokens of a part must have several times as much data.
+    ``programs`` is the number of programs for whole pieces. These programs need fewer registers than causal kernels, so
+    more of them can run at once. Each part writes a state of ``state`` elements, so it must read several times as much.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)
