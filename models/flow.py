@@ -2,7 +2,8 @@
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
 et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)``. It returns v, or ε
-with ``prediction="noise"``, or x with ``prediction="sample"``.
+with ``prediction="noise"``, or x with ``prediction="sample"``. Without ``prediction``, the model's attribute of this
+name decides, and models without it return v.
 
 Shapes: B batch; x, z, ε (B, C, ..); t (B,).
 """
@@ -51,6 +52,13 @@ def _check_prediction(prediction: str) -> None:
         raise ValueError(f"prediction: expected 'velocity', 'noise' or 'sample', got {prediction!r}")
 
 
+def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
+    """Return the prediction, or that of the model, which may be inside DistributedDataParallel."""
+    found = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
+    _check_prediction(found)
+    return found
+
+
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
     """Return the velocity at z and t (B,) from a model's output.
 
@@ -70,7 +78,7 @@ def flow_matching_loss(
     noise: Tensor,
     *,
     drop: Tensor | None = None,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Return the mean squared error of the model's prediction for each sample, (B,), in at least float32.
 
@@ -81,9 +89,10 @@ def flow_matching_loss(
         noise: ε, with the shape of x.
         drop: (B,) bool, True for samples whose text is replaced by the empty condition. For guidance, drop about a
             tenth in training.
-        prediction: the model's target: "velocity" (ε - x), "noise" (ε) or "sample" (x).
+        prediction: the model's target: "velocity" (ε - x), "noise" (ε) or "sample" (x). Default: ``model.prediction``,
+            or velocity for a model without this attribute.
     """
-    _check_prediction(prediction)
+    prediction = _prediction_of(model, prediction)
     z = torch.lerp(x, noise, _like(t, x))
     wanted = {"velocity": lambda: noise - x, "noise": lambda: noise, "sample": lambda: x}[prediction]()
     return _mean_square(model(z, t, text, **_dropped(drop)), wanted)
@@ -177,7 +186,8 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
     method: "euler" (order 1), or "heun" (order 2, with two calls per step).
     """
     if method not in ("euler", "heun"):
-        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
+        others = "; dpm++ and unipc are only samplers of `lrpe-md train sample`" if method in ("dpm++", "unipc") else ""
+        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}{others}")
     times = times.to(z.device, torch.promote_types(z.dtype, torch.float32))[:, None].expand(-1, z.shape[0])
     for now, then in pairwise(times):
         step = _like(then - now, z)
@@ -199,22 +209,23 @@ def sample(
     steps: int = 50,
     method: Method = "euler",
     shift: float = 1.0,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Sample images from noise (B, C, ..), of any size that the model's patch size divides.
 
     For text, scale and negative, see :func:`guided`; for steps and shift, :func:`time_grid`; for method,
-    :func:`integrate`. prediction must be the one used in training. A noise prediction does not determine the image at
-    t = 1, so sampling starts at ``NOISE_START``. A sample prediction does not determine the noise at t = 0, so the last
-    step uses Euler's method.
+    :func:`integrate`. prediction must be the one used in training; by default, it is ``model.prediction``, or velocity for
+    a model without this attribute. A noise prediction does not determine the image at t = 1, so sampling starts at
+    ``NOISE_START``. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's method.
     """
+    found = _prediction_of(model, prediction)
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z, t), z, t, prediction)
+        return velocity_of(predict(z, t), z, t, found)
 
-    if prediction == "noise":
+    if found == "noise":
         times = times.clamp(max=NOISE_START)
-    if prediction == "sample":
+    if found == "sample":
         return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
     return integrate(velocity, noise, times, method)
