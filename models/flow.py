@@ -54,7 +54,7 @@ def _check_prediction(prediction: str) -> None:
 
 def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
     """Return the prediction, or that of the model, which may be inside DistributedDataParallel."""
-    found = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
+    found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
     _check_prediction(found)
     return found
 
@@ -214,9 +214,9 @@ def sample(
     """Sample images from noise (B, C, ..), of any size that the model's patch size divides.
 
     For text, scale and negative, see :func:`guided`; for steps and shift, :func:`time_grid`; for method,
-    :func:`integrate`. prediction must be the one used in training; by default, it is ``model.prediction``, or velocity for
-    a model without this attribute. A noise prediction does not determine the image at t = 1, so sampling starts at
-    ``NOISE_START``. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's method.
+    :func:`integrate`. prediction must be the one used in training; see :func:`flow_matching_loss` for its default. A
+    noise prediction does not determine the image at t = 1, so sampling starts at ``NOISE_START``. A sample prediction
+    does not determine the noise at t = 0, so the last step uses Euler's method.
     """
     found = _prediction_of(model, prediction)
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)

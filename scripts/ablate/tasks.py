@@ -193,7 +193,8 @@ TASKS = {
                     ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
                 ),
             },
-            5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000},
+            5,
+            {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000, "warmup": 50},
         ),
     ),
     "diffusion": Task(

@@ -82,7 +82,7 @@ class Training:
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
     )
     warmup: int = option(
-        100, "Warm-up steps; with cosine and wsd, reduced to a tenth of --steps unless the run is longer.", least=0,
+        100, "Warm-up steps; with cosine and wsd, at most a tenth of the steps (with --seconds, a fifth).", least=0,
         off=True, panel=OPTIMISER,
     )  # fmt: skip
     cooldown: float = option(
@@ -173,11 +173,13 @@ class Training:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps: a tenth of the run if it ends before the warm-up does.
+        """Number of warm-up steps: at most a tenth of the run, so that a cosine that begins at step 0 is near its top.
 
-        A constant schedule does not depend on the number of steps, so that a longer run continues it.
+        With --seconds, the run is planned after a tenth of its time, so the warm-up may take a fifth. A constant
+        schedule does not depend on the number of steps, so that a longer run continues it.
         """
-        return self.warmup if self.schedule == "constant" or self.warmup < self.steps else self.steps // 10
+        most = self.steps // (5 if self.seconds else 10)
+        return self.warmup if self.schedule == "constant" else min(self.warmup, most)
 
     def build_schedule(self) -> Schedule:
         """Return the learning rate by step."""

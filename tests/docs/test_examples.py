@@ -208,6 +208,7 @@ def test_load_trained_predicts_one_picture(tmp_path, capsys, stream):
         )
     )  # fmt: skip
     assert result["classes"] == ["blue", "red"]
+    assert result["accuracy_by_class"] == {"blue": 100, "red": 100}
     assert result["accuracy"]["extrapolated"]["8x8"] == 100
     test = load_images(tmp_path / "data", 12).test
     expected = load_run(tmp_path / "run")(resized(test.images, (8, 8)))
