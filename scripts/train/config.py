@@ -70,7 +70,10 @@ class Training:
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
     )
-    batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
+    batch: int = option(
+        64, "Samples per step, over all processes and micro-batches; at most the number of training samples.", least=1,
+        panel=OPTIMISER,
+    )  # fmt: skip
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
     opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
@@ -158,6 +161,11 @@ class Training:
                 "--cuda-graphs: expected one shape for all steps, got several; leave out --cuda-graphs, or --mix-sizes "
                 "and --max-ratio"
             )
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether --out has no checkpoint. Otherwise changed settings are reported before their consequences."""
+        return not (self.out / "checkpoint.pt").exists()
 
     @property
     def dynamic_shapes(self) -> bool | None:

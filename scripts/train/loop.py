@@ -58,7 +58,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..common.devices import choose_device
 from ..common.folder import flat, show_value
 from ..common.options import plural
-from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
+from .checkpoint import FORMAT, first_sentence, read_checkpoint, save_checkpoint
 from .config import DATA, MODEL, Training, find_panel, parse_betas
 from .encodings import find_reference, has_coordinates
 from .history import HISTORY, HistoryFile
@@ -469,7 +469,7 @@ class Trainer:
             self._take(state)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise typer.BadParameter(
-                f"{self.path} does not fit this model ({first_line(error)}); choose another --out"
+                f"{self.path} does not fit this model ({first_sentence(error)}); choose another --out"
             ) from error
 
     def _take(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from lrpe_md.modules.base import FrequencyModule
 from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
-from .checkpoint import digest_of, first_line, read_checkpoint
+from .checkpoint import digest_of, first_sentence, read_checkpoint
 from .encodings import find_reference, has_coordinates
 from .loop import WHOLE, Trainer
 
@@ -179,7 +179,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except Exception as error:  # readers can raise any exception for other data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
-            f"can't be read ({first_line(error)})"
+            f"can't be read ({first_sentence(error)})"
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")

@@ -28,7 +28,11 @@ class GenerativeTraining(Training):
     """Options for training on images or videos."""
 
     data: Path = field(
-        metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), shards (.tar), a Hugging Face dataset (hf:OWNER/NAME), "
+            "or videos (a file or a folder).",
+            free=True,
+        )
     )
     condition: str = option(
         "auto", "Conditions: captions, labels, none, or auto (captions or labels if the data has them)."

@@ -83,7 +83,9 @@ class DigitsTraining(Training):
 
     backbone: ClassVar[Backbone] = IMAGES
     steps: int = changed("steps", 525)
-    batch: int = changed("batch", 64, "Images per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch", 64, "Images per step, over all processes and micro-batches; at most the number of training images."
+    )
     lr: float = changed("lr", 2e-3)
     warmup: int = changed("warmup", 42)
     clip: float = changed("clip", 0.0)
@@ -172,7 +174,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, 
 
 def prepare(config: DigitsTraining, device: torch.device) -> Work:
     train_x, train_y, test_x, test_y = (t.to(device) for t in load(config.data, config.limit or None))
-    steps_per_epoch(len(train_x), config.batch)  # before anything is written
+    if config.is_new:
+        steps_per_epoch(len(train_x), config.batch)  # before anything is written
 
     def finish(trainer: Trainer) -> dict[str, Any]:
         model: Any = trainer.averaged

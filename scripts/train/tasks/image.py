@@ -98,7 +98,9 @@ class ImageTraining(Training):
 
     backbone: ClassVar[Backbone] = IMAGES
     steps: int = changed("steps", 1200)
-    batch: int = changed("batch", 256, "Images per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch", 256, "Images per step, over all processes and micro-batches; at most the number of training images."
+    )
     warmup: int = changed("warmup", 120)
     data: Path = field(
         metadata=describe("Folder of images, shards (.tar), or a Hugging Face dataset (hf:OWNER/NAME).", free=True)
@@ -417,7 +419,7 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 def prepare(config: ImageTraining, device: torch.device) -> Work:
     size = max(max(size) for size in config.sizes)
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
-    if config.batch > len(data.train):  # before anything is written
+    if config.is_new and config.batch > len(data.train):  # before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"

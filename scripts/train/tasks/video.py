@@ -60,7 +60,11 @@ class VideoTraining(Training):
 
     backbone: ClassVar[Backbone] = VIDEOS
     steps: int = changed("steps", 1500)
-    batch: int = changed("batch", 32, "Clips per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch",
+        32,
+        "Clips per step, over all processes and micro-batches; at most the number of training videos or clips.",
+    )
     data: list[Path] = field(
         metadata=describe(
             "Video file, or folder of videos; repeatable. With --task labels: one folder with CLASS/*.mp4, or with "
@@ -372,7 +376,8 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     videos = load_labelled(config.data, size, parts=config.parts, fold=config.fold, cache=config.cache_folder)
     videos = videos.to(device)
     train = np.flatnonzero(~videos.held_out)
-    steps_per_epoch(len(train), config.batch)  # before anything is written
+    if config.is_new:
+        steps_per_epoch(len(train), config.batch)  # before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
     if PartialState().is_main_process:
         typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
