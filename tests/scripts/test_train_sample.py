@@ -60,8 +60,11 @@ def run_folder(tmp_path_factory):
     return train(tmp_path_factory.mktemp("sample"))
 
 
+WIDE = {"COLUMNS": "400"}
+
+
 def invoke(*args):
-    return CliRunner().invoke(app, ["sample", *map(str, args)], env={"COLUMNS": "400"})
+    return CliRunner().invoke(app, ["sample", *map(str, args)], env=WIDE)
 
 
 def test_a_sheet_of_prompts(run_folder, tmp_path):
@@ -164,6 +167,33 @@ def test_a_loaded_model_samples_other_sizes_like_the_command(run_folder):
         found = sample(model, noise, text, scale=3.0, steps=2, method="heun", shift=shift)
         torch.testing.assert_close(found, expected)
         model.reference = None
+
+
+def test_changed_data_is_reported_before_the_batch_that_it_no_longer_fills(tmp_path):
+    train(tmp_path, condition="none")
+    for path in sorted((tmp_path / "data").glob("*.png"))[6:]:
+        path.unlink()
+    command = [
+        "--data",
+        tmp_path / "data",
+        "--condition",
+        "none",
+        "--batch",
+        8,
+        "--size",
+        8,
+        "--test-size",
+        8,
+        "--dim",
+        32,
+    ]
+    command += ["--depth", 1, "--heads", 2, "--device", "cpu", "--parts", 4]
+    again = CliRunner().invoke(app, list(map(str, ["diffusion", *command, "--out", tmp_path / "run"])), env=WIDE)
+    assert again.exit_code == 2
+    assert "contains a run with different settings (" in again.output
+    new = CliRunner().invoke(app, list(map(str, ["diffusion", *command, "--out", tmp_path / "new"])), env=WIDE)
+    assert "--batch 8: expected at most" in new.output
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_loaded_model_knows_what_it_predicts(tmp_path):
