@@ -98,6 +98,8 @@ def test_finetune_timm(tmp_path, capsys):
     plain.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))  # this works without this library
     load("finetune_timm").main([str(arg) for arg in [*command, "--size", 64, "--epochs", 1]])
     assert "at 64×64" in capsys.readouterr().out
+    reject("finetune_timm", *command, "--size", 50)
+    assert "--size: expected multiples of (16, 16), the patch size, got 50" in capsys.readouterr().err
 
 
 def test_finetune_timm_rejects_train_and_val_as_classes(tmp_path, capsys):
