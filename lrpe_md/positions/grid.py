@@ -201,9 +201,7 @@ class Grid(Rules):
         return replace(self, scale=[x * y for x, _, y, _ in rows], shift=[x * z + w for x, w, _, z in rows])
 
     def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
-        """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None leaves an axis as
-        it is.
-        """
+        """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None keeps an axis."""
         if not isinstance(reference, (int, Iterable)) or isinstance(reference, str):
             found = "a Grid; pass its shape" if isinstance(reference, Grid) else type(reference).__name__
             raise TypeError(f"reference: expected a size, or one for each of {self.num_axes} axes, got {found}")
@@ -304,9 +302,7 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Make a table from the positions (.., N, K) of this shard. If the shard is the whole grid, keep prefix and
-        suffix.
-        """
+        """Make a table from this shard's positions (.., N, K). If it is the whole grid, keep prefix and suffix."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
@@ -329,7 +325,7 @@ class Grid(Rules):
         return Coordinates(self._placed(coords), self.prefix, self.suffix)
 
     def floor(self, device: torch.device | str = "cpu") -> Coordinates:
-        """Return a table of positions rounded down. After :meth:`interpolate`, they are exactly i · reference // n
+        """Return a table of positions rounded down, which are exact after :meth:`interpolate`: i · reference // n
         (CogView4).
         """
         return self.explicit(device).floor()

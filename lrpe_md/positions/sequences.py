@@ -111,9 +111,7 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Layout of samples packed end to end: all positions, and the boundaries cu_seqlens (B + 1,) int32 of the
-    samples.
-    """
+    """Positions of samples packed end to end, and their boundaries cu_seqlens (B + 1,) in int32."""
 
     positions: Coordinates
     cu_seqlens: Tensor
@@ -398,9 +396,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
-    """Return the first and last position (for a table, min and max) per axis, or an empty list if there are no
-    tokens.
-    """
+    """Return the first and last position (for a table, min and max) per axis, or an empty list without tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
         ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
