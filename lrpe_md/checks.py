@@ -57,9 +57,7 @@ def or_one(number: int) -> str:
 
 
 def as_integer(value: Any) -> Any:
-    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for other
-    values.
-    """
+    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for others."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:

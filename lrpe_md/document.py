@@ -196,7 +196,7 @@ def lrpe_rotate_md(
     """Apply RoPE on a grid to x (B, H, l + Π shape, D), with theta (E,) or (H, E) where K · E ≥ D/2.
 
     With ``inverse``, rotate by -Θ. The other arguments are the same as in :func:`lrpe_cosine_md`. Source: the axial
-        form of RoPE-ViT (arXiv 2403.13298).
+    form of RoPE-ViT (arXiv 2403.13298).
     """
     grid = Grid(shape, prefix=l)
     omega = axial_omega(theta, rotary_slice(None, x.shape[-1])[1] // 2, grid.num_axes, axis_order=axis_order)

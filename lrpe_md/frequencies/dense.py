@@ -31,9 +31,7 @@ def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
 def random_directions(
     num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return directions (H, C, K) from a random orthonormal frame per head, with one vector for each of K channel
-    blocks.
-    """
+    """Return directions (H, C, K) from random orthonormal frames, one per head, with one vector per channel block."""
     check_at_least(1, num_channels=num_channels, num_axes=num_axes, num_heads=num_heads)
     device = None if generator is None else generator.device
     normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator, device=device)
@@ -78,8 +76,7 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
 
 
 def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Return the K + 1 corners of a regular simplex around the origin, repeated over the channels, as (C, K) in
-    float64.
+    """Return directions (C, K) in float64 that repeat the K + 1 corners of a regular simplex around the origin.
 
     For K = 2 these are three directions 120° apart, as in the hexagonal codes of grid cells.
     """

@@ -181,9 +181,7 @@ class FrequencyModule(nn.Module):
             self.register_buffer("sign", sign, persistent=persistent)
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return the initial value of a parameter or buffer as a new tensor on ``device``, or on torch's default
-        device.
-        """
+        """Return a new tensor with the initial value of a parameter or buffer (``device``: torch's default if None)."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()

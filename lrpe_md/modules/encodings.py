@@ -37,7 +37,7 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
 
 class CosineMd(SeriesModule):
-    """Apply :func:`lrpe_md.cosine` with the module's own frequencies, so q and k (B, H, N, D) become (B, H, N, 2D).
+    """Apply :func:`lrpe_md.cosine` to q and k (B, H, N, D) with the module's own frequencies.
 
     Args:
         head_dim: D.
@@ -100,8 +100,7 @@ class CosineMd(SeriesModule):
 
 
 class RotateMd(SeriesModule):
-    """Apply :func:`lrpe_md.rotate` with the module's own frequencies, which preserves the shape (B, H, N, D) of q and
-    k.
+    """Apply :func:`lrpe_md.rotate` to q and k (B, H, N, D) with the module's own frequencies.
 
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
     existing code require a specific one:
@@ -352,8 +351,9 @@ class Rotate1d(RotateMd):
 
 
 class PresetMd(FrequencyModule):
-    """Encode q and k (B, H, N, D) with a published scheme. The cosine map returns (B, H, N, 2D), and rotation (B, H, N,
-    D).
+    """Encode q and k (B, H, N, D) with a published scheme.
+
+    The result is (B, H, N, D) for rotation and (B, H, N, 2D) for the cosine map.
 
     Args:
         preset: name of a scheme or a :class:`lrpe_md.Scheme`, to build for ``head_dim`` and ``num_heads``, or a result

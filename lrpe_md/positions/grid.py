@@ -241,8 +241,7 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """Place tokens as a crop of a larger grid, s → start_j + s · step_j, with the last one at stop_j (n_j - 1) /
-        n_j.
+        """Place tokens as a crop of a larger grid, with the first at start_j and the last at stop_j (n_j - 1) / n_j.
 
         If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
         For exactly that step, use ``rescale((stop - start) / n).offset(start)``.
@@ -325,9 +324,7 @@ class Grid(Rules):
         return Coordinates(self._placed(coords), self.prefix, self.suffix)
 
     def floor(self, device: torch.device | str = "cpu") -> Coordinates:
-        """Return a table of positions rounded down, which are exact after :meth:`interpolate`: i · reference // n
-        (CogView4).
-        """
+        """Return a table of positions rounded down, such as i · reference // n after :meth:`interpolate` (CogView4)."""
         return self.explicit(device).floor()
 
     def clamp(self, low: Bound = None, high: Bound = None, device: torch.device | str = "cpu") -> Coordinates:

@@ -492,8 +492,7 @@ def list_presets() -> list[str]:
 
 
 def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> None:
-    """Register your own scheme under a name that :func:`preset`, PresetMd and ``encoding=`` then accept in this
-    process.
+    """Register your own scheme, so that :func:`preset`, PresetMd and ``encoding=`` accept its name in this process.
 
     Args:
         name: any name except those of published schemes, "cosine", "rotate", "mixed" and "none".
