@@ -254,7 +254,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Check that the attention supports a window, also in each forward pass, because :func:`adapt` may change it."""
+        """Check that the attention supports a window. Forward passes check again, as :func:`adapt` may change it."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:

@@ -1,1 +1,1 @@
-"""Compare encodings by training the same model with each: ``lrpe-md ablate run TASK``."""
+"""Compare encodings by training the same model with each, as in ``lrpe-md ablate run TASK``."""

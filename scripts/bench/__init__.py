@@ -1,1 +1,1 @@
-"""Benchmarks: ``lrpe-md bench NAME``."""
+"""Benchmarks, as in ``lrpe-md bench NAME``."""
