@@ -1,1 +1,1 @@
-"""Training: ``lrpe-md train TASK``."""
+"""Training, as in ``lrpe-md train TASK``."""
