@@ -33,9 +33,7 @@ RANK = ("passed", "skipped", "failed")
 
 
 class ModelAdapter:
-    """Adapter of models. It adapts each model when its outermost constructor returns, with submodules and weights
-    complete.
-    """
+    """Adapt each model when its outermost constructor returns, after submodules are built and weights are loaded."""
 
     def __init__(self) -> None:
         self.depth = 0

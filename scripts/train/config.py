@@ -355,9 +355,7 @@ def list_model_options(config: Training) -> list[str]:
 
 
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
-    """Return a decorator that registers run(config) as a command, with an option for each field of the
-    configuration.
-    """
+    """Return a decorator that registers run(config) as a command, with an option for each field of ``config``."""
 
     def register(run: Callable[[C], Any]) -> Callable[[C], Any]:
         def call(**values: Any) -> None:

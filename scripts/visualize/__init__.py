@@ -1,1 +1,1 @@
-"""Plots of encodings: ``lrpe-md visualize``."""
+"""Plots of encodings, as in ``lrpe-md visualize``."""

@@ -1,4 +1,4 @@
-"""Draw encodings: ``lrpe-md visualize``."""
+"""Draw encodings, as ``lrpe-md visualize``."""
 
 from __future__ import annotations
 

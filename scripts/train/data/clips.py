@@ -78,7 +78,7 @@ class LabelledVideos:
 
     @property
     def digest(self) -> int:
-        """Return a hash of the training and test data."""
+        """Hash of the training and test data."""
         value = zlib.crc32(repr(self.names).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
         for each in (self.lengths, self.labels, self.held_out):
             value = zlib.crc32(np.ascontiguousarray(each).tobytes(), value)

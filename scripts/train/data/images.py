@@ -66,7 +66,7 @@ class Labelled:
 
     @property
     def digest(self) -> int:
-        """Hash the training and test data."""
+        """Hash of the training and test data."""
         value = 0 if isinstance(self.train, Images) else self.train.digest
         for part in (self.train, self.test):
             if isinstance(part, Images):

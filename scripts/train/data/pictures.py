@@ -46,7 +46,7 @@ class Pictures:
 
     @property
     def digest(self) -> int:
-        """Return a hash of the names, the captions or classes, and the content of a stream."""
+        """Hash of the names, the captions or classes, and the content of a stream."""
         return zlib.crc32(repr((self.records.names, self.records.digest, self.content)).encode())
 
     def __len__(self) -> int:

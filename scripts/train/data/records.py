@@ -117,7 +117,7 @@ class Records:
 
     @property
     def digest(self) -> int:
-        """Return a hash of the captions, labels and classes."""
+        """Hash of the captions, labels and classes."""
         return zlib.crc32(
             repr((self.captions, None if self.labels is None else self.labels.tolist(), self.classes)).encode()
         )

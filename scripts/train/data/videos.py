@@ -179,7 +179,7 @@ class Footage:
 
     @property
     def digest(self) -> int:
-        """Hash the training and test data."""
+        """Hash of the training and test data."""
         return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
