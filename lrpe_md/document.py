@@ -1,4 +1,4 @@
-"""Functions with the names in the LRPE document, which are thin wrappers around :mod:`lrpe_md.functional`.
+"""Thin wrappers around :mod:`lrpe_md.functional` with the names and arguments of the LRPE document.
 
 The input x is (B, H, N, D), and ``shape`` is (n_k, .., n_1), slowest axis first. The first ``l`` tokens are condition
 tokens with Θ = 0. ``*_torch`` runs the reference, and ``*_triton`` runs the kernels. ``*_fwd_triton`` and

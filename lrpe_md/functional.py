@@ -205,8 +205,8 @@ def rotate(
     Args:
         omega: frequencies (H or 1, R/2, K), where R is the rotated width.
         tables: the last dimension is R/2, with one entry per pair, or R, with one entry per channel. With one entry per
-            channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). You can therefore pass tables that
-            repeat each pair's entry, as in many libraries, unchanged.
+            channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat each pair's entry,
+            as in many libraries, therefore work unchanged.
         pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
             sequence of integers gives the sizes of blocks, in pairs, where each block has the half layout.
         rotary_dim: rotate only the first R channels (an int) or a slice of them. The others become x̄. By default, all
@@ -223,7 +223,7 @@ def rotate(
 
     Differentiability and errors are the same as for :func:`cosine`.
 
-    Source: Su et al., RoFormer (arXiv 2104.09864), and for several axes RoPE-ViT (arXiv 2403.13298).
+    Sources: Su et al., RoFormer (arXiv 2104.09864); for several axes, RoPE-ViT (arXiv 2403.13298).
     """
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(

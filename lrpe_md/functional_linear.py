@@ -104,9 +104,8 @@ def linear_attention(
         map: "cosine" (:func:`lrpe_md.cosine`), "rotate" (:func:`lrpe_md.rotate`), or None for no positions.
         omega, positions, act, dim, phase, pairs, rotary_dim, amplitude, order: see :func:`lrpe_md.cosine` and
             :func:`lrpe_md.rotate`. For cross-attention, pass a pair of positions (for q, for k); phase may also be a
-            pair. Without a map, positions are optional, and only the prefix and suffix of a grid matter, for ``block``.
-            ``pairs`` requires map="rotate", ``order`` requires map="cosine", and ``rotary_dim`` requires one of the
-            two.
+            pair. Without a map, positions are optional, and only define the prefix and suffix for ``block``. ``pairs``
+            requires map="rotate", ``order`` requires map="cosine", and ``rotary_dim`` requires one of the two.
         norm: a :class:`Norm` of q and k. A norm over each head runs in the same pass. A norm over all heads runs in a
             separate pass, and its result has q's dtype. Softmax over the sequence does not support a norm.
         normalizer: denominator z of each row.
@@ -144,9 +143,9 @@ def linear_attention(
             block.
         directions: with "both", which requires ``block``, a query also reads a second state. It accumulates from the
             last block back to the one after the query's own. Both states contribute to the numerator and to z. This
-            needs the whole sequence, so you can neither pass nor return a state.
+            requires the whole sequence, so you can't pass a state, and none is returned.
         eps: absolute threshold of the normalizer.
-        impl: "auto" uses Triton on a GPU and the reference elsewhere; "triton" raises if it cannot run.
+        impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 
     Returns:
         o (B, H_q, N_q, D_v) in q's dtype (also under autocast) and memory order, or (o, (S, Σ)). Sums are in float32,
@@ -157,7 +156,7 @@ def linear_attention(
     coordinates and amplitude, come from the reference, as for :func:`lrpe_md.cosine`.
 
     Raises:
-        ValueError, TypeError: an invalid argument, before anything is launched.
+        ValueError, TypeError: for an invalid argument, before a kernel is launched.
 
     Sources: Katharopoulos et al., Transformers are RNNs (arXiv 2006.16236); for positions, RoFormer (arXiv 2104.09864,
     eq. 19) and LRPE (arXiv 2307.09270); for decay, TransNormerLLM (arXiv 2307.14995) and RetNet (arXiv 2307.08621); for

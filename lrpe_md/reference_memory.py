@@ -41,7 +41,8 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
     """Return the states before each block and after the last one, (B, H, F + 1, ..), for rule "add".
 
-    ``before`` has shape (B, H, ..) and ``parts`` (B, H, F, ..); ``weights`` come from :func:`multiply_decay`.
+    ``before`` has shape (B, H, ..), and ``parts`` has shape (B, H, F, ..). ``weights`` come from
+    :func:`multiply_decay`.
     """
     series = torch.cat([before.unsqueeze(2), parts], dim=2)
     batch, heads, size = series.shape[:3]
@@ -51,7 +52,7 @@ def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
 def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: Tensor) -> Tensor:
     """Return the states before each block and after the last one, (B, H, F + 1, ..), for rule "delta".
 
-    ``transitions`` are A (B, H, F, E, E), and ``decay`` has shape (B or 1, H or 1, F).
+    ``transitions`` contains A (B, H, F, E, E), and ``decay`` has shape (B or 1, H or 1, F).
     """
     state, series = before, [before]
     for f in range(parts.shape[2]):
@@ -64,7 +65,7 @@ def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: 
 
 
 def sum_after(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum values (.., C) over the later chunks of each chunk's sequence, whose number is in ``sequence`` (C,)."""
+    """For each chunk, sum values (.., C) over the later chunks with the same sequence number in ``sequence`` (C,)."""
     index = torch.arange(len(sequence), device=sequence.device)
     chosen = (index > index[:, None]) & (sequence == sequence[:, None])
     return torch.where(chosen, values[..., None, :], 0).sum(-1)

@@ -43,7 +43,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """Description of a single call, which determines its result and is small enough to print."""
+    """Settings of a single call, which determine its result and are short enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -456,7 +456,7 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """Description of a single call of linear attention, which determines its result and is small enough to print."""
+    """Settings of a single call of linear attention, which determine its result and are short enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)

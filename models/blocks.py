@@ -37,7 +37,7 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options of a block, which :class:`lrpe_md.models.dit.DiT` documents.
+    """Options of a block. See :class:`lrpe_md.models.dit.DiT` for their meaning.
 
     ``feature_act`` is the activation of q and k in linear attention. It replaces the encoding's activation.
     """
@@ -160,7 +160,7 @@ class Stream(nn.Module):
     def project(self, x: Tensor, c: Tensor, normed: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Project x (B, N, C) to q, k and v (B, H, N, D), and also return ``rest`` for :meth:`update` and :meth:`feed`.
 
-        ``c`` is the conditioning vector (B, C or 6 C). ``normed`` decides whether to apply the norms of q and k.
+        ``c`` is the conditioning vector (B, C or 6 C). If ``normed`` is True, q and k are normalised.
         """
         shift, scale, *rest = self.modulation(c).chunk(self.num_vectors, dim=-1)
         x = modulate(self.norm1(x), shift, scale)

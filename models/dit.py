@@ -67,7 +67,7 @@ def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
 
 
 def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """Undo :func:`patchify`, where ``shape`` is the shape of the patch grid."""
+    """Undo :func:`patchify` for a patch grid of the given shape."""
     axes = AXES[len(patch_size)]
     joined = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
@@ -384,7 +384,7 @@ class DiT(nn.Module):
 
         Args:
             shape: shape of the patch grid.
-            length: number of text tokens in the sequence, which is 0 with cross-attention.
+            length: number of text tokens in the sequence. With cross-attention, there are none.
             mask: mask (B, L) of the text, which is False for padding. If the image follows the text, each sample's
                 image then starts where its text ends.
         """
@@ -512,7 +512,7 @@ class DiT(nn.Module):
         return tokens
 
     def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
-        """Return the condition of each sample, which is the empty one where ``drop`` is True."""
+        """Return the condition of each sample, or the empty condition where ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
                 raise ValueError("drop: expected None, because the model has no text_encoder; build it with one")

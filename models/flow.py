@@ -4,7 +4,7 @@ The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t 
 et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They return v, or ε
 with ``prediction="noise"``, or x with ``prediction="sample"``.
 
-Shapes: B batch; x, z, ε (B, C, ..); t (B,).
+B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class LmConfig:
             "linear" uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so
             that features may be negative.
         memory: a :class:`lrpe_md.Memory` with a decay, which defines how linear layers forget earlier tokens. On a GPU,
-            the gradient of learned decays runs the slower reference.
+            the slower reference computes the gradient of learned decays.
         keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
 
     Raises:

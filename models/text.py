@@ -42,7 +42,7 @@ NUM_TOKENS = 2 + 256
 
 
 class Text(NamedTuple):
-    """Conditions of B samples.
+    """Text conditions of a batch of B samples.
 
     Args:
         features: text tokens (B, L, C) that patches attend to, or None.
@@ -60,7 +60,7 @@ class Text(NamedTuple):
         return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
-        """Return an empty condition for precomputed features, which is one token of zeros (SD3, arXiv 2403.03206)."""
+        """Return one token of zeros, the default empty condition for precomputed features (SD3, arXiv 2403.03206)."""
         features = None if self.features is None else self.features.new_zeros(batch, 1, self.features.shape[2])
         return Text(features, None, None if self.pooled is None else self.pooled.new_zeros(batch, self.pooled.shape[1]))
 

@@ -160,7 +160,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         window: see above. You can change it at any time.
 
     Raises:
-        ValueError, TypeError: an invalid argument.
+        ValueError, TypeError: for an invalid argument.
     """
 
     attention_class = FrameAttention

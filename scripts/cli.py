@@ -56,7 +56,7 @@ EXAMPLES = (
 
 
 def is_here(name: str) -> bool:
-    """Return whether this copy of lrpe-md contains a program. Wheels have no benchmarks and developer tools."""
+    """Return whether this copy of lrpe-md contains a program. Wheels contain no benchmarks or developer tools."""
     return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 

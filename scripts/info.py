@@ -1,4 +1,4 @@
-"""Report versions, devices and the implementation that runs here, as ``lrpe-md info``."""
+"""The program ``lrpe-md info``, which reports versions, devices and the implementation that runs here."""
 
 from __future__ import annotations
 

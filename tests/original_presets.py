@@ -236,7 +236,7 @@ def transnormer(q, k, p, segments, options):
 
 
 def cosformer(q, k, p, segments, options):
-    """Encode relu(q) and relu(k) with eq. 10 as in the authors' code, [sin, cos] of π/2 · i / M from i = 1."""
+    """Encode with eq. 10 as in the authors' code, which uses relu, [sin, cos] and angles π/2 · i / M from i = 1."""
     (num,) = segments[0]
     index = math.pi / 2 * torch.arange(1, num + 1).reshape(-1, 1) / options.get("longest", num)
     acted = (x.clamp_min(0) for x in (q, k))

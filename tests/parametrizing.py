@@ -20,7 +20,7 @@ def parametrize_each(
 ) -> pytest.MarkDecorator:
     """Return ``pytest.mark.parametrize`` for the rows of :func:`each_value_rows`.
 
-    ``fixtures`` are the names of the parameters that are fixtures.
+    ``fixtures`` names the parameters that are fixtures.
     """
     return pytest.mark.parametrize(
         names.split(), each_value_rows(first, second, *others), ids=str, indirect=list(fixtures)

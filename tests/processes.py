@@ -26,7 +26,7 @@ def run_processes(
 ) -> None:
     """Call ``run(rank, *args)`` in several processes, and fail if it wrote anything to ``folder/failed{rank}``.
 
-    ``imported`` are the modules that the server imports. If it is empty, processes are spawned, as GPU tests require.
+    ``imported`` names the modules that the server imports. If it is empty, processes are spawned, as GPU tests require.
     """
     multiprocessing.set_forkserver_preload(list(imported))
     method = "forkserver" if imported else "spawn"

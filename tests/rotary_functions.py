@@ -83,7 +83,7 @@ def with_position_ids(q, k, cos, sin, position_ids):
 
 
 def meta_llama(xq, xk, freqs_cis):
-    """Multiply by complex numbers (N, D/2), with x (B, N, H, D), as in Meta's code."""
+    """Multiply pairs of x (B, N, H, D) by complex numbers (N, D/2), as in Meta's code."""
     turned = []
     for x in (xq, xk):
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))

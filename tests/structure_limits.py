@@ -4,8 +4,8 @@ It reads the files of ``lrpe_md``, ``models`` and ``scripts``. In a separate pro
 interpreter. test_structure.py compares the measurements with limits.
 
 - kernel arguments: the number of arguments of ``lrpe_kernel``.
-- arguments of another GPU function: the largest number of arguments of any other GPU function, which is decorated with
-  ``triton.jit`` or ``@kernel``.
+- arguments of another GPU function: the largest number of arguments of the other GPU functions, which are decorated
+  with ``triton.jit`` or ``@kernel``.
 - positional parameters: the number of Python functions with more than 8 of them, besides self and cls. Commands
   (``@app.command``, or with a typer ``Option`` or ``Argument`` as a parameter) and overrides of other libraries'
   methods (OVERRIDES) are exempt.

@@ -56,14 +56,14 @@ def one_series(axis_map: AxisMap) -> bool:
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
-    """Return the number of channel blocks, between which there can be gaps."""
+    """Return the number of channel blocks, which gaps may separate."""
     if not isinstance(axis_map, str):
         return len(axis_map)
     return 1 if axis_map in ("alternate", "stride", "head") else num_axes
 
 
 def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
-    """Return the channels of each axis, where axes in a group alternate until each has filled its section."""
+    """Return the channels of each axis. The axes in a group alternate until each has filled its section."""
     owners: list[int] = []
     for group in axis_map:
         left = {axis: sections[axis] for axis in group}
@@ -114,7 +114,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
 
 
 def check_split(split: Any, num_axes: int, owner: str = "") -> None:
-    """Check that ``split`` has one share per axis; ``owner`` names the scheme in the error, such as "wan's "."""
+    """Check that ``split`` has one share per axis. ``owner`` names the scheme in the error, such as "wan's "."""
     example = (1,) * num_axes
     if not isinstance(split, Sequence):
         raise TypeError(f"split: expected a tuple of shares, such as {example}, got {split!r}")
@@ -187,9 +187,9 @@ def axial_omega(
               after the other. Within a group, the axes alternate until each has filled its section. ``((1, 2), (0,))``
               means h w h w .. and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w
               h w (MM-RoPE).
-        sections: number of channels (for ``"head"``, of heads) per axis, slowest axis first. Channels beyond their sum
-            are not rotated. By default, ``"block"`` uses all of theta for each axis and stops at C channels. The other
-            maps use equal sections by default, and the first axis gets the remainder.
+        sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
+            their sum are not rotated. By default, ``"block"`` uses all of theta for each axis and stops at C channels.
+            The other maps use equal sections by default, and the first axis gets the remainder.
         gaps: number of unrotated channels before, between and after the blocks, so one number more than there are
             blocks. ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.
@@ -252,7 +252,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """Lay out each axis's members of its series in one block of channels after another, as (H, C, K)."""
+    """Build omega (H, C, K) with one block of channels per axis, from the selected members of each axis's series."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0

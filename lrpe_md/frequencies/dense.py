@@ -54,7 +54,7 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 
 
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Return directions (C, K) that are evenly spread for any number of channels, in float64; K is 2 or 3.
+    """Return evenly spread directions (C, K) in float64, for K = 2 or 3 and any number of channels.
 
     For K = 2, successive channels differ by the golden section on the half circle. For K = 3, height and azimuth on the
     half sphere follow its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional

@@ -38,7 +38,7 @@ CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encod
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into tensors, given as (target, value) pairs, with one launch per dtype and device."""
+    """Copy values into tensors with one launch per dtype and device, from pairs (tensor, value)."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
         copy_each(list(targets), list(values), non_blocking=True)
@@ -174,14 +174,14 @@ class FrequencyModule(nn.Module):
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
 
     def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
-        """Store the signs of theta in a buffer. ``persistent`` decides whether the state_dict includes it."""
+        """Store the signs of theta in a buffer. The state_dict includes it if ``persistent`` is True."""
         self._buffers.pop("sign", None)
         self._non_persistent_buffers_set.discard("sign")
         if sign is not None:
             self.register_buffer("sign", sign, persistent=persistent)
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return a new tensor with the initial value of a parameter or buffer (``device``: torch's default if None)."""
+        """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
@@ -333,11 +333,11 @@ class FrequencyModule(nn.Module):
         Args:
             ratio: a tensor on the module's device that broadcasts to ω (H or 1, C, K). None restores the trained
                 frequencies. Learned frequencies stay trainable.
-            amplitude: factor on the module's amplitude, a number or a tensor (C,) or (1, C). None means 1. It does not
-                affect unrotated tokens.
+            amplitude: factor on the module's amplitude, a number or a tensor (C,) or (1, C). None means 1. Unrotated
+                tokens are not affected.
 
         Raises:
-            ValueError: an invalid shape.
+            ValueError: for an invalid shape.
         """
         copy_together(self.adjusted(ratio, amplitude))
 
@@ -392,7 +392,7 @@ class FrequencyModule(nn.Module):
                 own positions.
 
         Raises:
-            ValueError: an invalid axis or shape.
+            ValueError: for an invalid axis or shape.
         """
         if isinstance(axis, bool) or as_integer(axis) is None or not 0 <= axis < self.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")

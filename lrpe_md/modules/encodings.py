@@ -42,7 +42,7 @@ class CosineMd(SeriesModule):
     Args:
         head_dim: D.
         num_axes: K, the number of axes of the grid.
-        base: base of the geometric series; default: 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
+        base: base of the geometric series. The default is 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
         frequencies: "axial" (one block of channels per axis), "mixed" (dense, with random directions for each head), or
             a function (channels, num_heads, seed) -> omega (1 or num_heads, channels, K). With a function, base and
             axis_order are ignored.

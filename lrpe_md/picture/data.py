@@ -126,7 +126,7 @@ def default_shape(made: Preset) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Tokens in drawing order, where the text is followed by the grid's rows.
+    """Tokens in drawing order, with the text before the grid's rows.
 
     Attributes:
         shape: shape of the grid, (N,), (H, W) or (T, H, W).
@@ -233,7 +233,7 @@ def wrap(theta: Tensor) -> Tensor:
 
 
 def similarity(theta: Tensor, token: int) -> Tensor:
-    """Return the mean of cos(Θ_i − Θ_token) over the channels, as (N,), from angles (N, C).
+    """Return the mean (N,) of cos(Θ_i − Θ_token) over the channels, from angles (N, C).
 
     This is the expected q·k, relative to q·k at equal positions, under assumptions that depend on the map:
 
@@ -287,7 +287,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 
 
 def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
-    """Choose the frames to draw, which are the token's own frame and others evenly spaced over time."""
+    """Choose the frames to draw, including the token's own frame and others evenly spaced over time."""
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
     even = [round(i * (frames - 1) / max(number - 1, 1)) for i in range(min(number, frames))]

@@ -39,8 +39,8 @@ def show(
             with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
             pairs.
         shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
-        path: file to save the figure to, in the format of its suffix. Missing folders are created. None does not save
-            it.
+        path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
+            figure is not saved.
         head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
         dark: whether to draw for a dark background.

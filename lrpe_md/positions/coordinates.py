@@ -202,7 +202,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Return ``length`` tokens from ``start`` on (default: all), where prefix and suffix tokens count too."""
+        """Return ``length`` tokens (default: all) from ``start`` on. Prefix and suffix tokens count, too."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(

@@ -1,8 +1,8 @@
 """Positions of sequences with several parts (text, images, videos), and of batches of such sequences.
 
-:func:`compose` returns the layout of one sample, which are the positions of its tokens. :func:`pack` and :func:`pad`
-combine samples with different layouts, so that you can encode them in a single call. Build the layout once per batch,
-not once per layer.
+:func:`compose` returns the layout of one sample, which contains the positions of its tokens. :func:`pack` and
+:func:`pad` combine samples with different layouts, so that you can encode them in a single call. Build the layout once
+per batch, not once per layer.
 """
 
 from __future__ import annotations
@@ -246,7 +246,10 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
 
 
 def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
-    """Return the positions of text x (B, H, N, D), packed if cu_seqlens is not None; dim is the softmax dimension."""
+    """Return the positions of text x (B, H, N, D) from its offset or, for packed text, from cu_seqlens.
+
+    ``dim`` is the dimension of a softmax activation.
+    """
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:

@@ -240,7 +240,7 @@ def causal_video(
 
 
 def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: float = 20) -> Coordinates:
-    """Return the middle of each audio latent of ``step`` spectrogram frames, at ``rate`` frames per second."""
+    """Return the time at the middle of each audio latent, which spans ``step`` of ``rate`` frames per second."""
     middle = sequence(shape).rescale(step).offset(1 - step / 2)
     return _of_trained(middle.clamp(0.5).rescale(1 / rate), (trained,))
 

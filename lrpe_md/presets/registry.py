@@ -501,7 +501,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
 
     Raises:
         TypeError: for an invalid name, or a value that is not a :class:`Scheme`.
-        ValueError: for a name in use, or an invalid scheme, which is not registered.
+        ValueError: for a name in use, or an invalid scheme. The scheme is then not registered.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a name, got {name!r}")

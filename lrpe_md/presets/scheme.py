@@ -227,7 +227,7 @@ class Scheme:
     Args:
         doc: source of the scheme and its peculiarities.
         head_dim: head_dim of the original model.
-        frequencies: description from which ω is built.
+        frequencies: description of how to build ω.
         map, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
         pairs: "half", "interleaved", or "blocks", which uses the half layout within the block of each axis.
         rotary: rotated part of a head as a range of fractions. (0, 0.25) is the first quarter of its channels. None

@@ -193,7 +193,7 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` are the kinds of attention to compare. With ``smoke``, models have only as many layers as these need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have the layers that these need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}

@@ -70,7 +70,7 @@ class Task:
         by_encoding: fields for single encodings.
         full: settings of the longer comparison, if there is one.
         data: default data.
-        kept: files of a run's folder that the report shows.
+        kept: files in a run's folder that the report shows.
         note: line below the tables.
     """
 
@@ -344,7 +344,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json, which are the settings of all runs and tests without the paths of data."""
+        """Return the content of config.json: the settings of all runs and tests, without the paths of data."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)
@@ -373,7 +373,7 @@ def train(
 ) -> dict[str, Any]:
     """Run or resume a training run. When its result is saved, delete the checkpoint.
 
-    ``schemes`` are registered first, which a new process needs.
+    ``schemes`` contains schemes to register first, if this is a new process.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)

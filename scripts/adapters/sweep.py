@@ -292,7 +292,7 @@ def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> li
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Read a file that :func:`write_outcomes` wrote, where empty cells have no outcome."""
+    """Read the outcomes from a file of :func:`write_outcomes`, without empty cells."""
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

@@ -1,1 +1,1 @@
-"""Benchmarks, as in ``lrpe-md bench NAME``."""
+"""The program ``lrpe-md bench``, which runs benchmarks."""

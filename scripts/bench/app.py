@@ -1,4 +1,4 @@
-"""Run a benchmark or write its report, as in ``lrpe-md bench COMMAND``."""
+"""The command line of ``lrpe-md bench``, which runs benchmarks and writes their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find measurements that became slower between two commits, as in ``lrpe-md bench compare OLD [NEW]``."""
+"""Find measurements that became slower between two commits with ``lrpe-md bench compare OLD [NEW]``."""
 
 from __future__ import annotations
 

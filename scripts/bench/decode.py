@@ -10,7 +10,7 @@ precomputed cos and sin, because a model computes them once for all layers. lrpe
 
 "gpu" is the GPU time of a call with a cold L2 cache, "graph" is the time per call of 64 calls in a CUDA graph, and
 "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that
-must move, which are q and k, read and written. Before timing, q and the cache are checked against float64.
+must move: q and k are read and written. Before timing, q and the cache are checked against float64.
 """
 
 from __future__ import annotations

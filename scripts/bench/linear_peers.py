@@ -311,7 +311,7 @@ class Block:
 
 
 def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> Block:
-    """Build a workload, where ``ours`` is the name of lrpe-md's implementation."""
+    """Build a workload. ``ours`` is the name of lrpe-md's implementation."""
     sana: Any = importlib.import_module(SANA_MODULE)
     heads, head_dim, shape = case.heads[0], case.head_dim, case.shape
     torch.manual_seed(0)

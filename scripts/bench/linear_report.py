@@ -182,7 +182,7 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def color_of(impl: str, map: str) -> str:
-    """Return the colour of a series, which is the encoding's for lrpe-md and the library's for others."""
+    """Return the colour of a series: the map's colour for lrpe-md, and the library's colour for others."""
     return ENCODINGS[map] if impl == OURS else PEER_COLORS.get(impl, "purple")
 
 

@@ -67,7 +67,7 @@ class Scaled:
     recomputed: bool = False
 
     def build(self, encoding: str) -> nn.Module:
-        """Build the model, where ``encoding`` is one of ATTENTIONS."""
+        """Build the model. ``encoding`` is one of ATTENTIONS."""
         attention, chosen = ATTENTIONS[encoding]
         sizes: dict[str, Any] = vars(self.sizes)
         model: Any = self.make(encoding=chosen, attention=attention, **sizes)

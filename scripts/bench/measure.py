@@ -155,7 +155,7 @@ class Session:
         return {"floor_bytes": floor_bytes, "share": floor_bytes / ms / 1e6 / self.here["copy_gbps"]}
 
     def measure_copy(self, num_elements: int) -> None:
-        """Measure the reference speed, which is that of a bfloat16 copy in GB/s, counting reads and writes."""
+        """Measure the speed of a bfloat16 copy in GB/s, counting reads and writes, as a reference."""
         x = torch.ones(num_elements, dtype=torch.bfloat16, device=self.device)
         y = torch.empty_like(x)
         found = self.gpu_time(lambda: y.copy_(x))

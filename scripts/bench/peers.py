@@ -154,7 +154,7 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Select tables for the heads of q and k from tables (H, ..) that groups of heads share."""
+    """Return the tables for the heads of q and of k from tables (H, ..), each of which a group of heads shares."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 

@@ -11,8 +11,8 @@
 A step consists of forward under bfloat16 autocast, loss, backward and fused AdamW. The modes are eager, compiled, and
 graphs (forward and backward as CUDA graphs). "inference" and "inference-compiled" run only the forward pass. All models
 of a run stay in memory and take turns, in a new order each round. Each step is compared with the baseline's step in the
-same round, where the baseline is the same model without the encoding. The models vit_b, vit_b_1024 (at 1,024 pixels),
-vit_s (timm's ViTs) and video (a layer of a video transformer) have these encodings:
+same round. The baseline is the same model without the encoding. The models vit_b, vit_b_1024 (at 1,024 pixels), vit_s
+(timm's ViTs) and video (a layer of a video transformer) have these encodings:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)

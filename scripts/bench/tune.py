@@ -167,7 +167,7 @@ Measure = Callable[[Any, str], float]
 
 
 def scores(times: Times) -> dict[Any, float]:
-    """Return each tile's score, which is its largest time relative to a problem's fastest tile, lowest first."""
+    """Return each tile's largest time relative to the fastest tile of a problem, lowest first."""
     problems = next(iter(times.values())).keys()
     fastest = {p: min(each[p] for each in times.values()) for p in problems}
     found = {
@@ -281,7 +281,7 @@ class Session:
 
 
 def write_tile(tile: AnyTile) -> str:
-    """Format a tile as in plan.py, where defaults are omitted and arguments after them are named."""
+    """Format a tile as in plan.py, without defaults, and with names for the arguments after them."""
     defaults, given, named = tile._field_defaults, [], False
     for name, value in tile._asdict().items():
         if name in defaults and value == defaults[name]:

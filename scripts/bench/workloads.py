@@ -1,4 +1,4 @@
-"""Models for ``scripts.bench training``, which are ViTs, a video transformer layer, and models of training commands."""
+"""ViTs, a video transformer layer, and models of the training commands, for ``scripts.bench training``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .options import choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device for the option --device, which is auto, cpu or cuda."""
+    """Return the device that the option --device selects: auto, cpu or cuda."""
     choose("--device", [wanted], ("auto", "cpu", "cuda"))
     if wanted == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device: cuda needs a GPU, but PyTorch finds none; use cpu or auto")

@@ -181,7 +181,7 @@ def as_option(name: str) -> str:
 def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], extended: Collection[str] = ()) -> None:
     """Write config.json, or check that the settings in the folder are the same.
 
-    ``extended`` are the names of settings that may differ, because the caller has merged them with the folder's.
+    ``extended`` names settings that may differ, because the caller has merged them with the folder's.
     """
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))

@@ -71,7 +71,7 @@ def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> No
 
 
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour, marker and line style for each encoding, which are the same in all plots.
+    """Return a colour, marker and line style for each encoding, for use in all plots.
 
     Unknown encodings get the colours of known encodings that are absent. Encodings that only differ in their options
     get shades of the same colour.

@@ -1,4 +1,4 @@
-"""Compare random configurations with the formula, as ``lrpe-md fuzz``, and exit with 1 on a mismatch."""
+"""The program ``lrpe-md fuzz``, which compares random configurations with the formula."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def main(
         typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
     ] = 0,
 ) -> None:
-    """Compare outputs and gradients of random configurations with the formula, and print mismatches."""
+    """Compare outputs and gradients of random configurations with the formula. Exits with 1 on a mismatch."""
     from ..common.devices import choose_device
     from ..common.options import choose
 

@@ -142,7 +142,7 @@ def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], lis
 
 
 def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Rounding) -> Tensor:
-    """Map x̄ to x̂, where the cosine map concatenates the groups of phases."""
+    """Map x̄ to x̂. The cosine map concatenates the groups of phases."""
     start, width = c.part
     if c.map == "cosine":
         middle = []
@@ -193,7 +193,7 @@ def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str,
 
 
 def number_blocks(c: LinearConfig, where: Where) -> Tensor:
-    """Return the block number of each token, where prefix and suffix are separate blocks."""
+    """Return the block number of each token. Prefix and suffix are separate blocks."""
     return torch.where(where.part == 1, where.index.clamp_min(0) // c.block, torch.where(where.part == 0, -1, 1 << 40))
 
 

@@ -1,4 +1,4 @@
-"""Conditions of a diffusion run, which are captions, class labels, precomputed text features, or none.
+"""Conditions of a diffusion run: captions, class labels, precomputed text features, or none.
 
 A condition returns the encoder's inputs for each sample, and builds the encoder. Checkpoints store its ``settings``, so
 that :func:`build_encoder` can rebuild the encoder without the data.
@@ -118,7 +118,7 @@ class Captions:
     def describe_held_out(self, held_out: Iterable[int]) -> str:
         """Report held-out captions that several images share and the model never sees, or return "" if there are none.
 
-        ``held_out`` are the indices of the held-out samples.
+        ``held_out`` contains the indices of the held-out samples.
         """
         counts = Counter(self.names[i] for i in held_out)
         shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]

@@ -166,14 +166,14 @@ class Training:
 
     @property
     def mixed_precision(self) -> str:
-        """Precision that this machine supports, if the option is "auto"."""
+        """Precision of the run. "auto" means bf16 on a GPU, and no mixed precision on a CPU."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps, which is a tenth of the run if the run is shorter than the warm-up.
+        """Number of warm-up steps, or a tenth of the steps if the run is shorter than the warm-up.
 
         With a constant schedule, it does not depend on the number of steps, so that you can extend the run.
         """

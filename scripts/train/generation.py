@@ -70,7 +70,7 @@ class Evaluation:
         return "x".join(map(str, (*frames, size, size)))
 
     def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
-        """Return the grid to which positions are rescaled, which is the bucket's grid at the training size, or None."""
+        """Return the grid to which positions are rescaled (the bucket's grid at the training size), or None."""
         if not setting.is_rescaled:
             return None
         shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))

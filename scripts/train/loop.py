@@ -169,7 +169,7 @@ class Trainer:
 
     @property
     def averaged(self) -> nn.Module:
-        """Model to evaluate, which is the EMA if there is one."""
+        """Model to evaluate. This is the EMA if there is one."""
         return self.raw if self.average is None else self.average.module
 
     def whole_weights(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Trainer:
         Args:
             steps: function that yields the samples of each step; see :mod:`.order`.
             batch: function (indices, draws) → micro-batch.
-            loss: function (model, micro-batch) → mean over the micro-batch, which is called under autocast.
+            loss: function (model, micro-batch) → mean over the micro-batch. It is called under autocast.
             validate: function that returns extra values for the history, every ``config.validate_every`` steps.
             after_step: function that is called after each step, and returns whether it did any work.
             in_processes: whether ``config.workers`` are processes, for batches that decode files, instead of threads.
@@ -299,7 +299,7 @@ class Trainer:
             self.turn.release()
 
     def counted_seconds(self) -> float | None:
-        """Return how much of ``config.seconds`` this process has used, or None if there is no budget."""
+        """Return how much of ``config.seconds`` this process has used, or None if nothing has been counted."""
         return None if self.counted is None else self._now() - self.counted[1]
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
@@ -339,7 +339,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Add a row to the history, and return the mean loss since the previous row."""
+        """Add a row to the history, and return the mean loss since the last row of --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:

@@ -30,10 +30,10 @@ HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 class MemoryAttention(LrpeAttention):
     """Linear attention over frames as in :class:`LrpeAttention`, with a gate for each token and head.
 
-    The gate is the sigmoid of a linear layer, and determines how strongly a token is written. The norm of the keys is
-    initialised with the weight 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value
-    that was written with the same key. With the delta rule, :func:`limit_gate` keeps the state stable. In contrast, the
-    delta rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
+    The gate is the sigmoid of a linear layer, and determines how strongly a token is written. The weight of the keys'
+    norm is initially 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value that was
+    written with the same key. With the delta rule, :func:`limit_gate` keeps the state stable. In contrast, the delta
+    rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """
 
     rule: Rule

@@ -1,4 +1,4 @@
-"""Samplers by name, which are Euler's and Heun's methods from :mod:`models.flow` and diffusers schedulers."""
+"""Samplers by name: Euler's and Heun's methods from :mod:`models.flow`, and diffusers schedulers."""
 
 from __future__ import annotations
 

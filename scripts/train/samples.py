@@ -20,7 +20,7 @@ HELD_OUT = "held out"  # column of the real images for the captions
 
 
 def pixels(images: Tensor) -> np.ndarray:
-    """Convert images (N, 3, H, W) in [-1, 1] to uint8 (N, H, W, 3). Values that are not finite become grey.
+    """Convert images (N, 3, H, W) in [-1, 1] to uint8 (N, H, W, 3). NaN becomes grey.
 
     Videos (N, 3, frames, H, W) become images (N, H, frames · W, 3), with frames from left to right.
     """

@@ -1,4 +1,4 @@
-"""Learning rate schedules, which are timm's cosine, a constant rate, and warm-up, stable, decay (WSD)."""
+"""Learning rate schedules: timm's cosine, a constant rate, and warm-up, stable, decay (WSD)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def start_from(
     """Load all weights that fit the model, and print those that do not.
 
     If the weights come from a run whose encoding differs from the one in ``settings``, print a line about it.
-    ``options`` are the names of the settings that determine the model.
+    ``options`` names the settings that determine the model.
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
     Weights of a vision transformer are resampled to the model's sizes, and those of an image model are inflated for a

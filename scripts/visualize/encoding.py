@@ -28,7 +28,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("
 
 
 def draw_relative(path: Path) -> None:
-    """Draw the similarity of two patches to all other patches, which is the same pattern, but shifted."""
+    """Draw the similarity of two patches to all other patches, which shows the same pattern at different places."""
     grid = Grid(GRID)
     omega = axial_omega(geometric_theta(HEAD_DIM // 4, 100.0), HEAD_DIM // 2, 2)
     x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)

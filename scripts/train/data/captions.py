@@ -152,7 +152,7 @@ def _name_some(names: list[str]) -> str:
 
 @contextmanager
 def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
-    """Turn errors of reading an image into errors that name the image."""
+    """Convert errors that occur while reading an image to errors that name the image."""
     try:
         yield
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:

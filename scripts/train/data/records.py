@@ -28,7 +28,7 @@ class Split:
 
 
 def choose_subset(num: int, limit: int | None) -> np.ndarray:
-    """Return sorted indices of randomly chosen samples, which are the same in every call."""
+    """Return sorted indices of randomly chosen samples, with the same choice in every call."""
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
@@ -79,7 +79,7 @@ class Records:
         )
 
     def with_condition(self, condition: str, path: Path) -> Records:
-        """Return the records with only one of ``CONDITIONS``, where "auto" changes nothing."""
+        """Return the records with only the given one of ``CONDITIONS``, or unchanged for "auto"."""
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:
@@ -89,7 +89,7 @@ class Records:
         return replace(self, captions=captions, labels=labels, classes=classes)
 
     def held_out(self, path: Path, split: Split) -> np.ndarray:
-        """Return a mask (N,) of the held-out samples, which are the data's test set if it has one.
+        """Return a mask (N,) of the held-out samples. If the data has a test set, these are its samples.
 
         Otherwise, a sample is held out if a hash of its caption (or of its name, if there are no captions) is ``fold``
         modulo ``parts``. Equal captions stay together. Equal images with different captions may not, nor may captions

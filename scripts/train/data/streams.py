@@ -41,7 +41,7 @@ class StreamError(typer.BadParameter):
 
 
 class Source(Protocol):
-    """Samples by index, as dictionaries of the fields image, label, caption, and others by name."""
+    """Samples by index. Each is a dictionary with the fields image, label and caption, and other fields by name."""
 
     @property
     def fields(self) -> set[str]:

@@ -68,7 +68,7 @@ def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Ch
     A single generator draws all steps, so earlier steps are drawn and discarded.
 
     Yields:
-        the starts, int64 (batch,), and zeros in place of random numbers, which are not used.
+        the starts, int64 (batch,), and zeros instead of random numbers, which are not needed.
     """
     generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
     for step in itertools.count():

@@ -1,4 +1,4 @@
-"""Values that a diffusion model learns to generate, which are pixels, latents, or clips of either."""
+"""Values that a diffusion model learns to generate: pixels, latents, or clips of either."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class BucketedPixels:
-    """Images of several shapes in memory, where ``parts`` are the images of each bucket."""
+    """Images of several shapes in memory. ``parts`` contains the images of each bucket."""
 
     parts: list[Pixels]
     assignment: Buckets
@@ -293,7 +293,7 @@ class Latents:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips with ``length`` frames each, which are every ``every``-th frame from each of ``starts`` on."""
+    """Clips with ``length`` frames each, made from every ``every``-th frame from one of ``starts`` on."""
 
     frames: Pixels | BucketedPixels | Latents
     starts: np.ndarray
@@ -326,7 +326,7 @@ class Clips:
 
 
 def hash_data(parts: Sequence[Tensor], records: Records) -> int:
-    """Return a hash of the training data, where ``parts`` are the images of each bucket."""
+    """Return a hash of the training data. ``parts`` contains the images of each bucket."""
     value = 0
     for images in parts:
         value = zlib.crc32(images.numpy().tobytes(), value)

@@ -163,7 +163,7 @@ def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Frames from start to stop - 1, which are either for training or held out."""
+    """Frames from start to stop - 1, either for training or held out."""
 
     start: int
     stop: int
@@ -255,7 +255,7 @@ def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
 def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """Return all decoded frames and the number of frames of each video, which are cached until a file changes.
+    """Return all decoded frames and each video's number of frames. The result is cached until a file changes.
 
     ``videos`` is a result of :func:`describe_files`.
     """

@@ -229,7 +229,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
-    """Build the model for a data source, where None means captioned images."""
+    """Build the model for a data source. None means captioned images."""
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:

@@ -132,7 +132,9 @@ def build(config: DigitsTraining) -> LrpeVisionTransformer:
 
 
 def permute(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield the samples of each step from step ``start`` on. An epoch is a permutation, without an incomplete step.
+    """Yield the samples of each step from step ``start`` on.
+
+    An epoch is a permutation of all samples, without an incomplete last step.
 
     A single generator draws all epochs, including those before ``start``, which takes little time compared to a step.
     """

@@ -332,7 +332,7 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """Return images (B, C, height, width) in [-1, 1], shifted and mirrored randomly, and labels (B,).
 
-    ``numbers`` are those of :meth:`.buckets.Buckets.order`, and ``draws`` are the random numbers.
+    ``numbers`` come from :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
     """
     train, buckets = data
     indices, shape = buckets.locate(numbers)

@@ -102,7 +102,7 @@ class Autoencoder(nn.Module):
     def forward(self, x: Tensor, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Reconstruct pixels (B, 3, H, W) in [-1, 1], and also return the mean and log-variance of the latents.
 
-        ``sampled`` decides whether to decode a sample of the latents, as in training, or their mean.
+        With ``sampled``, decode a sample of the latents, as in training. Otherwise, decode their mean.
         """
         found = self.vae.encode(x).latent_dist
         z = found.mean + found.std * torch.randn_like(found.mean) if sampled else found.mean

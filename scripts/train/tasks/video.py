@@ -176,9 +176,10 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return the changes between frames of clips (B, 3, T, H, W), divided by their standard deviation.
+    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
 
-    The sign of the changes does not reveal the order. Neighbouring frames only differ by a few percent of the signal.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
+    the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
