@@ -52,7 +52,7 @@ def count_axes(number: int) -> str:
 
 
 def or_one(number: int) -> str:
-    """Describe a size that may also be 1, such as "4 or 1", or "1" for 1."""
+    """Describe a size that may also be 1 in an error, such as "4 or 1" for 4, or "1" for 1."""
     return "1" if number == 1 else f"{number} or 1"
 
 

@@ -92,11 +92,11 @@ def cosine(
             copies the output, and softmax over the features also copies the input.
         act: activation of all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or "softmax".
         dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
-        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. Pass a pair (for
-            q, for k) if the phases differ, with None for no phase, as PoPE has one on the keys only. With P groups of
-            phases (P, H or 1, D), the outputs of all groups are concatenated, so that q·k is the sum over groups. If
-            only one of a pair has groups, the other is repeated for each. Each group costs a launch, and the output is
-            copied.
+        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
+            different phases, pass a pair (for q, for k), in which None means no phase. PoPE only has a phase on the
+            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so that q·k is the
+            sum over groups. If only one of a pair has groups, the other is repeated for each. Each group costs a
+            launch, and the output is copied.
         amplitude: factor on cos Θ and sin Θ of grid tokens, a number or a float32 or float64 tensor (D,) or (H or 1,
             D). Under ``torch.compile``, a tensor avoids a recompile for each new value.
         order: order of the two halves. "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).

@@ -397,7 +397,7 @@ def check(
     """Run a case with ``impl``, and return its violations of the error budget.
 
     The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum. A single draw of them
-    may be unlucky. In about one of a hundred draws, the reference's error is below half of its mean, or below a third
+    may be unlucky. In about one in a hundred draws, the reference's error is below half of its mean, or below a third
     for 16 entries. Therefore, five draws are judged together if only these gradients violate the budget, by at most
     half in RMS or with fewer than 32 entries.
     """

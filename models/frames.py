@@ -116,8 +116,8 @@ def _attend_window(
 ) -> Tensor:  # fmt: skip
     """Encode q and k of a window, and compute its attention.
 
-    frames: number of frames in k and in q, whose frames are the last of those in k. None means that q and k have the
-    same tokens.
+    frames: number of frames in k, and number of frames in q, which are the last of them. For q, None means the same
+    tokens as in k.
     """
     encoding, grid, size = context.encoding, context.positions, context.block
     if encoding is not None:

@@ -56,7 +56,7 @@ class LmConfig:
             that features may be negative.
         memory: a :class:`lrpe_md.Memory` with a decay, which defines how linear layers forget earlier tokens. On a GPU,
             the slower reference computes the gradient of learned decays.
-        keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
+        keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:
         ValueError: if a name is unknown, or sizes don't divide evenly.

@@ -76,7 +76,7 @@ def join_texts(first: Text, second: Text) -> Text:
 
 
 def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
-    """Replace samples of ``text`` where the mask ``where`` (B,) is True, with samples of ``other`` (B or 1 samples)."""
+    """Replace samples of ``text`` with those of ``other`` (B or 1 samples) where the mask ``where`` (B,) is True."""
     (a, mask, p), (b, other_mask, r) = _padded_alike(text, other)
     rows = where[:, None]
     return Text(
@@ -213,7 +213,7 @@ class LabelEncoder(nn.Module):
 
 
 class TextFeatures(nn.Module):
-    """Encoder that returns precomputed features unchanged, for example from T5 or CLIP, passed as a :class:`Text`.
+    """Encoder that returns its input unchanged, which is a :class:`Text` of precomputed T5 or CLIP features.
 
     Args:
         width: number of channels C. With 0, there are only pooled features.

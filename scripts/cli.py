@@ -1,4 +1,4 @@
-"""The console command ``lrpe-md PROGRAM ..``, in which each program has its own options.
+"""The console command ``lrpe-md PROGRAM ..``. Each program has its own options.
 
 Only the requested program is imported. If a package that it needs is missing, the error says what to install.
 """

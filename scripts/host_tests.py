@@ -42,7 +42,7 @@ app = typer.Typer(add_completion=False)
 
 
 class HostTestsError(typer.BadParameter):
-    """Invalid options, or a test file that ran no tests."""
+    """Error for invalid options, or for a test file that ran no tests."""
 
 
 @dataclass

@@ -227,7 +227,7 @@ def rope_vit_mixed(q, k, p, segments, options):
 
 
 def transnormer(q, k, p, segments, options):
-    """Encode like TransNormerLLM's Lrpe, which splits theta_i = 10000^(-2 i / d), d = heads · head_dim, by head."""
+    """Encode like TransNormerLLM's Lrpe, with theta_i = 10000^(-2 i / (heads · head_dim)), split by head."""
     size = HEADS * p.head_dim
     theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
     angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
@@ -251,7 +251,7 @@ def pope_phase(p):
 def pope(q, k, p, segments, options):
     """Encode with eq. 5 and 6.
 
-    They are softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, here as real and imaginary parts.
+    q and k become softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary parts.
     """
     theta = torch.tensor([1e4 ** (-c / p.head_dim) for c in range(p.head_dim)])
     angles = torch.arange(segments[0][0]).reshape(-1, 1) * theta

@@ -351,7 +351,7 @@ def trace(root: Path) -> dict[str, list[str]]:
 
 
 def measure(checkout: Checkout) -> dict[str, int]:
-    """Return every measurement by name."""
+    """Return all measurements by name."""
     return {
         "kernel arguments": checkout.kernel_arguments(),
         "arguments of another GPU function": checkout.largest_gpu_function()[0],

@@ -173,9 +173,8 @@ def axial_omega(
             LRPE document. ``"major_first"`` starts with the slowest (T), as in most vision models.
         axis_map: how the channels are divided among the axes.
 
-            - ``"block"``: each axis has one block of channels, and its series starts at the first of them.
-            - ``"alternate"``: the axes alternate from channel to channel, and the series of each starts at its first
-              channel.
+            - ``"block"``: each axis has its own series and one block of channels.
+            - ``"alternate"``: each axis has its own series, and the axes alternate from channel to channel.
             - ``"chunk"``: a single series runs over all channels, and is split into one section per axis (Qwen2-VL).
             - ``"stride"``: a single series runs over all channels. Channel c belongs to axis c mod K until that axis
               has filled its section, and to the first axis from then on (Qwen3-VL). The size of the first section is

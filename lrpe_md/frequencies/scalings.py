@@ -184,10 +184,10 @@ def dype_yarn_scaling(
 ) -> tuple[Tensor, float]:
     """Apply the YaRN variant of DyPE (Issachar et al., arXiv 2510.20766).
 
-    The number of turns that a frequency makes in ``original_length`` decides how it is scaled. Below ``interpolated``,
-    it is divided by ``factor``. Above that, it follows :func:`ntk_scaling`. Above ``kept``, it stays the same. Each
-    pair of bounds is a ramp between two ranges. The bounds are multiplied by t², so that all of θ is kept as t
-    approaches 0. Ramp ends are rounded outwards to whole indices.
+    The number of turns that a frequency makes in ``original_length`` determines how it is scaled. Below
+    ``interpolated``, it is divided by ``factor``. Above that, it follows :func:`ntk_scaling`. Above ``kept``, it stays
+    the same. Each pair of bounds delimits a ramp between two of these ranges. The bounds are multiplied by t², so that
+    all of θ is kept as t approaches 0. Ramp ends are rounded outwards to whole indices.
 
     This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. The authors'
     ramp then flips and treats the frequencies as if they were on the other side, which does not happen here.

@@ -413,7 +413,7 @@ class FrequencyModule(nn.Module):
         self.moved = tuple(sorted({*self.moved, axis}))
 
     def locate(self, positions: Any) -> Any:
-        """Return the positions with the places from :meth:`set_places`, if they are a grid."""
+        """Apply the places from :meth:`set_places` to a grid, and return any other positions unchanged."""
         if type(positions) is tuple:
             return tuple(self.locate(each) for each in positions)
         if not self.moved or not isinstance(positions, Grid):
@@ -432,11 +432,11 @@ class FrequencyModule(nn.Module):
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
-        """Encode x, or q and k, of shape (B, H, N, D). Rotation returns (B, H, N, D), the cosine map (B, H, N, 2D).
+        """Encode x, or q and k, of shape (B, H, N, D). The cosine map returns (B, H, N, 2D).
 
         Args:
             positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair (for q, for k).
-                For packed tokens (N, H, D), the result of :func:`lrpe_md.pack`.
+                For packed tokens (N, H, D), pass the result of :func:`lrpe_md.pack`.
             qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ. The cosine map does not support this.
             norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. Its weights remain in their own modules.

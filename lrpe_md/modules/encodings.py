@@ -55,8 +55,8 @@ class CosineMd(SeriesModule):
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
         phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies it to the keys only
             (PoPE).
-        phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, group g starts at π g / P.
-            :func:`lrpe_md.cosine` explains what they do and cost.
+        phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, the phases of group g are initially π
+            g / P. :func:`lrpe_md.cosine` explains what they do and cost.
         seed: seed of the random directions.
         dtype: dtype of the frequencies, float32 or float64. Casting the model does not change it.
 

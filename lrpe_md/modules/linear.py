@@ -126,8 +126,9 @@ class Memory:
 
     Args:
         rule: "add" adds each block to the state. "delta" first removes the values that the block's keys retrieve; see
-            :func:`lrpe_md.linear_attention`. It needs frames and normalised keys (``qk_norm``). The layer then weights
-            each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to about 1.
+            :func:`lrpe_md.linear_attention`. "delta" requires frames and normalised keys (``qk_norm``). The layer then
+            weights each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to
+            about 1.
         decay: initial decays of :class:`HeadDecay`: "retnet", or "lightning", which depends on the layer. None disables
             decay.
         learnable: whether each layer learns its decays.

@@ -238,7 +238,7 @@ def similarity(theta: Tensor, token: int) -> Tensor:
     This is the expected q·k, relative to q·k at equal positions, under assumptions that depend on the map:
 
     - rotate: q and k have the same content, which contributes equally to all pairs on average (Men et al., arXiv
-      2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3);
+      2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3).
     - cosine: each channel has the weight x̄_q x̄_k, which is never negative if x̄ ≥ 0. This also holds for tokens with
       different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """

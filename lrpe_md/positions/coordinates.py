@@ -220,7 +220,7 @@ class Coordinates(Rules):
 
         Raises:
             TypeError: for a 16-bit dtype, which cannot tell distant tokens apart.
-            ValueError: for integers above 2^24, not all of which float32 can represent.
+            ValueError: for integers above 2^24, because float32 cannot represent all of them.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
             raise TypeError(

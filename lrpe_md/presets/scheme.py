@@ -409,8 +409,8 @@ class Preset:
         """Return the positions of a sequence, in token order.
 
         Args:
-            segments: parts of the sequence. A number means that many tokens outside of the grids (text, class tokens,
-                registers). A shape (H, W) or (T, H, W), in tokens, means an image or a video. Segments of
+            segments: parts of the sequence. A number stands for that many tokens outside of the grids (text, class
+                tokens, registers). A shape (H, W) or (T, H, W), in tokens, stands for an image or a video. Segments of
                 :func:`lrpe_md.compose` are also accepted.
             reference: size to which grids are interpolated if their resolution differs from training. Pass one number,
                 or one per axis, where None keeps an axis.

@@ -38,7 +38,7 @@ def ranking(results: Any) -> list[str]:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the table, sorted by the result at the longest length, in which the baseline also has a row."""
+    """Render the table, sorted by the result at the longest length and including the baseline."""
     settings = config["settings"]
     training = settings["training"]
     trained = training["length"]

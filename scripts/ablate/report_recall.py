@@ -52,7 +52,7 @@ def _accuracies(results: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) -> list[str]:
-    """Compare the values of one of :data:`KEYS` with a baseline, paired by seed. Return [] if there are none."""
+    """Compare the values of one of :data:`KEYS` with a baseline, paired by seed, or return [] without a baseline."""
     (same,) = (key for key in KEYS if key != changed)
     part: Any = results[results.question == kind]
     renamed = part.rename(columns={changed: "encoding", same: "attention", "question": "positions"})
@@ -139,7 +139,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the number of frames by memory and encoding, for each seed and as the mean."""
+    """Plot accuracy against the number of frames by memory and encoding, with all seeds and their mean."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

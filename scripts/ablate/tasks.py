@@ -66,7 +66,7 @@ class Task:
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
         series: column of results.csv that names each series of values of a training run.
         plots: name of the plot in each report file.
-        defaults, on_gpu: fields that differ from the training's defaults, always and only on a GPU.
+        defaults, on_gpu: fields that differ from the training's defaults on all devices, or on a GPU only.
         by_encoding: fields for single encodings.
         full: settings of the longer comparison, if there is one.
         data: default data.
@@ -316,7 +316,7 @@ class Comparison:
         return TASKS[self.task].config.backbone.names
 
     def merge(self, out: Path) -> Comparison:
-        """Return this comparison with the encodings, seeds and fingerprints of the runs in a folder added.
+        """Return a comparison that also contains the encodings, seeds and fingerprints of the runs in a folder.
 
         Raises:
             typer.BadParameter: if a scheme is defined differently in the folder's runs.
@@ -354,7 +354,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Map each result file to its encoding, attention and seed, in the order of seeds."""
+        """Map each result file to its encoding, attention and seed, ordered by seed."""
         return {
             out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)

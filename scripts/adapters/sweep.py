@@ -207,7 +207,7 @@ def offload_to_disk(model: nn.Module) -> None:
 def offload_in_parts(model: nn.Module) -> None:
     """Offload weights to the CPU, and load those of an attention or router module together.
 
-    Its forward method may read the weights of its children.
+    The forward method of such a module may read the weights of its children.
     """
     import accelerate
 

@@ -1,4 +1,4 @@
-"""Tiny random models of all rotary diffusers classes, and calls of them, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each rotary diffusers class, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

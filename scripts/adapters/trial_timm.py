@@ -1,4 +1,4 @@
-"""Tiny versions of all rotary timm models, and calls of them, for ``lrpe-md adapters``."""
+"""Build and call a tiny version of each rotary timm model, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

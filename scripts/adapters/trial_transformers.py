@@ -1,4 +1,4 @@
-"""Tiny random models of all transformers model types, and calls of them, for ``lrpe-md adapters``."""
+"""Build and call a tiny random model of each transformers model type, for ``lrpe-md adapters``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure rotating q and k and storing k in a static cache, as in a layer's decoding step, and write a CSV.
+"""Measure how long a layer takes to rotate q and k and to store k in a static cache. Write a CSV.
 
     lrpe-md bench decode                                  one token at B 1 to 64, and prompts of 2,048
     lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"

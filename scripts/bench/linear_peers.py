@@ -94,7 +94,7 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
     """Compile all candidates of the autotuner in parallel, because compiling them one by one takes minutes per length.
 
-    The autotuner compiles any candidate that fails here again.
+    If a candidate fails here, the autotuner compiles it again.
     """
     from triton.testing import do_bench
 
@@ -121,7 +121,7 @@ def takes_frames(name: str, case: LinearCase) -> bool:
 
 
 def prepare_frames(inputs: Inputs) -> Inputs:
-    """Compute SanaWM's angles. For its module with both directions, undo the scaling of the keys, which it repeats."""
+    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because its module scales them."""
     case, omega = inputs.case, inputs.omega
     assert omega is not None
     angles = inputs.positions.coordinates().to(omega) @ omega[0].T

@@ -110,7 +110,7 @@ class Session:
             csv.DictWriter(file, (*COLUMNS, *HERE), lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
-        """Append a row to the CSV at once."""
+        """Append a row to the CSV."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:

@@ -285,7 +285,7 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Measure memory in addition to the inputs, at its peak and as saved for the backward pass.
+    """Measure the memory that calls need besides inputs: the peak, and what is saved for the backward pass.
 
     Outputs don't count as saved. The minimum is y and dx for the peak, and zero for the saved memory.
     """

@@ -120,7 +120,7 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32."""
+    """Return cos Θ and sin Θ (H or 1, N, C) with float32 accuracy."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
     theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin
@@ -154,7 +154,7 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the tables for the heads of q and of k from tables (H, ..), each of which a group of heads shares."""
+    """Repeat tables (H, ..) that groups of heads share, to one table per head of q and of k."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 

@@ -160,7 +160,7 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
         config: training options, in which the number of steps is replaced.
         steps: number of steps per turn.
         turns: number of turns of each loop.
-        seconds: duration of timing the loader, in seconds.
+        seconds: how long to time the loader, in seconds.
     """
     torch.compiler.reset()  # drops the code of an earlier model
     accelerator = begin(config)

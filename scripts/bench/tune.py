@@ -226,7 +226,7 @@ def compile_small(place: Any, tile: Any) -> None:
 
 @dataclass
 class Session:
-    """State that all measurements share. Each time is appended to the CSV immediately."""
+    """State that all measurements share. Each measured time is appended to the CSV immediately."""
 
     out: Path
     device: torch.device

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Raise an error if an installed wheel would write results or pages, because they would be in site-packages."""
+    """Raise an error if an installed wheel would write results or pages, which would end up in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 

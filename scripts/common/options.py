@@ -140,7 +140,7 @@ def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
     """Return a decorator that groups a command's options in panels of its help.
 
     Args:
-        panels: names of the parameters in each panel, separated by spaces, by the panel's title.
+        panels: dictionary from the title of each panel to the names of its parameters, separated by spaces.
     """
 
     def group(command: F) -> F:

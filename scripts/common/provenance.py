@@ -1,4 +1,4 @@
-"""Machine, versions and commit with which results were measured."""
+"""Records of the machine, the versions and the commit of a measurement."""
 
 from __future__ import annotations
 

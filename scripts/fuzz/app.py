@@ -69,7 +69,7 @@ def main(
         typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
     ] = 0,
 ) -> None:
-    """Compare outputs and gradients of random configurations with the formula. Exits with 1 on a mismatch."""
+    """Compare outputs and gradients of random configurations with the formula. The exit code is 1 on a mismatch."""
     from ..common.devices import choose_device
     from ..common.options import choose
 

@@ -69,7 +69,7 @@ def _empty_features(length: int, width: int, pooled: int) -> Text:
 
 @dataclass(frozen=True)
 class Unconditional:
-    """Condition of models without an encoder, with file names as names."""
+    """Condition of models without an encoder, whose names are file names."""
 
     names: Sequence[str]
 

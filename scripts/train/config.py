@@ -299,7 +299,7 @@ def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> d
     """Return values of --dim and --heads close to these arguments with which the model can be built.
 
     Returns:
-        the values by option, such as {"dim": "64 or 128", "heads": "3"}. Options without such a value are missing.
+        the values by option, such as {"dim": "64 or 128", "heads": "3"}. Options without such a value are left out.
     """
     width = next((name for name in ("embed_dim", "dim") if name in arguments), None)
     if width is None:

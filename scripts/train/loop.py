@@ -8,9 +8,9 @@ A task builds a :class:`.work.Work` from its configuration, with a model, batche
 **Exact resuming.** The data of a step and all of its random numbers are functions of (seed, step, process), and never
 depend on a generator's history. A checkpoint therefore only contains weights, EMA, the optimiser with its learning
 rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted run, if the number
-of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new file and renamed.
-SIGINT and SIGTERM save one after the current step. If you increase ``--steps``, a finished run continues. With a
-constant schedule, the result is the same as that of one long run.
+of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new file and renamed. On
+SIGINT and SIGTERM, the loop saves one after the current step. If you increase ``--steps``, a finished run continues.
+With a constant schedule, the result is the same as that of one long run.
 
 **Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
 loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It corrects the plan
@@ -329,7 +329,7 @@ class Trainer:
     def cost(self) -> dict[str, float | None]:
         """Return the median milliseconds per step, without the first steps, and the peak GPU memory in MiB.
 
-        Call this before the evaluation. Values of None were not measured.
+        Call this before the evaluation. None means that a value was not measured.
         """
         device = self.accelerator.device
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None

@@ -66,7 +66,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
         return groups[number][np.random.default_rng((seed, 1, number, turn)).permutation(sizes[number])]
 
     def take(number: int, first: int) -> np.ndarray:
-        """Return ``batch`` elements of the sequence of all permutations of a group."""
+        """Return ``batch`` elements from ``first`` on of the concatenated permutations of a group."""
         turn, offset = divmod(first, int(sizes[number]))
         parts = [permute(number, turn)[offset:]]
         while sum(map(len, parts)) < batch:

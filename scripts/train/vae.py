@@ -49,7 +49,7 @@ class Decoder:
 
     Args:
         vae: AutoencoderKL from :func:`load_vae`.
-        device: where it runs.
+        device: device of the VAE.
     """
 
     def __init__(self, vae: Any, device: torch.device) -> None:
@@ -86,7 +86,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
     Args:
         latents: content of latents.json.
         vae: folder or hub id of a VAE. "auto" loads the VAE that encoded the latents.
-        device: where it runs.
+        device: device of the VAE.
 
     Raises:
         typer.BadParameter: if there is no VAE, it has other channels, or "auto" finds that its weights have changed.

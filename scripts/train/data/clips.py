@@ -40,7 +40,7 @@ class Sampling:
 
     @property
     def span(self) -> int:
-        """Minimum number of frames of a video whose clips repeat no frame."""
+        """Minimum length of a video, in frames, whose clips repeat no frame."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:

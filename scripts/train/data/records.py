@@ -38,7 +38,7 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
     """Return how many samples of each class are held out for tests.
 
     Args:
-        noun: name of a sample.
+        noun: word for a sample, such as "image".
         held_out: mask (N,) of held-out samples.
         labels: class (N,) of each sample.
         classes: names of the classes. If there are none or too many to list, only the total is returned.

@@ -19,7 +19,7 @@ Streams = Sequence[Stream]
 
 
 def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
-    """Open a stream, and return its records, functions that return an image and its height and width, and a hash.
+    """Open a stream. Return its records, functions that return images and their sizes, and a hash.
 
     Args:
         condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, or else classes if there

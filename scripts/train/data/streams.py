@@ -53,7 +53,7 @@ class Source(Protocol):
     def read(self, index: int) -> dict[str, Any]: ...
 
     def measure(self, index: int) -> tuple[int, int]:
-        """Return a sample's image height and width, without decoding the image."""
+        """Return the height and width of a sample's image, without decoding it."""
         ...
 
     def locate(self, index: int) -> str:

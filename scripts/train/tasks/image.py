@@ -293,7 +293,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data, only once for all runs in a process."""
+    """Load the data once for all runs in a process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:
