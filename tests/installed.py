@@ -1,6 +1,4 @@
-"""Run the library's tests against an installed wheel.
-
-Usage: ``python tests/installed.py WHEEL [--all] [PYTEST OPTIONS]``
+"""Run the library's tests against a wheel with ``python tests/installed.py WHEEL [--all] [PYTEST OPTIONS]``.
 
 The tests run in a new environment, which has the packages of the current one except lrpe_md. They are copied to a
 temporary folder, so that they import nothing from the checkout. By default, only the tests in QUICK run, which cover
