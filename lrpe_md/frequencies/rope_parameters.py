@@ -136,8 +136,8 @@ def rope_frequencies(
             ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
             ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
             ``high_freq_factor``. Other fields are ignored. None means "default".
-        head_dim: D. The rotated width R is ``int(D * partial_rotary_factor)``, or D without that field. For
-            "proportional", R is always D, and the remaining channels have θ = 0.
+        head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
+            without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
         max_position_embeddings: maximum length in the config. "dynamic" scales from this length, and it is the default
             of ``original_max_position_embeddings``.
         seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and

@@ -40,7 +40,7 @@ class CosineMd(SeriesModule):
     """Apply :func:`lrpe_md.cosine` to q and k (B, H, N, D) with the module's own frequencies.
 
     Args:
-        head_dim: D.
+        head_dim: number of channels per head, D.
         num_axes: K, the number of axes of the grid.
         base: base of the geometric series. The default is 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
         frequencies: "axial" (one block of channels per axis), "mixed" (dense, with random directions for each head), or

@@ -210,7 +210,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
         cu_seqlens: (S + 1,) int32 or int64 on x's device. It contains the start of each sequence, beginning with 0, and
             the end of the last one. Equal entries mean an empty sequence. Tokens after the last entry continue the last
             sequence. Values are only checked on a CPU. On a GPU, invalid values lead to wrong positions.
-        num_tokens: N.
+        num_tokens: number of tokens, N.
         offset: position of the first token of each sequence, an int or an integer tensor of shape (), (1,) or (S,).
 
     Returns:

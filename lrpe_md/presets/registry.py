@@ -544,7 +544,7 @@ def preset(
 
     Args:
         scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
-        head_dim: D. By default, it is the original model's.
+        head_dim: number of channels per head, D. By default, it is the original model's.
         num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
             for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ by head.
         base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or

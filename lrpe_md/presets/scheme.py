@@ -172,7 +172,7 @@ class Dense:
     """Dense frequencies, where each channel has its own direction.
 
     Args:
-        num_axes: K.
+        num_axes: number of axes, K.
         omega: function (num_channels, num_heads, base, generator) → omega (H, C, K).
         base: base of the magnitudes.
     """

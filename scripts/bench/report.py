@@ -476,7 +476,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
 
 
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot results with shared frequencies in bars, with a row of panels per operator and a column per pass."""
+    """Draw bar charts of results with shared frequencies, with a row per operator and a column per pass."""
     part = pass_rows(rows)
     part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
     if not len(part):
