@@ -39,6 +39,8 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 class CosineMd(SeriesModule):
     """Apply :func:`lrpe_md.cosine` to q and k (B, H, N, D) with the module's own frequencies.
 
+    The result is (B, H, N, 2D) for each.
+
     Args:
         head_dim: number of channels per head, D.
         num_axes: K, the number of axes of the grid.
