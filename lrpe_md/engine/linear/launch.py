@@ -687,7 +687,9 @@ def scan_states(
     """
     sizes = inputs.sizes
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
-    slot_states, sums = allocate_slots(inputs, pieces.num_slots)
+    shape = (pieces.num_slots, sizes.rows)
+    slot_states = torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device)
+    sums = torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device)
     initial_rows = join_state(inputs, initial_state) if initial_state else None
     final_state = None
     if returns_final:
@@ -705,15 +707,6 @@ def scan_states(
     )  # fmt: skip
     launch_with_fallback(kernels.linear_scan_kernel, sizes.rows * triton.cdiv(sizes.state, block), args, (variant, {}))
     return (slot_states, sums), [] if final_state is None else split_state(inputs, final_state)
-
-
-def allocate_slots(inputs: LaunchInputs, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Allocate S, as operands, and the normaliser's sums of each slot."""
-    sizes, shape = inputs.sizes, (num_slots, inputs.sizes.rows)
-    return (
-        torch.empty(*shape, sizes.v_dim * sizes.num_features, dtype=inputs.operand, device=inputs.device),
-        torch.empty(*shape, sizes.num_sums, dtype=inputs.acc, device=inputs.device),
-    )
 
 
 def launch_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStates) -> None:
