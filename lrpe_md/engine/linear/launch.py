@@ -37,7 +37,6 @@ from ..kernels.signature import pack_numbers
 from . import plan as plans
 from .call import LinearCall, LinearNeeds, Operands
 from .plan import (
-    DECAYING,
     NARROWEST,
     NORMALIZED,
     LinearPass,
@@ -359,8 +358,7 @@ class LaunchInputs:
         ptx = has_ptx(self.dtype)
         regular = aligned and min(*v_blocks, *tiles.feature_blocks) >= WARPGROUP_ROWS
         state = sum(v_blocks) * sum(tiles.feature_blocks)
-        decays = spec.map != "none" and self.log_decay is not None
-        rows = NORMALIZED if self.call.attention.normalizer != "none" else DECAYING if decays else {}
+        rows = {} if self.call.attention.normalizer == "none" else NORMALIZED
         tile = choose_tile(rows.get(stage, stage), state, self.dtype.itemsize, INTERPRETING, regular)
         need_ddecay = self.log_decay is not None and self.needs.decay
         if need_ddecay and stage is LinearPass.CAUSAL_QUERIES:  # dg needs the same blocks in both causal kernels
