@@ -257,18 +257,18 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
 
     In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
     they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
-    head scans its sums with their own A. To differentiate a scan, set V.adds_first, so that each part is added before
-    the state is stored, not after.
+    head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so that each part is
+    added before the state is stored, not after.
 
     Args:
         parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
             None.
         p_decay: decay factors (F, B G).
-        series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan that is differentiated,
-            and the output for partial sums of dg (programs of a head, F, B G).
+        series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
+            the output for partial sums of dg (programs of a head, F, B G).
         p_offsets: index of the first piece of each block (F + 1).
         numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
-            the sums: the number of rows, their width, and the offsets of the rows and of their A. With V.aligned,
+            the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
             widths, offsets and numbers of elements are in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
@@ -348,8 +348,8 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
     """Compute M, of shape (F, B G, Ê²), with one program per tile.
 
-    ``forward`` and ``backward`` hold the states that enter each block and their gradients, each (F, B G, size). Without
-    a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
+    ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
+    size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward
@@ -392,7 +392,7 @@ def load_matrix(p, V: tl.constexpr):
 def apply_matrix(x, M, V: tl.constexpr):
     """Multiply x, of shape (tokens, features), by M.
 
-    The products have tokens as columns, for the reason given above :func:`multiply_tiles`.
+    The comment above :func:`multiply_tiles` explains why tokens are the columns of the products.
     """
     result = ()
     for i in tl.static_range(len(x)):
@@ -432,7 +432,7 @@ def broadcast_rows(rows, like):
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
     """Compute and store dk, dv and dβ of tokens [begin, end) of a head, for the delta rule.
 
-    Return the sums for dω and those for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
+    Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)

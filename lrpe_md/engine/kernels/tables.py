@@ -24,7 +24,7 @@ def _multiply(o, stride):
 
 @triton.jit
 def _point_to_table(p, strides, sample, g, V: tl.constexpr):
-    """Return a pointer to the first row for a sample and a group of heads, and the row and entry strides."""
+    """Return a pointer to a table's first row for a sample and a group of heads, and the row and entry strides."""
     stride_b, stride_h, stride_n, stride_d = strides
     p = p + (_multiply(sample, stride_b) + _multiply(g, stride_h)) * V.table_unit
     if V.table_unit > 1:

@@ -30,8 +30,8 @@ def _step(o, stride, V: tl.constexpr):
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """Return a pointer to token n0 of head h of sample b, in q or in k, and the token and channel strides.
 
-    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. Those of k are ignored unless V.has_k is
-    set. V.long means that strides need 64 bits, even in units of 8.
+    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. The values for k are ignored unless
+    V.has_k is set. V.long means that strides need 64 bits, even in units of 8.
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
@@ -46,7 +46,7 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_d = tl.where(is_k, k_stride_d, stride_d)
     p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
     if V.aligned:
-        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel's argument
+        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel argument
     return p, stride_n, stride_d
 
 
