@@ -49,7 +49,7 @@ class TensorArguments(NamedTuple):
 
 
 def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> LinearCall:
-    """Check every argument, and return the validated call."""
+    """Check all arguments, and return the validated call."""
     attention = _make_attention(options, arguments)
     q, k, v = arguments.q, arguments.k, arguments.v
     has_position_pair = type(sides.positions) is tuple
@@ -348,7 +348,7 @@ def make_empty_frequencies(q: Tensor) -> Tensor:
 def _place_without_map(
     options: LinearOptions, arguments: TensorArguments, sides: Sides
 ) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return the spec and both sides for map=None. Positions only determine the prefix and the suffix."""
+    """Return the spec and both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:
