@@ -26,7 +26,7 @@ def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor
 
 
 def multiply_decay(log_decay: Tensor) -> Tensor:
-    """Return the weights (.., F + 1, F + 1) of block j in the state after block i, from log g (.., F).
+    """Return the weight of block j in the state after block i, with shape (.., F + 1, F + 1), given log g (.., F).
 
     The weight is the product of g over blocks j + 1 to i, and block 0 is the initial state. Each product has its own
     sum of logarithms, because a difference of two cumulative sums would lose precision if the decay is strong.

@@ -84,8 +84,8 @@ def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
     """Multiply a (.., M, K) and b (.., K, N) in their own dtype, regardless of autocast and TF32.
 
-    operands: dtype to round both factors to first, also in the derivatives. The rounding passes gradients through
-    unchanged.
+    If ``operands`` is set, both factors are first rounded to this dtype, also in the derivatives. Gradients pass
+    through the rounding unchanged.
     """
     if torch.compiler.is_compiling():  # the settings at tracing time apply to the whole graph
         with no_autocast(a):

@@ -1,4 +1,4 @@
-"""Code between the public functions and the kernels or the reference.
+"""Code between the public functions and the kernels (or the reference implementation).
 
 In this folder, each of these words has one meaning:
 
