@@ -137,7 +137,7 @@ NORMS = ("rms", "layer")
 
 
 class Scales(NamedTuple):
-    """Weight γ and bias β of one tensor, each (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
+    """Weight γ and bias β of one tensor, of shape (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None

@@ -160,9 +160,9 @@ def attend(
         cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other. B
             must be 1, and mask "block" is not supported.
         state: sums before the first token, which are (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), and
-            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, these are followed by the
-            reverse direction's sums after the last token, and the reverse direction's sums before the first token are
-            returned.
+            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, the reverse direction's
+            sums after the last token follow. The returned state then also contains the reverse direction's sums before
+            the first token.
         ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
         operands: dtype to which both factors of each product are rounded, also in the backward. Used by tests.
     """

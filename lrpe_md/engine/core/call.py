@@ -73,7 +73,7 @@ class Tables(NamedTuple):
 
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
-    coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
+    coords: Tensor | None = None  # (N, K) or (B, N, K), without prefix and suffix
     origin: Tensor | None = None  # a grid's origin: (1, K) or (B, 1, K)
     affine: Tensor | None = None  # a grid's scale and shift: (K, 2)
     rotated: Tensor | None = None  # (N,) or (B, N), like coords: whether each token is rotated
@@ -329,7 +329,7 @@ class Variant(NamedTuple):
     v_blocks: tuple[int, ...] = ()
     num_features: int = 0  # width of q̂ and k̂
     accumulate_outside_mma: bool = False  # products are summed outside the matrix units
-    raw: bool = False  # features are the rows as they are in memory
+    raw: bool = False  # features are the rows of q and k, unchanged
     share: int = 1  # tokens of a block that share a row of sums for dω
     run: int = 1  # number of adjacent channels from the same half in a tile of features
     feature_begins: tuple[int, ...] = ()  # first feature of each tile of features
@@ -341,7 +341,7 @@ class Variant(NamedTuple):
     causal: bool = False
     one_side: bool = False  # q and k share positions and phase
     has_no_gqa: bool = False  # q and k have the same number of heads
-    has_state: bool = False  # there are earlier tokens, whose state is loaded
+    has_state: bool = False  # the state of earlier tokens is loaded
     # The kernel's own update rule, which may differ from Attention.memory. In causal kernels, "add" means that there is
     # a decay. Scans multiply the state by I − A for "delta", but not for "add".
     memory: str = "sum"

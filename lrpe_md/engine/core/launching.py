@@ -34,7 +34,7 @@ MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids
 
 
 def make_readable(call: Call) -> Call:
-    """Return a copy of the call whose tables can be read by kernels.
+    """Return a copy of the call with tables that kernels can read.
 
     Tables are made contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
     """
@@ -138,7 +138,7 @@ class Tiles(NamedTuple):
         return self._join(self.blocks)
 
     def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Merge the two halves of the map's output, because each tile of linear attention contains both halves."""
+        """Return the tile widths of features, where each tile contains both halves of the map's output."""
         mapped = widths[: self.num_mapped : self.halves]
         return (*(2 * width for width in mapped), *widths[self.num_mapped :])
 
@@ -209,7 +209,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads. The stride is 0 along a dimension that shares the table."""
+    """Return the strides of tables along samples and heads. A stride is 0 if all samples (or heads) share the table."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels

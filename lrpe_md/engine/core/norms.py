@@ -27,9 +27,9 @@ AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of l
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
-    """Check a norm, and return the options with the norm's options filled in, and the norm's weights.
+    """Check a norm, even for a cached call.
 
-    Cached calls are checked too.
+    Return the norm's weights, and the options with the norm's options filled in.
     """
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")

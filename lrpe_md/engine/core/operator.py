@@ -211,12 +211,12 @@ class Operator(ABC):
     """Forward and backward operators with their kernels, reference, fake implementations and derivatives.
 
     The first inputs are the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. The
-    backward operator first returns the gradients of the rows. Then it returns those of the learned tensors that need a
-    gradient, in the order of :meth:`list_learned`.
+    backward operator returns the gradients of the rows first. Then it returns the gradients of those learned tensors
+    that need one, in the order of :meth:`list_learned`.
     """
 
     num_rows = 0  # number of inputs that are rows, which come first; 0 means all
-    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # of a call's launcher
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # key of a call's launcher
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
@@ -226,7 +226,7 @@ class Operator(ABC):
             inputs: declarations of the inputs and, at the end, of the tensors saved for the backward.
             parts: parts of a call.
             options: NamedTuple class whose fields select what a forward returns besides the outputs, or None.
-            needs: NamedTuple class whose fields select the learned tensors whose gradients a backward computes.
+            needs: NamedTuple class with flags that select the gradients of learned tensors to compute in a backward.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
@@ -257,7 +257,7 @@ class Operator(ABC):
 
     @abstractmethod
     def import_launcher(self, call: Any) -> Any:
-        """Import the launcher module. The module imports triton, so this happens only when it is first needed."""
+        """Import the launcher module on first use, because the module imports triton."""
 
     @abstractmethod
     def split(self, call: Any) -> tuple[Any, ...]:
@@ -319,7 +319,7 @@ class Operator(ABC):
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save for a backward that computes the needed gradients, and the call's other values."""
+        """Return the tensors to save and the call's other values, for a backward that computes the needed gradients."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
@@ -442,7 +442,7 @@ class Operator(ABC):
             return leaves[-1]
 
         with torch.enable_grad():
-            # x isn't saved if the map is linear in x, because its values don't matter then.
+            # If the map is linear in x, the gradients don't depend on x. So x wasn't saved, and any values will do.
             rows = inputs[: self.num_rows or None] or [
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]

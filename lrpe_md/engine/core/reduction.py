@@ -81,8 +81,8 @@ def reduce_weights(q_partials: Partials, k_partials: Partials, weights: Weights)
 
 def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
-    # Shared frequencies have only a few sums, but each of these adds up results of all programs. So a program reduces
-    # few channels. A norm over all heads has many sums, each over fewer programs.
+    # If heads share frequencies, there are few sums, each over all programs of the first pass. So a program reduces few
+    # channels. For a norm over all heads, there are many sums, each over fewer programs.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []

@@ -179,7 +179,10 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """Return the start and the length of this rank's shard along a dimension, which must be those of torch.chunk."""
+    """Return the start and length of this rank's shard along a dimension.
+
+    Check that torch.chunk gives the same shard.
+    """
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):

@@ -140,9 +140,9 @@ def run_call(
 def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_call`.
+    """Run a validated call like :func:`run_call`, and return its outputs in the target.
 
-    Kernels write to the target if they can, or else outputs are copied.
+    Kernels write to the target directly if they can. Otherwise, the outputs are copied.
     """
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)

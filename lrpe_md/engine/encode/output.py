@@ -21,9 +21,9 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. If it is None, the output is
-    allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,) that is read
-    on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
+    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. If an element is None, that
+    output is allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,) that
+    is read on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
     """
 
     outs: tuple[Tensor | None, ...]
@@ -98,8 +98,8 @@ def check_target(
 ) -> None:
     """Check the target before anything is written. The results for shapes, strides and dtypes are cached.
 
-    ``sources`` are all tensors that the call reads except xs. ``names`` are their names in error messages. ``width`` is
-    the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
+    Apart from xs, the call reads the tensors in ``sources``, which error messages call ``names``. ``width`` is the
+    number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
     if is_transforming():

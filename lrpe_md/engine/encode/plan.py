@@ -36,21 +36,21 @@ class Work(NamedTuple):
     samples: int = 1  # samples with their own coordinates; 1 if all share them
     step: int = 1  # the number of programs along the tokens must be a multiple of this
     interpreting: bool = False  # for Triton's interpreter
-    rows_per_weight: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
+    rows_per_weight: int = 0  # if nonzero: number of adjacent rows that share weights, as the rows of a program must
     tables: str = "none"  # Variant.tables
 
 
 class Plan(NamedTuple):
     """Division of the work among programs. A compiled kernel only depends on the first six fields."""
 
-    block_r: int  # rows (heads of samples) per step, whose loads are in flight together
+    block_r: int  # number of rows (heads of samples) that are loaded together in a step
     block_n: int  # tokens of a tile
     num_warps: int
     max_registers: int | None  # per thread; fewer leave room for more warps
     stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
     token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
-    rows_per_program: int  # rows of a program, which share its angles
+    rows_per_program: int  # rows of a program, all with the same angles
 
 
 class Tile(NamedTuple):
@@ -108,7 +108,7 @@ NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Return the tile for this work. It depends on the width, but not on other sizes, which avoids recompilation."""
+    """Return the tile for this work. The width is the only size that affects it, to avoid recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
@@ -216,7 +216,7 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        target_parts = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
+        target_parts = -(-row_blocks // (blocks - 1))  # the fewest parts that have one block less each
     return best
 
 

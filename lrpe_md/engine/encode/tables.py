@@ -33,7 +33,7 @@ def explain_missing(omega: Any, expected: str = "a tensor (N, K)") -> str:
 
 
 def find_positional(xs: Sequence[Any], *names: str) -> str | None:
-    """Return an error message if xs contains arguments that should be keyword arguments, or else None.
+    """Return an error message if xs contains arguments that should be keyword arguments. Otherwise, return None.
 
     ``names`` are the keyword arguments that are missing.
     """

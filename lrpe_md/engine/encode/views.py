@@ -44,10 +44,10 @@ def encode_qkv(
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Split (B, N, 3, H, D) or, with num_key_heads, (B, N, H_q + 2 H_k, D) into views q, k and v (B, H, N, D).
 
-    The gradients are written directly into the gradient of the projection. :func:`lrpe_md.linear_attention` writes all
-    three of them. :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With
-    ordinary PyTorch views, all three gradients would be copied. This works in eager mode, and in Inductor's code if
-    sizes are static.
+    In eager mode, and in Inductor's code if sizes are static, gradients are written directly into the gradient of the
+    projection. :func:`lrpe_md.linear_attention` writes all three gradients. :func:`lrpe_md.rotate` and
+    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With ordinary PyTorch views, all three gradients
+    would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
         if is_direct((qkv,)):
@@ -101,7 +101,7 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
-    """Convert output tensors for packed tokens to views (B or 1, H, N, D). Return all others unchanged."""
+    """Convert output tensors for packed tokens to views (B or 1, H, N, D). Return other arguments unchanged."""
     if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
         return out
     return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)

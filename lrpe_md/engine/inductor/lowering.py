@@ -43,8 +43,7 @@ __all__ = ["SOURCE", "register", "register_join"]
 def _hash_source() -> str:
     """Return a hash of the engine's source code.
 
-    Compilers use an operator's arguments as cache keys of generated code, so each operator has this hash as an
-    argument.
+    An operator's arguments are part of the cache keys of compiled code. So each operator has this hash as an argument.
     """
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

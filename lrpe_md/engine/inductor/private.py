@@ -1,4 +1,4 @@
-"""Wrap private names of torch, which may change without notice. Those of torch's compiler are used in lowering.py.
+"""Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py and
 core/recording.py. A test looks up all names, and reports any that a new version of torch has removed. The attributes

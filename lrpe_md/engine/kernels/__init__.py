@@ -10,7 +10,7 @@
 - memory: states that decay or follow the delta rule from block to block.
 - reduce: sums of the partial gradients of ω, φ and a norm's weights.
 - rows, tiles, signature: arithmetic on rows, loads and stores, and the choice of specialised arguments.
-- fixed: kernels with their numbers compiled in, for compilers.
+- fixed: kernels with numeric arguments compiled in, for compilers.
 
 The formulas are the same as in ``reference.py``. Names have the prefix p_ for a pointer, o_ for offsets and m_ for a
 mask. Tiles in registers have no prefix. s is a position and w a frequency. V holds all compile-time settings

@@ -14,7 +14,7 @@ TAU = tl.constexpr(6.283185307179586)
 TWO_31 = tl.constexpr(2147483648.0)
 TWO_32 = tl.constexpr(4294967296.0)
 ONE_LESS = tl.constexpr(0.99999994)  # the largest float32 below 1
-HALF_TURN = tl.constexpr(2.0**-32)  # half turns per unit of a fixed-point number of turns, shifted left by one bit
+HALF_TURN = tl.constexpr(2.0**-32)  # half turns per unit of a fixed-point number that was shifted left by one bit
 QUARTER = tl.constexpr(2**30)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float32 to an integer
 PI_HI = tl.constexpr(3.1415927410125732)  # π as float32, and its rounding error
@@ -112,7 +112,7 @@ def to_turns(w, UNIT: tl.constexpr):
 def to_fixed(hi, lo):
     """Convert hi + lo turns, modulo 1, to an int32 in units of 2^-32 plus a uint32 in units of 2^-64."""
     size = tl.abs(hi)
-    fraction = size - tl.floor(size)  # exact, whereas the difference from a larger nearest integer may be rounded
+    fraction = size - tl.floor(size)  # exact, unlike subtracting the nearest integer if that integer is larger
     m = tl.where(hi < 0.0, -fraction, fraction) * TWO_31  # |m| < 2^31 has 24 bits, some of them after the binary point
     n = m.to(tl.int32)
     m = tl.fma(lo, tl.full(lo.shape, TWO_32, tl.float32), (m - n.to(tl.float32)) * 2.0)
@@ -130,10 +130,7 @@ def count_turns(w):
 
 @triton.jit
 def mark_non_finite(values):
-    """Return 1 for channels with a non-finite frequency or phase, which integers can't represent.
-
-    Otherwise, return 0.
-    """
+    """Return a flag for each channel: 1 if a frequency or phase is not finite, which integers can't represent, or 0."""
     zero = values[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(values)):
         zero += values[i].to(tl.float32) * 0.0
@@ -194,8 +191,8 @@ def form_angles(omega, positions, o_g, m_g, V: tl.constexpr):
     """Compute Θ as a remainder in [-1/2, 1/2] half turns, and an int32 whose lowest bit adds a half turn.
 
     Both have shape (block_n, block_c). The unit is a half turn, because smaller remainders have smaller rounding
-    errors. With V.fast, the remainder is in radians and may span a few turns. With V.wide, it is the whole angle in
-    float64 radians. In both cases, the int32 is unused.
+    errors. With V.fast, the remainder is in radians and may span a few turns. With V.wide, the whole angle in float64
+    radians takes its place. In both cases, the int32 is unused.
     """
     if V.wide:
         return form_wide_angles(omega, positions, o_g, m_g, V)

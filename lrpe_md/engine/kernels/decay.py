@@ -1,10 +1,11 @@
 """Decay from token to token for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
 
-Within a block of tokens, the weight of a key is the product of the decays after the key, up to and including the
-query's own decay. The weight of the state before the block is the product of the block's decays up to and including the
-query's own. When a key is added to the state, its weight is the product of the decays after the key, up to the end of
-the block. Products are computed as exponentials of sums of log g, or of log₂ g if operands are rounded, because exp2 is
-a single instruction. Names are the same as in linear.py. In addition, L is the running sum of log g in a block.
+Within a block of tokens, the weight of a key for a query is the product of the decays after the key, up to and
+including the query's own decay. The weight of the state before the block is the product of the block's decays up to and
+including the query's own. When a key is added to the state, its weight is the product of the decays after the key, up
+to the end of the block. Products are computed as exponentials of sums of log g, or of log₂ g if operands are rounded,
+because exp2 is a single instruction. Names are the same as in linear.py. In addition, L is the running sum of log g in
+a block.
 """
 
 import triton

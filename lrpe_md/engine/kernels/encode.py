@@ -265,7 +265,9 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 
 @triton.jit
 def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
-    """Move an output row to the start of its sample. Return the row and the range (low, high) of tokens that fit.
+    """Move an output row to the first output token of its sample.
+
+    Return the row and the range (low, high) of tokens that fit.
 
     ``start`` is (pointer, packed numbers). The pointer leads to the index of the first output token of each sample. The
     numbers are the length of q's output, the length of k's output, and the stride between samples. The length is 0 for
@@ -291,8 +293,8 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
     If only one of x and dy is needed, that one is returned twice. ``tensors`` is (x, dy, output, statistics of softmax
     over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of groups, heads).
-    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. It is
-    followed by the range of tokens to write, which is only set with V.has_start.
+    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. After
+    each location comes the range of tokens to write, which is only set with V.has_start.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -405,9 +407,9 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
     """Plan the loop of program t over blocks of tokens and, within each block, over V.block_r rows at a time.
 
     First, the program processes every T-th block on its own, as long as there is a block for every program. Then
-    programs with the same channels share the remaining blocks evenly. These are all programs or, if V.flat is set,
-    every V.flat-th program. Return the number of steps before the shared blocks, the total number of steps, and the
-    block and row where the program's part of the shared blocks begins.
+    programs with the same channels (all programs or, if V.flat is set, every V.flat-th one) share the remaining blocks
+    evenly. Return the number of steps before the shared blocks, the total number of steps, and the block and row where
+    the program's part of the shared blocks begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
@@ -471,8 +473,8 @@ def lrpe_kernel(
     All programs are on the x axis of the launch grid. Their number is T (programs for the token blocks) times G (groups
     of heads that share frequencies) times the number of parts of a group's rows. There are P runs of M parts, or P runs
     per sample with V.by_sample. Programs are ordered as in memory: either tokens come first, or the groups and parts of
-    a sample. A group has group0 heads of q and group1 heads of k. The group's ``span`` rows are these heads of one
-    sample after the other. A part has ``per`` rows.
+    a sample. A group has group0 heads of q and group1 heads of k. Its ``span`` rows are these heads, sample by sample.
+    A part has ``per`` rows.
 
     Args:
         p_x0, p_dy0, p_o0, p_stat0: input (B, H, N, D), gradient (B, H, N, D or 2D), output (y or dx), and maximum and

@@ -95,7 +95,7 @@ def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
 
 @triton.jit
 def load_tables(side, b, h, V: tl.constexpr):
-    """Load the frequencies of a head, and return the offsets of its amplitudes, positions and rotation mask."""
+    """Load the frequencies of a head. Return them with the offsets of its amplitudes, positions and rotation mask."""
     if V.map == "none":
         return 0
     else:

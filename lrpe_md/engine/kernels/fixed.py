@@ -88,7 +88,10 @@ class Copy(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A kernel that takes tensors, ``NUMBERS``, their ``TYPES`` and ``V``, and the values of all of these but ``V``."""
+    """A kernel that takes tensors, ``NUMBERS``, ``TYPES`` and ``V``.
+
+    The values of all arguments but ``V`` are included.
+    """
 
     kernel: Any
     arguments: tuple[str, ...]  # source code of the original kernel's arguments
@@ -103,7 +106,7 @@ def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
     """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs make the copy.
 
     Inductor would derive the type of a number from its value, and would only compile in numbers that are 1. Here,
-    numbers have the types that the kernel declares. Numbers that are compiled in also add no launch time.
+    numbers have the types that the kernel declares. Compiled-in numbers also don't add to the launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []

@@ -174,7 +174,7 @@ def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
 
 @triton.jit
 def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
-    """Add the products of a token to the sums of tile i, and return these sums."""
+    """Add the products of a token to the sums of tile i, and return the new sums."""
     new_sums = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
     for j in tl.static_range(COUNT):
@@ -212,7 +212,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
-    """Map ``out``, which is x̄, to y, and store y. In the backward pass, ``out`` is dx and is stored unchanged."""
+    """Map x̄ (``out``) to y, and store y. In the backward pass, ``out`` is dx and is stored unchanged."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = cos_sin

@@ -184,7 +184,7 @@ def normalizer_features(x_bar, x_hat, V: tl.constexpr):
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     """Load a block of keys and values. Return norm(k), k̄ (without β), v, β, and cos and sin.
 
-    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out those beyond the end.
+    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out tokens beyond the end.
     """
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)

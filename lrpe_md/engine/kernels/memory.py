@@ -1,12 +1,11 @@
 """Kernels for states that decay or follow the delta rule from block to block: S_f = g_f (I − A_f) S_{f−1} + B_f.
 
-These kernels compute A_f = Σ β k̂ k̂ᵀ for all blocks in parallel, scan over the blocks, and backpropagate through A and B
-to the keys. The kernels in linear.py compute B_f and read the states. The scan runs in float32, because I − A would
+These kernels compute A_f = Σ β k̂ k̂ᵀ for all blocks in parallel, scan over the blocks, and backpropagate through A and
+B to the keys. The kernels in linear.py compute B_f and read the states. The scan runs in float32, because I − A would
 lose too much precision in 16 bits. If V.memory is "add", A is 0. As in linear.py, states are stored transposed. A is
-symmetric, so the rows of Sᵀ are independent of each other, and the sums of the normaliser are one more row.
+symmetric, so the rows of Sᵀ are independent of each other. The sums of the normaliser are one more row of Sᵀ.
 
-Names are the same as in linear.py. In addition, M = −g (dS Sᵀ + S dSᵀ) is the gradient of A plus its transpose, where
-S is the state before a block.
+Names are the same as in linear.py. In addition, M = dA + dAᵀ = −g (dS Sᵀ + S dSᵀ), where S is the state before a block.
 """
 
 import triton
@@ -332,7 +331,7 @@ def load_columns(p, num_rows, v0, i, V: tl.constexpr):
 
 @triton.jit
 def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
-    """Return total plus one tile of dS Sᵀ + S dSᵀ. ``tile`` is its row and column index."""
+    """Return total plus one tile of dS Sᵀ + S dSᵀ. ``tile`` is the row and column index of this tile."""
     i, j = tile
     for v0 in range(0, num_rows, V.block_r):
         dS_i = to_operand(load_columns(p_gradient, num_rows, v0, i, V=V), V=V)

@@ -86,7 +86,7 @@ def first_channel(V: tl.constexpr):
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n, where channels below ``width`` exist.
+    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n. Only channels below ``width`` exist.
 
     A tile either begins at channel FIRST, or is one of several that divide the width evenly.
     """

@@ -161,7 +161,7 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of causal pieces. The state of each needed part is computed by one program."""
+    """Parts of the pieces of a causal call. One program computes the state of each needed part."""
 
     all_parts: Pieces
     needed_parts: Pieces  # the first parts or, in the backward, the last ones
@@ -169,7 +169,7 @@ class Parts(NamedTuple):
 
 
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
-    """Divide causal pieces into parts, so that there are enough programs to compute the states of all parts.
+    """Divide each piece of a causal call into parts, whose states are computed in parallel.
 
     If ``needs_all`` is False, no state is needed for the last piece or, with ``backward``, for the first piece.
     """
@@ -671,7 +671,7 @@ def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
 def sum_causal_states(
     inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
 ) -> tuple[SlotStates, list[Tensor]]:
-    """Implement :func:`sum_states` for a causal mask. If a head has a single piece, return no states."""
+    """Implement :func:`sum_states` for a causal mask. Return no states if none are needed."""
     if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(inputs, state, returns_final)
@@ -864,7 +864,7 @@ def backward(
     outs: Sequence[Tensor] = (),
     differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Return dq, dk and dv, followed by the needed ones of dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
+    """Return dq, dk and dv and, if they are needed, dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
 
     Args:
         grads: gradients of o, or of o, S and Σ.
@@ -1042,7 +1042,7 @@ def differentiate_causal_keys(
 ) -> None:
     """Write dk, dv and dβ to ``grads``.
 
-    With a decay, also write a sum for dg of each key to ``products`` (B, H_k, N).
+    With a decay, also write a term of dg for each key to ``products`` (B, H_k, N).
     """
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]

@@ -63,7 +63,7 @@ class MemoryStates(NamedTuple):
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
     series: Tensor  # states before each block and after the last one: (F + 1, B H_k, size)
-    backward_series: Tensor | None = None  # states of the backward scan, where indices are larger by one
+    backward_series: Tensor | None = None  # backward scan: the state that enters block f is at f + 1
     transitions: Tensor | None = None  # A of each block
 
 
@@ -485,10 +485,10 @@ def differentiate_causal(
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). This is a sum of three terms. The first term is the product of the
-    state before the piece and the gradient of that state. The second term is a running sum over the tokens of the
-    piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a sum
-    over all pairs of an earlier key and a later query in the same block.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). The gradient is a sum of three terms. The first term is the product
+    of the state before the piece and the gradient of that state. The second term is a running sum over the tokens of
+    the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a
+    sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     inputs.log_decay = form_log_decay(inputs, operands)

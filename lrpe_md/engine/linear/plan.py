@@ -112,11 +112,11 @@ def choose_value_widths(width: int) -> tuple[int, ...]:
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
     """Choose the tile of a pass.
 
-    The tile doesn't depend on the batch size or the numbers of heads and tokens. So these never cause recompilation.
-    ``regular`` means that rows are 16-byte aligned, and that D_v and each tile of features have at least 64 channels.
-    In irregular causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in
-    shared memory. So these kernels use smaller tiles: products with fewer than 64 rows don't use Hopper's warpgroup
-    instructions.
+    The tile doesn't depend on the batch size or the numbers of heads and tokens, so changing these never causes
+    recompilation. ``regular`` means that rows are 16-byte aligned, and that D_v and each tile of features have at least
+    64 channels. In irregular causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an
+    operand in shared memory. So these kernels use smaller tiles: products with fewer than 64 rows don't use Hopper's
+    warpgroup instructions.
     """
     if interpreting:
         return LinearTile(64, 4, 1)

@@ -1,12 +1,12 @@
-"""Scan over ranks, for states with decay or the delta rule whose tokens are sharded.
+"""Scan over ranks, for linear attention with decay or the delta rule on sharded tokens.
 
-The tokens of a rank turn the state S into T S + B, where S is the state before these tokens (in the reverse direction,
-the state after them). Each rank computes its T and B in a call without queries, and gathers T and B of all ranks. The
-rank then applies T and B of the preceding ranks in order (in the reverse direction, those of the following ranks). The
-result is the initial state of the rank.
+The tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S is the following state. Each
+rank computes its T and B in a call without queries, and gathers T and B of all ranks. The rank then applies T and B of
+all preceding ranks in order. In the reverse direction, it applies those of all following ranks. The result is the
+initial state of the rank.
 
 With rule "add", T is the product of the rank's decays, and B is a sum over its keys, weighted by the decays of later
-blocks. With rule "delta", T = Π_f g_f (I − A_f). This is the rank's final state if its initial state is the identity
+blocks. With rule "delta", T = Π_f g_f (I − A_f). This T is the rank's final state if its initial state is the identity
 matrix and its values are 0. A_f is symmetric, so the reverse direction uses the transpose of T.
 """
 
