@@ -59,9 +59,9 @@ class Spec(NamedTuple):
 
 
 def widen(omega: Tensor) -> Tensor:
-    """Cast frequencies that q and k share to float64, so that their gradients are summed before rounding.
+    """Cast frequencies that q and k share to float64, so that the gradients from q and k are summed before rounding.
 
-    For a rotation, the gradients from q and from k partly cancel each other.
+    For a rotation, these two gradients partly cancel each other.
     """
     return omega.to(torch.float64)
 

@@ -329,7 +329,7 @@ def _attend_causal(
 
 
 def _accumulate(before: _State, parts: _State) -> _State:
-    """Return the state before each part and after the last one, (B, H, C + 1, ..), given parts (B, H, C, ..)."""
+    """Return the states (B, H, C + 1, ..) before each part and after the last one, given parts (B, H, C, ..)."""
 
     def sums(first: Tensor, each: Tensor) -> Tensor:
         first = first.unsqueeze(2)
@@ -394,7 +394,7 @@ def _attend_blocks(
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
     """Return the prefix (one block), the blocks of the grid, and the suffix (one block) as (B, H, blocks, tokens, ·).
 
-    Calls that only compute a state may have no queries.
+    There may be no queries, because some calls only compute a state.
     """
     prefix, suffix = ends
     num_blocks = (terms.k.shape[2] - prefix - suffix) // size

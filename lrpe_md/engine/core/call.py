@@ -155,7 +155,7 @@ NO_WEIGHTS = Weights()
 
 
 class Layout(NamedTuple):
-    """Token counts and grid sizes, which are passed to the registered operators as SymInts."""
+    """Token counts and grid sizes, passed to the registered operators as SymInts."""
 
     num_tokens: int
     prefix: int

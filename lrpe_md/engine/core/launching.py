@@ -80,7 +80,7 @@ def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tupl
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as a contiguous tensor of shape (H or 1, P, D), which the kernels expect."""
+    """Return γ or β as a contiguous tensor in the shape that kernels expect, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -152,7 +152,7 @@ class Segment(NamedTuple):
 
 
 def pad_channels(width: int) -> tuple[int, ...]:
-    """Return the width of a single tile for ``width`` channels, which is the next power of two."""
+    """Return the width of a single tile for ``width`` channels: the next power of two."""
     return (triton.next_power_of_2(width),)
 
 
@@ -245,7 +245,7 @@ def _find_magic(n: int) -> tuple[int, int]:
 
 
 def limit_registers(max_registers: int | None) -> dict[str, int]:
-    """Return the compiler option for a register limit, which exists only in Triton's CUDA backend."""
+    """Return the compiler option for a register limit. Only Triton's CUDA backend has this option."""
     return {} if max_registers is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": max_registers}
 
 

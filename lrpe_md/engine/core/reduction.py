@@ -50,7 +50,7 @@ def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
     """Compute dω, dφ and the gradients of the weights, if they are needed.
 
-    They have the shapes of ω, φ and the weights.
+    The gradients have the shapes of ω, φ and the weights.
     """
     outs: list[Tensor] = []
     jobs: list[Job] = []
@@ -127,7 +127,7 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
 
 
 def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the gradients of the weights, with shape (H or 1, P, D). Return them with their reduction jobs."""
+    """Allocate the gradients (H or 1, P, D) of the weights. Return them with their reduction jobs."""
     partial, (num_q_rows, rows_per_head) = partials.weights, partials.sums.counts
     assert partial is not None
     rows, row_width = partial.shape

@@ -242,7 +242,7 @@ def _encode_views(
 
 
 def _count_groups(phase: Any) -> int:
-    """Return the number of groups of phases. Raise an error if it differs between q and k."""
+    """Return the number of groups of phases. Raise an error if this number differs between q and k."""
     group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(group_counts) > 1:
         raise ValueError(

@@ -98,8 +98,8 @@ def check_target(
 ) -> None:
     """Check the target before anything is written. The results for shapes, strides and dtypes are cached.
 
-    Apart from xs, the call reads the tensors in ``sources``, which error messages call ``names``. ``width`` is the
-    number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
+    ``sources`` are the other tensors that the call reads, and ``names`` are the names of these tensors in error
+    messages. ``width`` is the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
     if is_transforming():

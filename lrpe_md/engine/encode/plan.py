@@ -134,8 +134,9 @@ def plan(work: Work) -> Plan:
     elif work.interpreting:
         token_programs, rows_per_program = work.step, max(1, work.rows)
     else:
-        # Start only as many programs as can run at once. Each has a long walk, because its partial sums are written
-        # and read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory suffices.
+        # Start only as many programs as can run at once. Each program has a long walk, because it writes partial sums
+        # that must be read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory
+        # suffices.
         programs = _count_resident_programs(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, rows_per_program = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
@@ -178,7 +179,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """Divide rows like :func:`cut_rows`, but so that the rows of a program divide ``work.rows_per_weight`` evenly.
+    """Divide rows like :func:`cut_rows`, but let the rows per program be a divisor of ``work.rows_per_weight``.
 
     There may be more programs than can run at once. Some programs then wait for others to end.
     """

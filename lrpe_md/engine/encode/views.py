@@ -27,7 +27,7 @@ def encode_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode q and k of a joint projection. Return q, k and the unchanged v in the projection's layout.
 
-    The layout is (B, N, H, D) or (N, H, D). ``out`` holds tensors of this layout to write q and k to.
+    The layout is (B, N, H, D) or (N, H, D). ``out`` holds tensors in this layout that receive q and k.
     """
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")

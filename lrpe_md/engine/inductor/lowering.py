@@ -55,13 +55,13 @@ SOURCE = _hash_source()
 
 
 def register(operator: Any) -> None:
-    """If Inductor is already imported, register the lowerings of an :class:`Operator`."""
+    """Register the lowerings of an :class:`Operator`, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
 
 
 def register_join() -> None:
-    """If Inductor is already imported, register the lowering of the operator that joins gradients."""
+    """Register the lowering of the operator that joins gradients, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register_join()
 
@@ -359,7 +359,7 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
     These are the operator's input buffers. If all of them are inputs of the graph, any other tensors that the first
-    users of the outputs read are included too. An example is the incoming gradient, if the backward of attention
+    users of the outputs read are also included. An example is the incoming gradient, if the backward of attention
     recomputes an encoding.
     """
     from torch._inductor import ir
@@ -421,7 +421,7 @@ def _node_type() -> Any:
     class Launch(ir.UserDefinedTritonKernel):
         """Launch of one of our kernels, with the tensors that it writes.
 
-        By default, Inductor would assume that x is written too, because one tuple holds the pointers to x and to the
+        By default, Inductor would assume that x is also written, because one tuple holds the pointers to x and to the
         outputs.
         """
 

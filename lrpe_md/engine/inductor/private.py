@@ -84,7 +84,7 @@ def has_static_value(size: Any) -> bool:
 
 
 def get_storage_id(t: Tensor) -> int:
-    """Return an id of a tensor's storage. All views share it, and it is unique while the storage exists."""
+    """Return an id of a tensor's storage. All views share the id, which is unique while the storage exists."""
     return t.untyped_storage()._cdata
 
 

@@ -130,7 +130,7 @@ def count_turns(w):
 
 @triton.jit
 def mark_non_finite(values):
-    """Return a flag for each channel: 1 if a frequency or phase is not finite, which integers can't represent, or 0."""
+    """Return 1 for channels where a frequency or phase is infinite or NaN, and 0 for all other channels."""
     zero = values[0].to(tl.float32) * 0.0
     for i in tl.static_range(1, len(values)):
         zero += values[i].to(tl.float32) * 0.0

@@ -155,10 +155,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state at the end of each piece of the tokens, with shape (P, B G, D_v Ê + sums).
-
-    ``gates`` is (β, log g).
-    """
+    """Compute the states (P, B G, D_v Ê + sums) at the end of each piece of the tokens. ``gates`` is (β, log g)."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)

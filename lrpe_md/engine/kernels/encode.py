@@ -75,7 +75,7 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def apply_map_backward(dy, cos, sin, V: tl.constexpr):
-    """Return dx̄, which is dy_cos cos Θ + dy_sin sin Θ for the cosine map, or dy rotated by -Θ."""
+    """Return dx̄: dy_cos cos Θ + dy_sin sin Θ for the cosine map, or dy rotated by -Θ for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return (dy_cos * cos + dy_sin * sin,)
@@ -90,7 +90,7 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
-    """Return dΘ, which is x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, or a db̄ - b dā for a rotation."""
+    """Return dΘ: x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, or a db̄ - b dā for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return x_bar[0] * (dy_sin * cos - dy_cos * sin)
@@ -433,7 +433,7 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 
 @triton.jit
 def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
-    """Store a program's sums over its tokens for dω and dφ, with shape (J, C)."""
+    """Store a program's sums (J, C) over its tokens, for dω and dφ."""
     C: tl.constexpr = V.num_channels
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c

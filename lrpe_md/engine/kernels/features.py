@@ -54,7 +54,7 @@ def multiply(a, b, acc, V: tl.constexpr):
 def to_operand(x, V: tl.constexpr):
     """Round x to the dtype of operands.
 
-    This is bfloat16 for 16-bit inputs, because its range is large enough for sums.
+    For 16-bit inputs, operands are bfloat16, whose range is large enough for sums.
     """
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)

@@ -424,7 +424,7 @@ def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
-    """Store a program's sums for dω and dφ, with shape (J, C)."""
+    """Store a program's sums (J, C) for dω and dφ."""
     TILES: tl.constexpr = V.num_map_tiles
     for i in tl.static_range(TILES):
         _store_tile_total(p_partial, total, i=i, V=V)
@@ -737,7 +737,7 @@ def linear_query_gradient_kernel(
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    p_dstates has shape (P, B H, D_v Ê + sums). This kernel only writes dZ, which is the part for the sums.
+    p_dstates has shape (P, B H, D_v Ê + sums). Of each row, this kernel only writes the last part, dZ.
     """
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
@@ -768,7 +768,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS for each piece and query head. With a causal mask, use 1/z and dz in p_scales, and compute dZ too."""
+    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))

@@ -223,7 +223,7 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
 
 @triton.jit
 def sum_causal(counts, Z, tri, V: tl.constexpr):
-    """Return Z at each token, of shape (tokens, channels), summed over all earlier tokens and the token itself.
+    """Return Z (tokens, channels) at each token: the sum over all earlier tokens and the token itself.
 
     Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
     to operands are added back.
@@ -519,7 +519,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 @triton.jit
 def add_to_state(grads, queries, block_decay, V: tl.constexpr):
-    """Add the contribution of a block of queries to dS and dZ, which the keys of earlier blocks need."""
+    """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":

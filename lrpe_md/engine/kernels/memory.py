@@ -89,7 +89,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute column tile r of A, summed over tokens [begin, end) of a head."""
+    """Compute column tile r of A from tokens [begin, end) of a head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -228,7 +228,7 @@ def load_transition(p_transitions, f, step, width, V: tl.constexpr):
 
 @triton.jit
 def apply_transition(S, A, V: tl.constexpr):
-    """Return Sᵀ (I − A), which removes a block's keys from the state. If V.memory is "add", return Sᵀ unchanged."""
+    """Remove a block's keys from the state: return Sᵀ (I − A). If V.memory is "add", return Sᵀ unchanged."""
     if V.memory == "add":
         return S
     else:
@@ -345,7 +345,7 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 
 @kernel
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
-    """Compute M, of shape (F, B G, Ê²), with one program per tile.
+    """Compute M (F, B G, Ê²), with one program per tile.
 
     ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
     size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
@@ -404,7 +404,7 @@ def apply_matrix(x, M, V: tl.constexpr):
 
 @triton.jit
 def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
-    """Multiply x̄ by the normaliser's M, which is the sum of u wᵀ + w uᵀ over pairs of vectors (u, w)."""
+    """Multiply x̄ by the normaliser's M = Σ (u wᵀ + w uᵀ), summed over pairs of vectors (u, w)."""
     result = ()
     for i in tl.static_range(len(x_bar)):
         result += (x_bar[i] * 0.0,)

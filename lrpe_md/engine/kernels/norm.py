@@ -1,4 +1,4 @@
-"""RMS norm and layer norm, with weights γ and β, of rows whose channels are split into several tiles.
+"""RMS norm and layer norm with weights γ and β, for rows whose channels are split into several tiles.
 
 RMS norm computes x̂ = r x, where r is the reciprocal of the root mean square. Layer norm computes x̂ = r (x - mean),
 where r is the reciprocal of the standard deviation. In memory, γ and β are (H or 1, P, D) for P groups of tokens. In

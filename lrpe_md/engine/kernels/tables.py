@@ -99,7 +99,7 @@ def split_last(x):
 def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
     """Load cos and sin of rows o_r. Where m_r is False, cos is 1 and sin is 0.
 
-    If V.tables is "full", cos and sin are tuples with a tile for each channel of the pairs.
+    If V.tables is "full", cos and sin are tuples with a tile for each channel of a pair.
     """
     _, _, c0 = tables
     if V.tables == "pairs":

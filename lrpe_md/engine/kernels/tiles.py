@@ -80,7 +80,7 @@ def point_at(row, o_n, o_d, V: tl.constexpr):
 
 @triton.jit
 def first_channel(V: tl.constexpr):
-    """Return c0, the first channel or pair of a tile. It is 0 unless the map has several tiles."""
+    """Return c0, the first channel or pair of a tile. c0 is 0 unless the map has several tiles."""
     return tl.full([1, 1], V.first, dtype=tl.int32)
 
 
@@ -155,7 +155,7 @@ def upcast(x, V: tl.constexpr):
 
 @triton.jit
 def load_flags(p, m_n, WIDE: tl.constexpr):
-    """Load one boolean per token. It is False where m_n is False.
+    """Load one boolean per token. The result is False where m_n is False.
 
     Set WIDE if the result affects operands of matrix products. Triton 3.6 gives an operand that was loaded from single
     bytes a layout for 32 rows, so each token of a product over 16 tokens counts twice (triton-lang/triton#11691). A sum

@@ -416,10 +416,7 @@ class LaunchInputs:
         return call_pieces
 
     def parts(self, needs_all: bool, backward: bool = False) -> Parts:
-        """Return the parts of the keys whose states are summed.
-
-        With ``backward``, return parts of the queries instead.
-        """
+        """Return the :class:`Parts` of the keys or, with ``backward``, those of the queries."""
         pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
             return Parts(pieces, pieces)
@@ -545,7 +542,7 @@ def gates_with_strides(inputs: LaunchInputs) -> tuple:
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
-    """Return packed numbers of q or k: its token counts, the strides of its tables, and the numbers of its grid."""
+    """Return packed numbers for q or k: the token counts, the strides of the tables, and the numbers of the grid."""
     steps, grid = find_table_strides(side, variant), count_grid(side.layout)
     return (
         pack_numbers(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
@@ -663,7 +660,7 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
     """Return variant fields for more precise sums if ``is_exact`` is set.
 
-    States that are returned in float32 need these.
+    States that are returned in float32 need this precision.
     """
     return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
@@ -869,7 +866,8 @@ def backward(
     Args:
         grads: gradients of o, or of o, S and Σ.
         outs: tensors to write dq, dk and dv to. By default, they are allocated.
-        differentiate_as: replacement for :func:`differentiate`. It may return further gradients after dS and dΣ.
+        differentiate_as: replacement for :func:`differentiate`. The replacement may return further gradients after dS
+            and dΣ.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -1020,7 +1018,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq to ``grads``. Return 1/z, dz and, with a decay, two sums for dg, of shape (2 or 4, B H_q, N)."""
+    """Write dq to ``grads``. Return (2 or 4, B H_q, N): 1/z, dz and, with a decay, two sums for dg."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4

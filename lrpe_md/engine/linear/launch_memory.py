@@ -137,7 +137,7 @@ def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Compute A for each block, with shape (F, B H_k, elements)."""
+    """Compute A (F, B H_k, elements) for each block."""
     sizes, call = inputs.sizes, inputs.call
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
@@ -175,7 +175,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
 
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, with shape (F, B H_k). Prefix and suffix have a decay of 1."""
+    """Return the decay (F, B H_k) of each block. The decay of the prefix and of the suffix is 1."""
     sizes = inputs.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
@@ -420,7 +420,7 @@ def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> T
 
 
 def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
-    """Return log g for each token of each head, with shape (B, H_k, N)."""
+    """Return log g (B, H_k, N) for each token of each head."""
     sizes, decay = inputs.sizes, operands.decay
     assert decay is not None
     logs = decay.detach().to(inputs.acc).log()

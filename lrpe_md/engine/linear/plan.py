@@ -138,7 +138,7 @@ def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
     """Return whether a state fits into the registers and, as operands, into the shared memory of a program.
 
-    With ``delta``, a matrix (features, features) must fit too.
+    With ``delta``, a matrix (features, features) must also fit.
     """
     return (sum(pad_width(v_dim)) + (num_features if delta else 0)) * num_features <= LARGEST // itemsize
 

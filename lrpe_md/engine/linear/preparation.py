@@ -16,7 +16,7 @@ __all__ = ["prepare_operands"]
 
 
 def prepare_operands(call: LinearCall, operands: Operands, impl: str, direct: bool) -> tuple[LinearCall, Operands]:
-    """Apply a norm over all heads or a softmax over the sequence, which the linear attention kernels don't support."""
+    """Apply a norm over all heads or a softmax over the sequence. The kernels of linear attention support neither."""
     if call.spec.norm_over == "heads":
         call, operands = _normalise_heads(call, operands, impl, direct)
     if call.spec.dim == -2:

@@ -200,7 +200,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its sum (..)."""
+    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its own sum (..)."""
 
     @staticmethod
     def forward(ctx, t, group):

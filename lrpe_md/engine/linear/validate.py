@@ -176,7 +176,7 @@ def check_eps(eps: Any) -> None:
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
-    """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
+    """Raise an error for arguments that don't work with softmax over the sequence. This softmax needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets tokens see later tokens"),
         "block": (options.block is not None, "lets tokens see later tokens"),
