@@ -17,7 +17,7 @@ __all__ = ["product"]
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Disable autocast and TF32, and bfloat16 products on a CPU, so that float32 products have full precision."""
+    """Disable autocast, TF32 and (on a CPU) bfloat16 products, so that float32 products have full precision."""
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]

@@ -12,8 +12,8 @@ Triton in Inductor's Python code, and remain operators in its C++ code. Export, 
 backends only see the operator.
 
 If gradients belong to one projection (core/projection.py), the operator writes them directly into the buffer for the
-projection's gradient. v's gradient comes from elsewhere. If it is already in memory, extra programs of the same launch
-copy it into the buffer. Otherwise, the lowering of the join copies it.
+projection's gradient. Encodings compute no gradient of v. If v's gradient is already in memory, extra programs of the
+encoding's launch copy it into the buffer. Otherwise, the lowering of the join copies it.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def join_halves(first, second, V: tl.constexpr):
-    """Join two tiles (tokens, channels) into one, alternating runs of V.run channels from each."""
+    """Interleave two tiles (tokens, channels) in runs of V.run channels, and return a single tile."""
     BLOCK_N: tl.constexpr = V.block_n
     WIDTH: tl.constexpr = 2 * V.block_c
     if V.run == 1:

@@ -297,7 +297,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
         f = first + i * step
-        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: it takes long
+        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: loads are slow
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
         part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
         if V.adds_first:

@@ -1018,7 +1018,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq to ``grads``. Return (2 or 4, B H_q, N): 1/z, dz and, with a decay, two sums for dg."""
+    """Write dq to ``grads``. Return a tensor (2 or 4, B H_q, N) of 1/z, dz and, with a decay, two sums for dg."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4
@@ -1088,7 +1088,7 @@ def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Return the gradients of q's and then k's norm weights if they are needed."""
+    """Return the gradients of the norm weights, first those of q and then those of k, if they are needed."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

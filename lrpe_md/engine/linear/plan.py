@@ -81,7 +81,7 @@ PIECE = 128  # tokens; a multiple of every block_n
 SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all multiprocessors
 FEW_PROGRAMS = 256  # just under two per multiprocessor
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
-STATE_TO_PART = 4  # minimum number of tokens in a part: the elements of a state, divided by this
+STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
 # State elements that a program of a scan sums, and pieces that the program loads ahead: with many programs, and with
 # few.
 SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)

@@ -66,7 +66,8 @@ def run_memory(
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
     """Return the state before each of the R ranks and after the last one.
 
-    ``parts`` is B of each rank, (R, B, H, ..). ``transitions`` is T, (R, B, H, E, E), or a decay factor, (R, B, H).
+    ``parts`` (R, B, H, ..) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    as decay factors (R, B, H).
     """
     series = [first]
     for part, transition in zip(parts, transitions, strict=True):
