@@ -229,7 +229,7 @@ class Needs(NamedTuple):
 
     omega: bool = False
     phase: bool = False
-    norm: bool = False  # whichever of γ and β exist
+    norm: bool = False  # γ and β, if they exist
     tables: bool = False  # the caller's cos and sin; only the reference computes this gradient
 
 

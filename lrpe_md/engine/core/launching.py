@@ -93,7 +93,7 @@ def materialise_each(*tensors: Tensor | None) -> list[Any]:
 
 
 def materialise(t: Tensor) -> Tensor:
-    """Materialise t if its negation is lazy. Kernels read memory directly, so they would miss the negation."""
+    """Resolve the negative bit of t if it is set. Kernels read memory directly, so they would ignore this bit."""
     return t.resolve_neg() if t.is_neg() else t
 
 

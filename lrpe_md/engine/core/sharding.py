@@ -90,7 +90,7 @@ def count_ranks(x: Any, dim: int) -> int:
 
 
 def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return the part of t that belongs to x's shard. ``dims`` maps dimensions of x to dimensions of t.
+    """Return the part of t that corresponds to x's shard. ``dims`` maps dimensions of x to dimensions of t.
 
     If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t. The backward then sums
     the partial gradients.

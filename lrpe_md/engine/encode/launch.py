@@ -449,9 +449,6 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
 
 
 def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Return the packed strides of a tensor (B, H, N, D).
-
-    All strides except that of channels are divided by ``unit``.
-    """
+    """Return the packed strides of a tensor (B, H, N, D). All except the channel stride are divided by ``unit``."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
     return pack_numbers(b // unit, h // unit, n // unit, d)

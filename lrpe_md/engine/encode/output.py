@@ -54,7 +54,7 @@ class Target(NamedTuple):
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """Convert the arguments ``out`` and ``out_start`` of a call on ``number`` tensors to a target."""
+    """Convert ``out`` and ``out_start``, the arguments of a call on ``number`` tensors, to a target."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, because it is a row index into out")

@@ -82,8 +82,8 @@ def find_coordinate(o_g, m_g, positions, j: tl.constexpr, V: tl.constexpr, WIDE:
 def drop_turns(s, w, ANY_SIZE: tl.constexpr):
     """Return s·w minus the nearest integer, and an int32 with the same lowest bit as that integer.
 
-    |s·w| must be below 2^22 unless ANY_SIZE is set. The fma is explicit. Otherwise, the compiler might contract the
-    product with the subtraction, and the product's rounding error would count twice.
+    |s·w| must be below 2^22 unless ANY_SIZE is set. The fma is explicit. Otherwise, the compiler might fuse the product
+    with the subtraction, and the product's rounding error would count twice.
     """
     if ANY_SIZE:
         negated_turns = tl.ceil(-0.5 - s * w)
@@ -103,7 +103,7 @@ def to_turns(w, UNIT: tl.constexpr):
         lo = (r - hi.to(tl.float64)).to(tl.float32)
     else:
         c_hi = tl.full(w.shape, C_HI * UNIT, tl.float32)
-        hi = tl.fma(w, c_hi, tl.zeros_like(w))  # an fma, because a product could be contracted with a later subtraction
+        hi = tl.fma(w, c_hi, tl.zeros_like(w))  # an fma, because a product could be fused with a later subtraction
         lo = tl.fma(w, tl.full(w.shape, C_LO * UNIT, tl.float32), tl.fma(w, c_hi, -hi))
     return hi, lo
 

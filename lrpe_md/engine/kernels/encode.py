@@ -269,7 +269,7 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 
     Return the row and the range (low, high) of tokens that fit.
 
-    ``start`` is (pointer, packed numbers). The pointer leads to the index of the first output token of each sample. The
+    ``start`` is (pointer, packed numbers). The pointer locates the index of the first output token of each sample. The
     numbers are the length of q's output, the length of k's output, and the stride between samples. The length is 0 for
     an output that begins at token 0.
     """

@@ -70,7 +70,7 @@ def softmax_sequence_kernel(
 ):  # fmt: skip
     """Compute the maximum and sum (2, B, H, D) over the sequence. With V.backward, compute dx instead.
 
-    dx is x̄ (dx̄ - Σ_n x̄ dx̄), where p_g points to dx̄. A program processes V.block_c channels of one head, in a loop
+    p_g points to dx̄, and dx is x̄ (dx̄ - Σ_n x̄ dx̄). A program processes V.block_c channels of one head, in a loop
     over the tokens. Strides are (b, h, n, d).
     """
     D: tl.constexpr = V.num_channels

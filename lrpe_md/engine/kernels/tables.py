@@ -65,7 +65,7 @@ def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
 
 @triton.jit
 def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
-    """Load cos and sin of entries o_e of rows o_r."""
+    """Load cos and sin for entries o_e of rows o_r."""
     cos_table, sin_table, _ = tables
     o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # _load_at ignores the entry stride if table_unit > 1
     return _load_at(cos_table, o_r, o_d, mask, 1.0, V=V), _load_at(sin_table, o_r, o_d, mask, 0.0, V=V)

@@ -1,4 +1,4 @@
-"""Data classes that describe a call of linear attention, as :mod:`lrpe_md.engine.core.call` does for encodings."""
+"""Data classes that describe a call to linear attention, as :mod:`lrpe_md.engine.core.call` does for encodings."""
 
 from __future__ import annotations
 
@@ -151,6 +151,6 @@ class LinearNeeds(NamedTuple):
     omega: bool = False  # summed over q and k
     phase_q: bool = False  # q's share of dφ
     phase_k: bool = False  # k's share of dφ, separate even if q and k share a phase
-    norm: bool = False  # whichever of γ and β exist
+    norm: bool = False  # γ and β, if they exist
     state: bool = False  # S and Σ
     decay: bool = False

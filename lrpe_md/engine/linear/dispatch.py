@@ -1,4 +1,4 @@
-"""Validate calls of linear attention, or look them up in the cache, and run them."""
+"""Validate calls to linear attention, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
 class Pieces(NamedTuple):
     """Division of the tokens into slots and pieces. Each program of a head processes one piece."""
 
-    table: Tensor | None  # (P, 4): begin, end, slot, sequence. None for one slot, in equal pieces
+    table: Tensor | None  # (P, 4): begin, end, slot and sequence. None for one slot with equal pieces
     length: int
     num_pieces: int
     num_slots: int

@@ -51,7 +51,7 @@ from .plan import LinearPass
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
 ROWS = 32  # rows of a transposed state per program of a scan
-COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and otherwise
+COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
 SCAN_WARPS = 8
 ROWS_OF_GRADIENT = 16  # rows of states per product in the gradient of A
 UNIT = 4  # elements (16 bytes); the kernels define the same constant
@@ -304,7 +304,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of :func:`engine.linear.launch.backward` and then, if needed, the gradient of the decay."""
+    """Return the same gradients as :func:`engine.linear.launch.backward` and, if needed, the decay's gradient."""
     differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 

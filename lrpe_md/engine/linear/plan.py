@@ -43,7 +43,7 @@ class LinearTile(NamedTuple):
 
 
 # Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. Causal
-# kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry less.
+# kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry fewer.
 # With the delta rule, states have at most 16,384 elements. With 128 registers, 4 programs of 4 warps fit on a
 # multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would have too little
 # work. Twice as many programs can then run at once.
