@@ -256,7 +256,7 @@ def attend_encoded(
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
-    """Return the state before the first token, which is 0 if none is passed."""
+    """Return the state before the first token, or zeros if no state is passed."""
     if state:
         products, *features = state
         return _State(products, features[0] if features else None).map(lambda t: t.to(terms.k.dtype))
@@ -490,9 +490,9 @@ _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _atte
 class _Chunks(NamedTuple):
     """Layout of packed tokens in chunks, where each sequence starts a new chunk."""
 
-    source: Tensor  # (C L,): the token in each slot, or N if it is empty
+    source: Tensor  # (C L,): the token in each slot, or N for empty slots
     place: Tensor  # (N,): the slot of each token
-    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs if it has none
+    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs for chunks without a sequence
 
 
 def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:

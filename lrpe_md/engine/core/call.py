@@ -89,7 +89,7 @@ class CosSin(NamedTuple):
     For the cosine map, W is the number of channels. For a rotation, W is the number of pairs or of channels.
     """
 
-    cos: Tensor | None = None  # if sin is None, cos and sin (.., W, 2)
+    cos: Tensor | None = None  # if sin is None, a tensor (.., W, 2) with both cos and sin
     sin: Tensor | None = None
     inverse: bool = False  # sin is negated
 
@@ -302,7 +302,7 @@ class Variant(NamedTuple):
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
-    halves: int = 1  # tiles of a row per tile of the map: 2 for pairs
+    halves: int = 1  # number of row tiles per tile of the map; 2 for pairs
     num_map_tiles: int = 1
     map_tiles: tuple[Variant, ...] = ()  # if the map has several tiles, a variant for the channels of each tile
     first: int = 0  # first channel or pair of the tile that such a variant covers
@@ -317,7 +317,7 @@ class Variant(NamedTuple):
     # Linear attention.
     tokens_as_n: bool = False  # tokens are the columns of products, because Hopper's matrix units need at least 64 rows
     single_layout: bool = False  # all sums share a layout (causal, bfloat16, a single tile of at least 64 features)
-    output_transposed: bool = False  # with single_layout: o of a block is computed with tokens as columns
+    output_transposed: bool = False  # with single_layout, o of a block is computed with tokens as columns
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False
@@ -330,7 +330,7 @@ class Variant(NamedTuple):
     num_features: int = 0  # width of q̂ and k̂
     accumulate_outside_mma: bool = False  # products are summed outside the matrix units
     raw: bool = False  # features are the rows of q and k, unchanged
-    share: int = 1  # tokens of a block that share a row of sums for dω
+    share: int = 1  # number of tokens of a block that share a row of sums for dω
     run: int = 1  # number of adjacent channels from the same half in a tile of features
     feature_begins: tuple[int, ...] = ()  # first feature of each tile of features
     feature_widths: tuple[int, ...] = ()
@@ -345,9 +345,9 @@ class Variant(NamedTuple):
     # The kernel's own update rule, which may differ from Attention.memory. In causal kernels, "add" means that there is
     # a decay. Scans multiply the state by I − A for "delta", but not for "add".
     memory: str = "sum"
-    decay_per_head: bool = False  # causal kernels: all tokens of a head have the same decay
+    decay_per_head: bool = False  # in causal kernels, all tokens of a head have the same decay
     width: int = 0  # elements in a row of a state, which is split into tiles of block_c
-    num_scans: int = 1  # 2 for both directions
+    num_scans: int = 1  # 2 if both directions are scanned
     adds_first: bool = False  # the scan computes gradients
     need_ddecay: bool = False
     queries: Variant | None = None  # q's variant in a kernel that reads both sides; None if it equals k's

@@ -126,7 +126,7 @@ class Tiles(NamedTuple):
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
-    halves: int = 1  # tiles of a row per tile of the map
+    halves: int = 1  # number of row tiles per tile of the map
     num_map_tiles: int = 1
 
     @property

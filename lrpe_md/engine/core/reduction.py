@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
     angles: tuple[int, ...] | None = None  # for dω and dφ: (rows, G, J, C)
     weights: tuple[int, int] | None = None  # for the weights: (number of rows, sums per row)
-    counts: tuple[int, int] = (0, 0)  # number of rows for q, then rows per head (0 if rows aren't divided by head)
+    counts: tuple[int, int] = (0, 0)  # (rows for q, rows per head); the latter is 0 if rows aren't divided by head
     all_heads: bool = False  # each row contains the sums of all heads
 
 

@@ -279,7 +279,7 @@ def run_part(
     act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
-    # A norm or softmax over features needs all channels. So it is applied first, in the accumulator's dtype.
+    # A norm or softmax over features needs all channels. So both are applied first, in the accumulator's dtype.
     activates_first, wide_xs = dim == -1 or norm is not None, xs
     if norm is not None:
         with_norm, weights = take_norm(options, norm, len(xs))

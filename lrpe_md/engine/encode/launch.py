@@ -249,7 +249,7 @@ def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def prepare_launch(
     call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
 ) -> Launch:
-    """Prepare a launch with outputs of dtype ``dtype``. Only the shapes and strides of tensors are used.
+    """Prepare a launch with outputs of dtype ``dtype``. Only the shapes, strides and alignment of tensors matter.
 
     Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
     this launch is running.

@@ -18,7 +18,7 @@ __all__ = [
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DOMEGA = "domega"  # a backward with gradients of frequencies, phase or weights
+    DOMEGA = "domega"  # a backward that computes gradients of frequencies, phase or weights
 
 
 class Work(NamedTuple):
@@ -46,10 +46,10 @@ class Plan(NamedTuple):
     block_r: int  # number of rows (heads of samples) that are loaded together in a step
     block_n: int  # tokens of a tile
     num_warps: int
-    max_registers: int | None  # per thread; fewer leave room for more warps
-    stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
+    max_registers: int | None  # per thread; fewer registers leave room for more warps
+    stages: int  # in the walk with dω, the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
-    token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
+    token_programs: int  # T: each program walks over every T-th block of tokens; the last, partial round is shared
     rows_per_program: int  # rows of a program, all with the same angles
 
 

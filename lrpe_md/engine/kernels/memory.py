@@ -109,7 +109,7 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
     """Return the channel indices (1, channels) of tile i of k̂, and their mask.
 
-    With COUNTS, the tile is one of the normaliser's features.
+    With COUNTS, the tile belongs to the normaliser's features.
     """
     if COUNTS:
         return find_normalizer_channels(i=i, V=V)

@@ -50,7 +50,7 @@ from .plan import LinearPass
 
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
-ROWS = 32  # rows of a transposed state per program of a scan
+ROWS = 32  # rows of a transposed state that a program scans
 COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
 SCAN_WARPS = 8
 ROWS_OF_GRADIENT = 16  # rows of states per product in the gradient of A
