@@ -53,6 +53,8 @@ def test_a_warmup_is_at_most_a_tenth_of_the_run(tmp_path, capsys):
     assert make(steps=199).warmup_steps == 19
     assert make(steps=20).warmup_steps == 2
     assert make(steps=20, schedule="constant").warmup_steps == 20
+    assert make(steps=21, schedule="wsd").warmup_steps == 20  # its rate doesn't drop, and a run can be extended
+    assert make(steps=20, schedule="wsd").warmup_steps == 2
     assert make(steps=100, seconds=1.0).warmup_steps == 20
     assert make(steps=99, seconds=1.0).warmup_steps == 19
     for steps in (60, 300, 1500):

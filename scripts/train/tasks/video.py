@@ -4,9 +4,9 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels`` FOLDER holds CLASS/*.mp4, of which one video in --parts is held out, or train/CLASS/*.mp4 and
-val/CLASS/*.mp4. Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same
-command resumes an interrupted run.
+With ``--task labels``, FOLDER contains CLASS/*.mp4, of which one in --parts videos is held out, or train/CLASS/*.mp4
+and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's
+folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the arguments of the model. num_classes: number of classes in the data."""
+    """Return the model's arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     reference = {"reference": list(config.reference_grid)} if config.reference_grid else {}
     return {
@@ -209,17 +209,17 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return the change between frames of clips (B, 3, T, H, W), in units of its standard deviation. It does not reveal
-    their order.
+    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
 
-    Neighbouring frames are nearly the same and differ by a few percent of the signal.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
+    the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """Return clips as the model's input, (B, 3, frames, size, size)."""
+    """Return clips (B, 3, frames, size, size) as the model's input."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
@@ -245,8 +245,10 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (2B, 3, T, H, W) and labels (2B,). Each clip, possibly mirrored, has two labels, so its content says
-    nothing about them."""
+    """Return clips (2B, 3, T, H, W), some of which are mirrored, and labels (2B,).
+
+    Each clip appears with two labels, so that its content does not reveal the label.
+    """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
     first, draws = draws % task.num_classes, draws // task.num_classes
@@ -268,8 +270,10 @@ def accuracy(
     config: VideoTraining, model: nn.Module, footage: Footage, starts: np.ndarray, frames: int, size: int,
     autocast: Any,
 ) -> float:  # fmt: skip
-    """Return the accuracy in %. Each clip is tested with every label, so a model that can't see the order is exactly at
-    chance."""
+    """Return the accuracy in % on test clips.
+
+    Each clip is tested with every label, so that a model that can't see the order is exactly at chance.
+    """
     task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
         x = clips(config, footage, part.to(device), frames, size)
@@ -288,18 +292,18 @@ def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
 
 
 def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
-    """Return a number of the values, evenly spaced from the first to the last."""
+    """Return ``number`` of the values, evenly spaced from the first to the last."""
     return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
-    """Return the test lengths and sizes, beginning with the training length and size."""
+    """Return the test lengths and sizes, starting with the training length and size."""
     larger = [(config.frames, config.test_size)] if config.test_size else []
     return [(config.frames, config.size), (2 * config.frames, config.size), *larger]
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracy on the same clips at the training length and size, twice the frames, and the other size."""
+    """Return the accuracies on the same clips at all test lengths and sizes."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -319,7 +323,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W) from random places of their videos, possibly mirrored, and classes (B,)."""
+    """Return clips (B, 3, T, H, W) from random places in their videos, some of them mirrored, and classes (B,)."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -329,7 +333,7 @@ def labelled_batch(
 
 
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
-    """Return the numbers of at most --test-samples held-out videos, spaced evenly to cover the classes."""
+    """Return the indices of at most --test-samples held-out videos, evenly spaced to cover all classes."""
     found = np.flatnonzero(videos.held_out)
     return space_evenly(found, min(len(found), config.test_samples))
 
@@ -338,7 +342,7 @@ def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarra
 def find_right(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> np.ndarray:
-    """Return for which test videos the model finds the class of the central clip, bool."""
+    """Return a mask of the test videos for which the model finds the class of the central clip."""
     tests, right = find_test_videos(config, videos), []
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
