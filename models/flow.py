@@ -217,8 +217,8 @@ def sample(
     """Sample images from noise (B, C, ..), which may have any size that the model's patch size divides.
 
     :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
-    :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of prediction. Pass the same
-    ``prediction`` as in training. A noise prediction does not determine the image at t = 1, so sampling starts at
+    :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``, which
+    must be the same as in training. A noise prediction does not determine the image at t = 1, so sampling starts at
     ``NOISE_START`` instead. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's
     method.
     """
