@@ -321,7 +321,7 @@ class Scheme:
         functions: your own functions by name; the library's are known.
 
         Raises:
-            ValueError: a function without a name.
+            ValueError: a function without a name, or with the name of one of the library's functions.
         """
         return write_scheme(self, functions)
 
@@ -330,8 +330,8 @@ class Scheme:
         """Read the output of :meth:`to_dict`, using only functions of ``functions`` and the library.
 
         Raises:
-            ValueError, TypeError: an unknown or missing field or function, an invalid value, or frequencies that are
-                not valid at the scheme's own head_dim.
+            ValueError, TypeError: an unknown or missing field or function, a function of your own with the name of one
+                of the library's, an invalid value, or frequencies that are not valid at the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -438,16 +438,7 @@ class Preset:
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
-                grid = scheme.grid(tuple(segment), **options)
-                if not isinstance(grid, (Grid, Coordinates)):
-                    raise TypeError(
-                        f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
-                        f"{self.name}'s {scheme.grid}"
-                    )
-                if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"shape: {self.name} expects a shape with {count_axes(self.num_axes)}, got {segment}"
-                    )
+                grid = self._place(tuple(segment), options)
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
@@ -470,6 +461,28 @@ class Preset:
         if whole is not None and (start, length) == (0, None):
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
+
+
+    def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
+        """Call the scheme's grid function and check its result."""
+        try:
+            grid = self.scheme.grid(shape, **options)
+        except IndexError as error:
+            raise ValueError(f"shape: {self.name}'s grid function doesn't support {shape}: {error}") from error
+        if not isinstance(grid, (Grid, Coordinates)):
+            raise TypeError(
+                f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
+                f"{self.name}'s {self.scheme.grid}"
+            )
+        if grid.num_axes == self.num_axes:
+            return grid
+        axes = count_axes(self.num_axes)
+        if len(shape) == self.num_axes:
+            raise ValueError(
+                f"grid: expected positions with {axes}, as many as {self.name}'s frequencies have, got "
+                f"{grid.num_axes} from its grid function for shape {shape}; change the grid function or the frequencies"
+            )
+        raise ValueError(f"shape: {self.name} expects a shape with {axes}, got {shape}")
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
