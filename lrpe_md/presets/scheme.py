@@ -462,7 +462,6 @@ class Preset:
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
 
-
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
         """Call the scheme's grid function and check its result."""
         try:

@@ -42,11 +42,11 @@ class Command(TyperCommand):
             typer.BadParameter: a repeated option. By default, all but its last value would be ignored.
         """
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
-        for option in dict.fromkeys(order):
-            if option.param_type_name == "option" and not (option.multiple or option.is_flag or option.count):
-                if (number := order.count(option)) > 1:
-                    name = max(option.opts, key=len)
-                    raise typer.BadParameter(f"{name}: expected one value, got {number}; pass {name} once", ctx=ctx)
+        single = [each for each in order if each.param_type_name == "option" and not (each.multiple or each.is_flag)]
+        for option in single:
+            if (number := single.count(option)) > 1:
+                name = max(option.opts, key=len)
+                raise typer.BadParameter(f"{name}: expected one value, got {number}; pass {name} once", ctx=ctx)
         return super().parse_args(ctx, args)
 
 

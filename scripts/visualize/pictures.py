@@ -255,7 +255,9 @@ def main(
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     if compare and len(views) < 2:
-        raise typer.BadParameter("--compare: expected several presets, got one; pass --preset for each, or leave it out")
+        raise typer.BadParameter(
+            "--compare: expected several presets, got one; pass --preset for each, or leave it out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if compare:
         save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)

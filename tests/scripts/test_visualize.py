@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from lrpe_md.scripts.visualize import pictures as visualize
 from lrpe_md.scripts.visualize.app import app
 from matplotlib import pyplot as plt
@@ -598,7 +597,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "eva02", "--head", "1"], "--head: expected 0 to 0 (--heads 1), got 1"),
     (["-p", "eva02", "--channel", "32"], "--channel of eva02: expected 0 to 31, got 32"),
     (["-p", "wan", "--compare"], "--compare: expected several presets, got one; pass --preset for each"),
-    (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the other"),
+    (["-p", "wan", "--map", "cosine"], "leave it out, because figures of presets also show the similarity for the"),
     (["wan"], "unexpected extra argument(s) (wan); to plot it, try: -p wan"),
     (["-p", "eva02", "--shape", "1x1"], "expected a grid on which eva02 rotates at least one channel, got 1x1"),
 ])  # fmt: skip

@@ -378,7 +378,9 @@ def test_positions_that_a_scheme_does_not_support():
 
 
 def test_errors_of_a_grid_function_are_not_blamed_on_the_shape():
-    with pytest.raises(ValueError, match=r"^grid: expected positions with 2 axes, .* got 3 from .* for shape \(3, 4\);"):
+    with pytest.raises(
+        ValueError, match=r"^grid: expected positions with 2 axes, .* got 3 from .* for shape \(3, 4\);"
+    ):
         preset(replace(OWN, grid=FUNCTIONS["centred"])).positions(1, (3, 4))
     last = preset(replace(OWN, grid=lambda shape: Grid((shape[0], shape[1]))))
     with pytest.raises(ValueError, match=r"^shape: .*grid function doesn't support \(3,\): tuple index out of range"):
