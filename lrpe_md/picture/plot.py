@@ -1,4 +1,4 @@
-"""Figure of a scheme, a preset, a module or frequencies: :func:`lrpe_md.show`."""
+"""The public function :func:`lrpe_md.show`, which draws an encoding."""
 
 from __future__ import annotations
 
@@ -37,36 +37,38 @@ def show(
     dark: bool = False,
     **options: Any,
 ) -> Any:
-    """Plot an encoding: angles of a few channels over the grid, similarity to one token, and wavelengths.
+    """Plot an encoding's angles for a few channels, its similarity to one token, and its wavelengths.
 
-    ``lrpe-md visualize`` draws the same figure. A name or a scheme is also compared with the other map and axis order.
-    For several encodings, the figure has a row for each, with the same scale: similarity, cuts through it, and
-    wavelengths, as with ``--compare``.
+    ``lrpe-md visualize`` draws the same figure. For a name or a scheme, the figure also shows the other map and axis
+    order. For a list of encodings, as with ``--compare``, the figure has a row for each, with similarity on the same
+    scale, slices through it, and wavelengths.
 
     Args:
-        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of
-            :func:`lrpe_md.preset`, an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians
-            per unit, of any float dtype and device. A module is drawn with its current frequencies, ω as pairs that
-            rotate. Or a list of these.
-        shape: grid (N,), (H, W) or (T, H, W); default: one that suits the scheme's axes.
-        path: file for the figure, in the format of its suffix. Missing folders are created. None: don't save it.
-        head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
+        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
+            an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
+            with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
+            pairs. You can also pass a list of these.
+        shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
+        path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
+            figure is not saved.
+        head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
-        token: grid coordinates of the marked token, such as (h, w); default: the centre.
-        channels: channels (cosine) or pairs (rotate) to map; default: ``maps`` of them, at least one per axis.
+        token: grid coordinates of the marked token, such as (h, w). By default, it is the middle token.
+        channels: channels (cosine) or pairs (rotate) whose angles to plot. By default, ``maps`` of them are chosen,
+            with at least one for each axis.
         maps: number of angle maps, without ``channels``.
         text: number of text (or class) tokens before the grid.
-        dark: draw for a dark background.
-        options: options of the scheme's grids.
+        dark: whether to draw for a dark background.
+        options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.
 
     Returns:
-        the matplotlib Figure. It is not registered with pyplot, so ``plt.show()`` doesn't show it. A notebook shows it
-        if it is the last value of a cell; ``figure.savefig(file, dpi=..)`` saves it at any resolution.
+        the figure, a matplotlib Figure. It is not registered with pyplot, so ``plt.show()`` doesn't show it. A notebook
+        shows it if it is the last value of a cell, and ``figure.savefig(file, dpi=..)`` saves it at any resolution.
 
     Raises:
-        ImportError: matplotlib is missing.
-        TypeError: a scheme, shape or token of a different type.
-        ValueError: an unknown name, an ω of a different shape, or a shape, head, token, channel or text that the scheme
+        ImportError: if matplotlib is not installed.
+        TypeError: if the scheme, the shape or the token has the wrong type.
+        ValueError: for an unknown name, an invalid shape of ω, or a shape, head, token, channel or text that the scheme
             does not support.
     """
     try:
@@ -134,7 +136,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
-    """Return the subject of a scheme, or of the frequencies of a preset, module or tensor, float64 on the CPU."""
+    """Return the subject for a scheme, or for the frequencies of a preset, module or tensor, copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):
