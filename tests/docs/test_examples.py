@@ -277,6 +277,27 @@ def test_ablate_own_model(tmp_path):
         assert module.Net(encoding)(torch.randn(2, 8, 8)).shape == (2, 10)
 
 
+def test_ablate_own_model_keeps_its_results(tmp_path, monkeypatch):
+    """A wrong name fails before the first training, and each encoding is saved when it is done."""
+    pytest.importorskip("sklearn")
+    module, out, started = load("ablate_own_model"), tmp_path / "table.csv", []
+
+    def train(encoding, seed, epochs):
+        started.append(encoding)
+        if encoding == "cosine":
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.setattr(module, "train", train)
+    command = ["--seeds", "2", "--out", str(out), "--encoding", "rotate", "--encoding"]
+    with pytest.raises(ValueError, match=r"got 'non' \(did you mean 'none'\?\)"):
+        module.main([*command, "non"])
+    assert not started
+    with pytest.raises(KeyboardInterrupt):
+        module.main([*command, "cosine"])
+    assert out.read_text(encoding="utf-8").split() == ["encoding,0,1", "rotate,0.5,0.5"]
+
+
 def test_the_notebook_runs(tmp_path, monkeypatch):
     import matplotlib
 
