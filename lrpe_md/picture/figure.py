@@ -137,12 +137,9 @@ def lowest_similarity(views: Sequence[View], variants: int | None = None) -> flo
 # --- panels ----------------------------------------------------------------------------------------------------------
 
 
-def draw(view: View, lowest: float | None = None) -> Figure:
-    """Draw the figure, which the caller must close.
-
-    ``lowest`` is the lower end of the similarity scale, to compare several figures. By default, it suits this view.
-    """
-    lowest = lowest_similarity([view]) if lowest is None else lowest
+def draw(view: View) -> Figure:
+    """Draw the figure, which the caller must close."""
+    lowest = lowest_similarity([view])
     with rc_context(SMALL):
         return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view, lowest)
 

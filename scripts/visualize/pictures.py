@@ -7,8 +7,8 @@
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
 There is one figure per encoding. At the top, it shows Θ of a few pairs over the grid. Below are the similarity of the
-marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. All figures
-of a command share the scale of the similarity. With --compare, there is one figure with a row per encoding.
+marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. With
+--compare, there is one figure with a row per encoding, and all rows share the scale of the similarity.
 :mod:`lrpe_md.picture.data` computes the data and explains the assumptions behind similarity.
 """
 
@@ -35,7 +35,7 @@ from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.modules.base import DEFAULT_BASES
 from lrpe_md.picture import data
 from lrpe_md.picture.data import NO_ORDER, Subject
-from lrpe_md.picture.figure import View, draw, draw_comparison, lowest_similarity, make_view
+from lrpe_md.picture.figure import View, draw, draw_comparison, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
 from ..common.folder import unused_path
@@ -262,9 +262,8 @@ def main(
     if compare:
         save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
         return
-    lowest = lowest_similarity(views)
     for view in views:
-        save_figure(draw(view, lowest), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+        save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
 
 
 def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
