@@ -89,10 +89,10 @@ def run(
         int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and train longer.")
+        bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
+        str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")
     ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
@@ -105,7 +105,7 @@ def run(
     ] = None,
     shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
+        int | None, typer.Option(min=1, help="Number of parallel trainings. (default: 1, or one per core on a CPU)")
     ] = None,
 ) -> None:  # fmt: skip
     """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
@@ -232,7 +232,7 @@ def report(
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
     pages: Annotated[
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,

@@ -51,11 +51,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
-        f"sorted by the longest. Models were trained at length {trained} for {training['steps']:,} steps, with "
+        f"The table lists bits per byte of held-out text: {scheme}. Columns are lengths in bytes, and rows are "
+        f"sorted by the longest length. Models were trained at length {trained} for {training['steps']:,} steps, with "
         f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
-        f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
-        "long, without further training.",
+        "In rows with + linear, + ntk or + yarn, frequencies are scaled without further training, by a factor of "
+        f"length / {trained}.",
         "",
     ]
     rows = [
@@ -64,8 +64,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
-        "per run."
+        f"Measured on {describe_environments(config['environments'])};"
+        f" each run took {seconds.min():.0f} to {seconds.max():.0f} s."
     ]
     return "\n".join(lines) + "\n"
 

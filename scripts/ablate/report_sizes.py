@@ -137,9 +137,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size; the models never saw the other sizes in training. Rows are sorted by that column. Each model "
-        f"was trained for {how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
+        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. Rows are sorted by the "
+        "first column, the training size. The models never saw the other sizes in training. Each model was trained for "
+        f"{how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
         "",
     ]
     for positions, meaning in POSITIONS.items():
@@ -151,16 +151,16 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
-                ". The tables list the mean ± the half-width of its 95% confidence interval (Student's t). "
-                "Bold intervals exclude zero. "
-                "They are not corrected for the number of comparisons: by chance, one interval in twenty excludes zero"
+                ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
+                "interval excludes zero. The intervals are not corrected for multiple comparisons: by chance, one in "
+                "twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
+            what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
         lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += [
-        "The table lists medians over all runs, and the largest rise in training loss in any run. If a rise is far "
-        "above the others, the learning rate was too high for that encoding.",
+        "The table lists medians over all runs, but the rise in training loss is the largest of any run. If an "
+        "encoding's rise is far above the others, the learning rate was too high for it.",
         "",
         *summarize_trainings(results, ranking),
     ]

@@ -169,23 +169,25 @@ def main(
     ] = None,
     frequencies: Annotated[
         str | None,
-        typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd."),
+        typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed, as in RotateMd."),
     ] = None,
-    map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
+    map: Annotated[str | None, typer.Option(help="Map to plot with --frequencies: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
         str | None,
-        typer.Option(help="Axis order, for axial frequencies: minor_first (default) or major_first."),
+        typer.Option(help="Axis order of axial frequencies: minor_first (default) or major_first."),
     ] = None,
     base: Annotated[
         float | None,
-        typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
+        typer.Option(help="Base of the frequencies. (default: the preset's, or 10000 for axial and 10 for mixed)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels per head. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Channels per head. (default: the preset's, or 64)")
+    ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of heads with separate frequencies. (default: the preset's; 1)",
+            help="Number of heads with separate frequencies. (default: the preset's, or 1)",
         ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
@@ -200,10 +202,10 @@ def main(
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
-    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair to map; repeatable.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps, without --channel.")] = 4,
+    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
+    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
     out: Annotated[
-        Path, typer.Option(help="Output folder for the figures, NAME.png; the next ones are NAME-2.png, ..")
+        Path, typer.Option(help="Output folder for the figures, NAME.png, or NAME-2.png if that exists.")
     ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,

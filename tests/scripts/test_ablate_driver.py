@@ -220,7 +220,7 @@ def test_numbers_of_the_table(task, tmp_path):
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds tell you little: the interval is ± 12.7 standard errors" in two
+    assert "Two seeds tell you little: the half-width is 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
     assert "one seed" in single

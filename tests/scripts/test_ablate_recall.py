@@ -141,7 +141,7 @@ def test_numbers_of_the_tables() -> None:
     assert list(positions) == [("add", "none"), ("delta", "none")]
     assert positions["add", "none"][0] == "**+60.0 ± 0.0**"
 
-    assert "mean ± the half-width of its 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
+    assert "mean ± half-width of the 95% confidence interval (Student's t) over 3 seeds. Chance is 12.5%" in text
     assert "only the last 8 frames count. Each model was trained for 300 steps, at batch size 32 in float32." in text
     assert "4 tokens write one of 8 values with one of 9 keys" in text
     assert text.endswith("A CPU, torch 2.11, commit 0123456789ab.\n")
