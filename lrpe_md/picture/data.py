@@ -118,7 +118,7 @@ def default_shape(made: Preset) -> tuple[int, ...]:
         except (ValueError, IndexError):
             continue
         return SHAPES[number]
-    raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SHAPES.values())}, got None")
+    raise ValueError(f"shape: {made.name} supports none of the default shapes {tuple(SHAPES.values())}; pass shape=")
 
 
 # --- positions -------------------------------------------------------------------------------------------------------

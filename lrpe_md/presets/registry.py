@@ -504,7 +504,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
         ValueError: for a name in use, or an invalid scheme. The scheme is then not registered.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name: expected a name, got {name!r}")
+        raise TypeError(f"name: expected a non-empty string, got {name!r}")
     if not isinstance(scheme, Scheme):
         raise TypeError(f"scheme: expected a lrpe_md.Scheme, got {type(scheme).__name__}")
     if name in SCHEMES or name in RESERVED:
@@ -578,6 +578,6 @@ def preset(
     if given is None and num_heads == 1 and (made.phase or len(frequencies.build(made.omega.shape[1], 2, 0)[0]) > 1):
         raise ValueError(
             f"num_heads: expected the number of key heads, because each head of {name} has its own "
-            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, or 1 to share one"
+            f"{'phase' if made.phase else 'frequencies'}, got None; pass num_heads=, which can be 1"
         )
     return made

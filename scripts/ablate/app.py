@@ -75,14 +75,14 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
+            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable. (default: depends on the task)"
+            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
+            "softmax, add, decay or delta. Repeatable. (default: depends on the task)"
         ),
     ] = None,
     seeds: Annotated[
@@ -103,7 +103,7 @@ def run(
         Path | None,
         typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
-    shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Share of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of parallel trainings. (default: 1, or one per core on a CPU)")
     ] = None,

@@ -33,7 +33,7 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 def positive(value: float | None) -> float | None:
     """Reject values that are not positive, but allow infinity."""
     if value is not None and not value > 0:
-        raise typer.BadParameter(f"expected a number above 0, got {value:g}")
+        raise typer.BadParameter(f"expected a positive number, got {value:g}")
     return value
 
 

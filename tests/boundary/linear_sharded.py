@@ -421,7 +421,7 @@ def linear_errors(mesh, impl):
     cut = Coordinates(normal(mesh, 12, 2), 1, 2)
     for message, qkv, changes in (
         (r"block: expected a shard of whole blocks of 3 tokens, .*, got tokens", (q, k, v), {"block": 3}),
-        (r"block: expected a Grid if tokens are sharded", (q, k, v), {"block": 3, "positions": cut}),
+        (r"positions: expected a Grid", (q, k, v), {"block": 3, "positions": cut}),
         (r"cu_seqlens: expected all tokens on each rank", one, {"cu_seqlens": cu_seqlens}),
         (r"dim: softmax over the sequence \(-2\) needs", (q, k, v), {"act": "softmax", "dim": -2}),
         (r"v: expected k's placements", (q, k, distribute_tensor(tensors["v"], mesh, [ALL])), {}),

@@ -181,7 +181,7 @@ def test_limit_of_zero_is_refused(command, option):
     for seconds in ("0", "-1", "nan"):
         refused = CliRunner().invoke(app, [command, option, seconds], env={"COLUMNS": "200", "NO_COLOR": "1"})
         assert refused.exit_code == 2
-        assert f"Invalid value for '{option}': expected a number above 0, got {seconds}" in refused.output
+        assert f"Invalid value for '{option}': expected a positive number, got {seconds}" in refused.output
 
 
 def test_names_with_commas():

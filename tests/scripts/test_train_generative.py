@@ -631,7 +631,7 @@ def test_samples_of_each_kind(runs, data, tmp_path, kind, sampler):
         (
             "none",
             ["--prompt", "red"],
-            "--prompt: expected none, because the model was trained without captions or classes",
+            "--prompt: not supported, because the model was trained without captions or classes",
         ),
         ("features", ["--prompt", "a tile"], "--encoder: expected the text model that computed the training features"),
         ("latents", ["--prompt", "green", "--size", "10x8"], ""),

@@ -484,7 +484,7 @@ def test_options_reach_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (["-p", "wan", "--shape", "2x2x4x6"], "--shape: expected N, HxW or TxHxW, got '2x2x4x6'"),
     (["-p", "qwen2_vl_vision", "--shape", "3x4"], "--shape 3x4 of qwen2_vl_vision"),
     (["-p", "qwen2_vl_vision", "--reference", "8"], "--reference of qwen2_vl_vision: expected no value"),
-    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a size of at least 1, or -, for each"),
+    (["-p", "eva02", "--reference", "8x8x8"], "--reference of eva02: expected a positive size or - for each"),
     (["-p", "pixtral", "--text", "4"], "--text: pixtral has no rule for text tokens, got 4; leave it out"),
     (["-p", "eva02", "--token", "18x0"], "--token: expected coordinates on the grid 18x28, starting at 0, got 18x0"),
     (["-p", "eva02", "--token", "1x1x1"], "--token: expected coordinates on the grid 18x28, starting at 0, got 1x1x1"),

@@ -63,7 +63,7 @@ BAD = {
         lambda: rotate(x, omega=pairs, positions=grid, pairs=(1, 2)),
     ),
     "no pairs in a block": (
-        ValueError, r"pairs: .*at least one pair", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
+        ValueError, r"pairs: .*positive numbers of pairs", lambda: rotate(x, omega=pairs, positions=grid, pairs=(4, 0)),
     ),
     "pairs of a number": (ValueError, r"pairs: .*got 4", lambda: rotate(x, omega=pairs, positions=grid, pairs=4)),
     "unknown order": (ValueError, r"order: .*'sin'", lambda: cosine(x, omega=omega, positions=grid, order="sin")),
@@ -310,7 +310,7 @@ BAD = {
         lambda: Grid(3, 4),
     ),
     "three sizes of a grid as arguments": (TypeError, r"pass Grid\(\(2, 3, 4\)\)", lambda: Grid(2, 3, 4)),
-    "float size": (ValueError, r"shape: expected one integer", lambda: Grid((2.0, 2.0))),
+    "float size": (ValueError, r"shape: expected a non-negative integer", lambda: Grid((2.0, 2.0))),
     "no axis": (ValueError, r"at least one axis", lambda: cosine(x, omega=omega[..., :0], positions=torch.rand(12, 0))),
     "cache of another shape": (
         ValueError, r"theta_cache: expected shape \(1, 12, 8\)",

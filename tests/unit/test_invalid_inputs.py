@@ -278,7 +278,7 @@ def test_numpy_integers():
     assert all(type(n) is int for n in (*grid.shape, grid.prefix, grid.start, grid.length))
     assert type(Coordinates(torch.zeros(1, 2), prefix=np.int64(1)).prefix) is int
     for size in (3.0, "3", None, np.float32(3), torch.tensor(3.0), torch.tensor([3, 3])):
-        with pytest.raises(ValueError, match="shape: expected one integer"):
+        with pytest.raises(ValueError, match="shape: expected a non-negative integer"):
             Grid((size, 4))
         if size is not None:
             with pytest.raises(ValueError, match="prefix: expected an integer"):

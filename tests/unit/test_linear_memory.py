@@ -480,13 +480,13 @@ def test_module(encoding):
 
 ERRORS = [
     ({"decay": torch.ones(2)}, "decay: expected is_causal=True or a block"),
-    ({"rule": "delta"}, "rule: 'delta' expects a block"),
+    ({"rule": "delta"}, "rule: 'delta' needs block="),
     ({"rule": "delta", "is_causal": True}, "fla"),
     ({"rule": "delta", "block": 1}, "fla"),
     ({"rule": "sum"}, "rule: expected one of"),
     ({"directions": "backward", "block": 6}, "directions: expected one of"),
-    ({"directions": "both"}, "directions: 'both' expects a block"),
-    ({"directions": "both", "is_causal": True}, "directions: 'both' expects a block"),
+    ({"directions": "both"}, "directions: 'both' needs block="),
+    ({"directions": "both", "is_causal": True}, "directions: 'both' needs block="),
     ({"directions": "both", "block": 6, "return_state": True}, "return_state: expected None"),
     ({"block": 6, "decay": torch.ones(3)}, r"decay: expected \(2 or 1,\), per head, or \(2 or 1, 2 or 1, 4\)"),
     ({"block": 6, "decay": torch.ones(2, 2, 24)}, r"4\), with the blocks between prefix and suffix"),

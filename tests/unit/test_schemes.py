@@ -181,7 +181,7 @@ def test_amplitude_per_axis_does_not_scale_gaps():
     scaling = (None, lambda theta: (theta, 3.0))
     made = preset(replace(OWN, frequencies=Axial((1, 1), gaps=(0, 1, 1))), 16, scaling=scaling)
     assert made.amplitude.tolist() == [1, 1, 1, 1, 3, 3, 1, 1]
-    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if heads differ"):
+    with pytest.raises(ValueError, match="scaling: expected one amplitude for all axes if frequencies differ"):
         preset(replace(OWN, frequencies=Axial((1, 1), axis_map="head"), num_heads=2), scaling=scaling)
 
 

@@ -90,9 +90,7 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     block = options.block
     if block is not None:
         if isinstance(block, bool) or not isinstance(block, (int, torch.SymInt)) or block < 1:
-            raise ValueError(
-                f"block: expected an integer of at least 1, the number of tokens in a block, got {block!r}"
-            )
+            raise ValueError(f"block: expected a positive integer, the number of tokens in a block, got {block!r}")
         if options.is_causal:
             raise ValueError(
                 "is_causal: expected False with block, which is causal between blocks and full within each, got True"
@@ -103,14 +101,14 @@ def _make_attention(options: LinearOptions, arguments: TensorArguments) -> Atten
     if arguments.decay is not None and mask == "full":
         raise ValueError("decay: expected is_causal=True or a block, got neither; pass one of them")
     if rule == "delta" and mask == "full":
-        raise ValueError("rule: 'delta' expects a block, the tokens of a frame, got None; pass block=")
+        raise ValueError("rule: 'delta' needs block=, the number of tokens in a frame, got None")
     if rule == "delta" and (mask == "causal" or block == 1):
         raise ValueError(
-            "rule: 'delta' expects a block of at least 2 tokens, such as a frame, got single tokens; for a "
+            "rule: 'delta' needs blocks of at least 2 tokens, such as a frame, got single tokens; for a "
             "token-by-token delta rule, use the flash-linear-attention library (fla)"
         )
     if directions == "both" and mask != "block":
-        raise ValueError("directions: 'both' expects a block, the tokens of a frame, got None; pass block=")
+        raise ValueError("directions: 'both' needs block=, the number of tokens in a frame, got None")
     if directions == "both" and (arguments.state or options.return_state):
         name = "state" if arguments.state else "return_state"
         raise ValueError(f"{name}: expected None with directions='both', which needs the whole sequence; leave it out")
@@ -139,8 +137,8 @@ def _check_decay(decay: Any, k: Tensor, layout: Layout, attention: Attention) ->
     by_block = decay.ndim == 3 and decay.shape[0] in (1, batch) and decay.shape[1] in (1, heads)
     if not by_head and not (by_block and decay.shape[2] == num_blocks):
         raise ValueError(
-            f"decay: expected ({or_one(heads)},), per head, or ({or_one(batch)}, {or_one(heads)}, {num_blocks}), with "
-            f"the {unit}, got {tuple(decay.shape)}"
+            f"decay: expected shape ({or_one(heads)},) for one decay per head, or ({or_one(batch)}, "
+            f"{or_one(heads)}, {num_blocks}) for the {unit}, got {tuple(decay.shape)}"
         )
     if decay.device != k.device:
         raise ValueError(f"decay: expected a tensor on k's device {k.device}, got {decay.device}")
@@ -172,7 +170,7 @@ def check_normalizer(normalizer: Any, act: str) -> None:
 
 def check_eps(eps: Any) -> None:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps < float("inf"):
-        raise ValueError(f"eps: expected a finite number above 0, got {eps!r}")
+        raise ValueError(f"eps: expected a finite positive number, got {eps!r}")
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:

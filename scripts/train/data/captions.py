@@ -92,7 +92,7 @@ def _from_table(
         if name in pairs or name in skipped:
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
-            raise typer.BadParameter(f"--without {without}: {table}, line {line} has only {', '.join(row)}")
+            raise typer.BadParameter(f"--without {without}: {table}, line {line} only has the fields {', '.join(row)}")
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)
         else:

@@ -230,8 +230,8 @@ def find_patch(name: str) -> int:
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
-            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got one of the family "
-            f"{type(model).__module__.rpartition('.')[2]}"
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got a model of "
+            f"the family {type(model).__module__.rpartition('.')[2]}"
         )
     return model.patch_embed.patch_size[0]
 
