@@ -15,7 +15,7 @@ from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
-POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the training grid"}
+POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -114,7 +114,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 def how_long(training: dict[str, Any]) -> str:
     seconds = training.get("seconds")
-    return f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
+    return f"{seconds:g} s (not counting the first steps)" if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
+        lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
     if task.note:
         lines += [task.note, ""]
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:

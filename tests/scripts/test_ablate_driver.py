@@ -365,7 +365,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.steps > 10).all()
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
-    assert "as many steps as fit into 0.2 s" in text
+    assert "trained for 0.2 s (not counting the first steps)" in text
     assert "| steps | seconds counted |" in text
 
 
