@@ -199,8 +199,8 @@ SCHEMES: dict[str, Scheme] = {
     "cosformer": Scheme(
         """cosFormer (arXiv 2202.08791): one frequency, π/2 over the whole length.
 
-        Θ = π (i + 1) / (2 M) for token i, where M is the longer of the query and key lengths. To set M, use the option ``longest``;
-        the default is the current length. The two halves of the output are [sin, cos]. relu is applied to q and k.
+        Θ = π (i + 1) / (2 M) for token i. M is the longer of the query and key lengths, unless you set the option
+        ``longest``. The two halves of the output are [sin, cos]. relu is applied to q and k.
         """,
         64, Axial((1,), None, series=f.quarter_turn),
         map="cosine", act="relu", order="sin_cos", grid=f.portion,
@@ -249,7 +249,7 @@ SCHEMES: dict[str, Scheme] = {
         """Interleaved M-RoPE of Qwen3.5 (transformers ``Qwen3_5TextRotaryEmbedding``).
 
         Only the first quarter of a head is rotated. Its 32 pairs are assigned in turn to t, h and w, which get 11, 11
-        and 10 pairs. The base is 1e7. After an image, positions continue from the larger of the image's height and width.
+        and 10 pairs. The base is 1e7. After an image, positions continue from the larger of its height and width.
         """,
         256, Axial((11, 11, 10), 1e7, axis_map="stride"), pairs="half", rotary=(0, 0.25), grid=f.video,
         tokens=DIAGONAL, after=(0, 1, 2), advance=(1, 2),
