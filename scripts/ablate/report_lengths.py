@@ -47,11 +47,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Columns are lengths in bytes, and rows are "
+        f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
         f"sorted by the longest length. Models were trained at length {trained} for {training['steps']:,} steps, with "
         f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
         "In rows with + linear, + ntk or + yarn, frequencies are scaled without further training, by a factor of "

@@ -73,12 +73,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, sorted by accuracy on the longest clips."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    interval = f"mean ± half-width of the 95% confidence interval (Student's t) over {number} seeds"
-    scheme = interval if seeds > 1 else "one seed"
+    interval = f"as mean ± half-width of the 95% confidence interval (Student's t) over {number} seeds"
+    scheme = interval if seeds > 1 else "for one seed"
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"The tables list the accuracy in % on questions about symbols in earlier frames: {scheme}. Chance is "
+        f"The tables list the accuracy in % on questions about symbols in earlier frames, {scheme}. Chance is "
         f"{100 / training['values']:g}%. Each column is a clip size: frames × height × width, in tokens. The first is "
         "the training size, and rows are sorted by the longest clips. In longer clips, only questions in the last "
         f"{frames_of(trained)} frames count. Each model was trained for {how_long(training)}, at batch size "

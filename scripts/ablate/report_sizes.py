@@ -133,11 +133,11 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     means: Any = trained.groupby(KEYS)["value"].mean()
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     measure = task.measure.replace(", %", " in %")
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
-        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. Rows are sorted by the "
+        f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the "
         "first column, the training size. The models never saw the other sizes in training. Each model was trained for "
         f"{how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
         "",

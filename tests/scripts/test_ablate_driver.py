@@ -223,7 +223,7 @@ def test_numbers_of_the_table(task, tmp_path):
     assert "Two seeds tell you little: the half-width is 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
-    assert "one seed" in single
+    assert "for one seed" in single
     report_sizes.plot_sizes(results, config, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
