@@ -208,7 +208,7 @@ class Grid(Rules):
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
-                f"reference: expected a positive size or None for each of {self.num_axes} axes, got {reference}"
+                f"reference: expected a positive size, or None, for each of {self.num_axes} axes, got {reference}"
             )
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 

@@ -70,9 +70,8 @@ def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[
     parts = re.split(r"\s*[x×,]\s*|\s+", text.strip())
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
     if not all(good) or any(part != "-" and int(part) < least for part in parts):
-        raise typer.BadParameter(
-            f"{option}: expected integers of at least {least}, such as 18x28 or 9x18x28, got {text!r}"
-        )
+        kind = "positive" if least else "non-negative"
+        raise typer.BadParameter(f"{option}: expected {kind} integers, such as 18x28 or 9x18x28, got {text!r}")
     return tuple(None if part == "-" else int(part) for part in parts)
 
 

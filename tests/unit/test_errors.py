@@ -182,9 +182,9 @@ BAD = {
     "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),
     "unknown axis order": (ValueError, r"axis_order", lambda: axial_omega(theta, 8, 2, axis_order="xy")),
     "unknown frequencies": (ValueError, r"frequencies", lambda: CosineMd(8, 2, frequencies="random")),
-    "softmax without dim": (ValueError, r"dim: softmax", lambda: cosine(x, omega=omega, positions=grid, act="softmax")),
+    "softmax without dim": (ValueError, r"dim: expected", lambda: cosine(x, omega=omega, positions=grid, act="softmax")),
     "dim = 1": (
-        ValueError, r"dim: softmax needs -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
+        ValueError, r"dim: expected -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
     ),
     "dim without softmax": (
         ValueError, r"dim: expected None", lambda: cosine(x, omega=omega, positions=grid, act="silu", dim=-1),
@@ -320,7 +320,7 @@ BAD = {
     ),
     "unknown act of a module": (ValueError, r"act: .*'gelu'", lambda: CosineMd(8, 2, act="gelu")),
     "unknown act of a rotating module": (ValueError, r"act: .*'gelu'", lambda: lrpe_md.Rotate1d(8, act="gelu")),
-    "softmax of a module without dim": (ValueError, r"dim: softmax needs -1", lambda: RotateMd(8, 2, act="softmax")),
+    "softmax of a module without dim": (ValueError, r"dim: expected -1", lambda: RotateMd(8, 2, act="softmax")),
     "dim of a module without softmax": (
         ValueError, r"dim: expected None for act='silu'", lambda: CosineMd(8, 2, act="silu", dim=-1),
     ),

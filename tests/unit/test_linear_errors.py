@@ -37,7 +37,7 @@ ERRORS = {
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 4, 7, 8\)": {"v": Q},
     r"v: expected k's batch, heads and tokens, \(2, 2, 7\), .* got \(2, 2, 6, 8\)": {"v": K[:, :, :6]},
     r"v: expected a tensor \(B, H, N, D_v\), got NoneType": {"v": None},
-    r"v: expected a head_dim of at least 1, got \(2, 2, 7, 0\)": {"v": K[..., :0]},
+    r"v: expected a positive head_dim, got \(2, 2, 7, 0\)": {"v": K[..., :0]},
     r"v: expected q's dtype and device, torch.float32 on cpu, got torch.bfloat16": {"v": K.bfloat16()},
     # the map
     r"map: expected 'cosine', 'rotate' or None, got 'none'": {"map": "none"},

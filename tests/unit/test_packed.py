@@ -453,7 +453,7 @@ def test_zigzag_for_text():
         ((Grid((7,)), 0, 2), "positions: expected a number of tokens that is a multiple of 2 · 2, got 7; pad"),
         ((Grid((8,)), 2, 2), "rank: expected 0 to 1, got 2"),
         ((Grid((8,)), -1, 2), "rank: expected 0 to 1, got -1"),
-        ((Grid((8,)), 0, 0), "num_ranks: expected an integer of at least 1, got 0"),
+        ((Grid((8,)), 0, 0), "num_ranks: expected a positive integer, got 0"),
         ((Grid((8,), start=2), 0, 2), "positions: expected the whole sequence, got a shard"),
         ((torch.zeros(8, 1), 0, 2), "positions: expected a Grid or Coordinates, got Tensor"),
     ],

@@ -106,7 +106,7 @@ def _specify(options: Options, head_dim: int) -> Spec:
     if options.order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {options.order!r}")
     if head_dim < 1 and options.map == "cosine":
-        raise ValueError(f"x: expected head_dim of at least 1, got {head_dim}")
+        raise ValueError(f"x: expected a positive head_dim, got {head_dim}")
     start, width = rotary_slice(options.rotary_dim, head_dim, even=options.map != "cosine")
     channels = MAPS[options.map].channels(width)
     if options.map == "cosine":
@@ -152,7 +152,7 @@ def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
     sections = tuple(pairs)
     numbers = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sections]
     if not all(numbers) or sum(sections) != channels:
-        raise ValueError(f"pairs: expected positive numbers of pairs per block, {channels} in total, got {sections}")
+        raise ValueError(f"pairs: expected positive numbers of pairs that add up to {channels}, got {sections}")
     return ("half", ()) if len(sections) == 1 else ("blocks", sections)
 
 

@@ -197,7 +197,7 @@ def _check_values(v: Tensor, q: Tensor, k: Tensor) -> None:
             f"v: expected k's batch, heads and tokens, {tuple(k.shape[:3])}, and any head_dim, got {tuple(v.shape)}"
         )
     if v.shape[3] < 1:
-        raise ValueError(f"v: expected a head_dim of at least 1, got {tuple(v.shape)}")
+        raise ValueError(f"v: expected a positive head_dim, got {tuple(v.shape)}")
     if v.dtype != q.dtype or v.device != q.device:
         raise ValueError(f"v: expected q's dtype and device, {q.dtype} on {q.device}, got {v.dtype} on {v.device}")
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
@@ -353,7 +353,7 @@ def _place_without_map(
             raise ValueError(f"{name}: expected None with map=None, which has no angles, got {type(value).__name__}")
     for name, x in (("q", arguments.q), ("k", arguments.k)):
         if x.shape[3] < 1:
-            raise ValueError(f"{name}: expected head_dim of at least 1, got {tuple(x.shape)}")
+            raise ValueError(f"{name}: expected a positive head_dim, got {tuple(x.shape)}")
     spec = _with_norm(options, Spec("none", options.act, options.dim or 0))
     tables = Tables(make_empty_frequencies(arguments.q))
     layouts = []
