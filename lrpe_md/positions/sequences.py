@@ -453,7 +453,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
 
 def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
     if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions that the CPU knows, got a Grid with an origin at index {i}")
+        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

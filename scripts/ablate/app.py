@@ -75,7 +75,8 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
+            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. "
+            "(default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[
@@ -86,7 +87,7 @@ def run(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
+        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3, or 5 with --full)")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")

@@ -80,7 +80,7 @@ def render(rows: pd.DataFrame) -> str:
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
         speed = " to ".join(ordered(f"{v:,.0f}" for v in (speeds.min(), speeds.max())))
-        lines += [f"A copy of {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes {speed} GB/s."]
+        lines += [f"Copying {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes memory at {speed} GB/s."]
     lines += [""]
     for part in (passes, variants, scaling, host, first_compile, memory, accuracy, left_out):
         lines += part(rows)
@@ -130,8 +130,8 @@ CHANGES = """
 One test modifies a model before `adapt_rotary`, and another test modifies it afterwards. Both tests compare the model
 with an original that has the same modification. The table counts the outcomes for all models to which a modification
 applies. `rejected` means that `adapt_rotary` raises an error, and `error` that only the adapted model raises one.
-`unstable` means that the modified original does not reproduce its own outputs, because it reads weights that have not
-been loaded from the offload.
+`unstable` means that the modified original does not reproduce its own outputs, because it reads weights that are still
+offloaded.
 """
 OUTCOMES = ("same", "refused", "different", "error", "unstable")
 

@@ -364,7 +364,7 @@ def test_report_on_made_numbers(tmp_path):
     text = (pages / "performance.md").read_text()
     lines = text.splitlines()
     assert lines[0] == "# Encoding speed"
-    assert "A copy of 2 GiB of bfloat16 reads and writes 1,000 GB/s." in text
+    assert "Copying 2 GiB of bfloat16 reads and writes memory at 1,000 GB/s." in text
     assert "|  | forward: img64 | video | backward: video |" in lines
     assert "| **lrpe-md** | 0.91 | 0.93 | 0.94 |" in lines
     assert "| slow | 0.25 | ✗ |  |" in lines

@@ -182,7 +182,10 @@ BAD = {
     "unknown impl": (ValueError, r"impl", lambda: cosine(x, omega=omega, positions=grid, impl="cuda")),
     "unknown axis order": (ValueError, r"axis_order", lambda: axial_omega(theta, 8, 2, axis_order="xy")),
     "unknown frequencies": (ValueError, r"frequencies", lambda: CosineMd(8, 2, frequencies="random")),
-    "softmax without dim": (ValueError, r"dim: expected", lambda: cosine(x, omega=omega, positions=grid, act="softmax")),
+    "softmax without dim": (
+        ValueError, r"dim: expected -1 .*softmax.*, got None",
+        lambda: cosine(x, omega=omega, positions=grid, act="softmax"),
+    ),
     "dim = 1": (
         ValueError, r"dim: expected -1", lambda: cosine(x, omega=omega, positions=grid, act="softmax", dim=1),
     ),

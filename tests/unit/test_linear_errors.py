@@ -119,7 +119,7 @@ ERRORS = {
     r"positions: expected the same positions for q and k with is_causal, got a pair": {
         "positions": (GRID, GRID), "is_causal": True,
     },
-    r"k: expected q's 7 tokens with a causal or block mask, got 5": {
+    r"k: expected as many tokens as q \(7\) with a causal or block mask, got 5": {
         "map": None, "omega": None, "positions": None, "k": K[:, :, :5], "v": K[:, :, :5], "is_causal": True,
     },
     # softmax over the sequence

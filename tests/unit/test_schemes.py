@@ -265,7 +265,7 @@ def test_custom_functions():
     [
         (r"data: expected fields of Scheme, got 'colour'; use one of doc, head_dim, .*", lambda d: d | {"colour": 1}),
         (r"data: expected fields of Scheme, got 'pair' \(did you mean 'pairs'\?\)$", lambda d: d | {"pair": "half"}),
-        (r"data: expected head_dim of Scheme, got doc, frequencies", lambda d: d.pop("head_dim") and None),
+        (r"data: Scheme needs head_dim, got doc, frequencies", lambda d: d.pop("head_dim") and None),
         (
             r"frequencies: expected a kind, 'axial' or 'dense', got None",
             lambda d: d["frequencies"].pop("kind") and None,

@@ -418,7 +418,7 @@ X = torch.zeros(2, 4, 5, 8)
         (lambda: Grid((3, 4), origin=torch.tensor([1])), ValueError, r"origin: expected \(2,\) or .*got \(1,\)"),
         (
             lambda: lrpe_md.pack([Grid((3,), origin=torch.tensor([1]))]), ValueError,
-            "samples: expected positions that the CPU knows.*at index 0",
+            "samples: expected positions without an origin.*at index 0",
         ),
         (
             lambda: Rotate1d(8)(X, cu_seqlens=torch.tensor([0, 5])), ValueError,

@@ -62,7 +62,9 @@ def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: S
         mask_name = "block" if attention.mask == "block" else "is_causal"
         raise ValueError(f"positions: expected the same positions for q and k with {mask_name}, got a pair")
     if q.shape[2] != k.shape[2] and attention.mask != "full":
-        raise ValueError(f"k: expected q's {q.shape[2]} tokens with a causal or block mask, got {k.shape[2]}")
+        raise ValueError(
+            f"k: expected as many tokens as q ({q.shape[2]}) with a causal or block mask, got {k.shape[2]}"
+        )
     cu_seqlens = _check_cu_seqlens(arguments.cu_seqlens, q, attention.mask, has_position_pair)
     spec, q_side, k_side = _place_sides(options, arguments, sides)
     if attention.mask == "block":
