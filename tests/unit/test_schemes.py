@@ -270,7 +270,7 @@ def test_custom_functions():
             r"frequencies: expected a kind, 'axial' or 'dense', got None",
             lambda d: d["frequencies"].pop("kind") and None,
         ),
-        (r"frequencies: expected split of Axial, got base", lambda d: d["frequencies"].pop("split") and None),
+        (r"frequencies: Axial needs split, got base", lambda d: d["frequencies"].pop("split") and None),
         (r"data: expected a dict, as returned by to_dict, got list", lambda d: [1]),
         (r"frequencies: expected an Axial or a Dense, got str", lambda d: d | {"frequencies": "axial"}),
     ],

@@ -69,8 +69,8 @@ def decoder(name: str | None = None) -> str:
         if importlib.util.find_spec(DECODERS[each]):
             return each
     raise VideoError(
-        f"videos need a decoder that is not installed ({', '.join(names)}); run pip install av, or pip install "
-        "'lrpe-md[scripts]' to install everything"
+        f"no video decoder is installed ({', '.join(names)}); run pip install av, or pip install "
+        "'lrpe-md[scripts]' for all commands"
     )
 
 
