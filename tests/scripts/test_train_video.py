@@ -288,7 +288,7 @@ def test_invalid_options(footage, tmp_path):
     assert "multiple of 4" in output_of(*run, "--size", "10")
     assert "expected a multiple of 3" in output_of(*run, "--accumulate", "3")
     assert "no such file" in output_of(*run, "--data", str(tmp_path / "nothing.mp4"))
-    assert "expected a training clip of" in output_of(*run, "--frames", "64")
+    assert "no training clip of" in output_of(*run, "--frames", "64")
     assert "start it with torchrun" in output_of(*run, "--sharding", "fsdp")
     assert not (tmp_path / "run").exists()  # nothing was written
     output_of(*run, code=0)
