@@ -89,7 +89,7 @@ def test_invalid_registrations():
         with pytest.raises(ValueError, match=f"name: expected a name that is not a published .* got '{name}'"):
             register_scheme(name, OWN, overwrite=True)
     for name in ("", 3):
-        with pytest.raises(TypeError, match="name: expected a name"):
+        with pytest.raises(TypeError, match="name: expected a non-empty string"):
             register_scheme(name, OWN)
     with pytest.raises(TypeError, match=r"scheme: expected a lrpe_md.Scheme, got Axial"):
         register_scheme("ours", OWN.frequencies)
