@@ -10,7 +10,7 @@ import pandas as pd
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
-from .report_sizes import count_seeds
+from .report_sizes import count_seeds, describe_training
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -52,10 +52,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
-        f"sorted by the longest length. Models were trained at length {trained} for {training['steps']:,} steps, with "
-        f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
-        "In rows with + linear, + ntk or + yarn, frequencies are scaled without further training, by a factor of "
-        f"length / {trained}.",
+        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. Each "
+        f"length is evaluated on the same {training['test_bytes']:,} bytes. In rows with + linear, + ntk or + yarn, "
+        f"frequencies are scaled without further training, by a factor of length / {trained}.",
         "",
     ]
     rows = [
@@ -109,6 +108,7 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
-        figure.suptitle(f"dotted: length in training, {trained:,} bytes", fontsize=10)
+        spread = "; mean ± standard deviation" if results.seed.nunique() > 1 else ""
+        figure.suptitle(f"dotted: length in training, {trained:,} bytes{spread}", fontsize=10)
         add_legend(figure)
         save(figure, path)

@@ -109,7 +109,8 @@ def main(
     positions: Annotated[
         str | None,
         typer.Option(
-            help="Images: how to place tokens at other sizes: rescaled (to the training grid) or extrapolated."
+            help="Images: positions to use at other sizes: rescaled (to the training grid) or extrapolated. "
+            "(default: rescaled)"
         ),
     ] = None,
     out: Annotated[
