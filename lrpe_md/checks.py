@@ -155,7 +155,8 @@ def check_at_least(least: int, **numbers: Any) -> None:
     """Check that each number is an integer (or a SymInt) of at least ``least``."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)) or number < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, got {number!r}")
+            kind = {0: "a non-negative integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
+            raise ValueError(f"{name}: expected {kind}, got {number!r}")
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:

@@ -37,7 +37,7 @@ def parameter_groups(
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():
         if not is_finite_number(value) or value < 0:
-            raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+            raise ValueError(f"{name}: expected a finite non-negative number, got {value!r}")
     named: Any = getattr(model, "no_weight_decay", set)
     excluded = set(named())
     frequencies = {

@@ -471,8 +471,8 @@ class DiT(nn.Module):
         if isinstance(like, Text):
             return like.zeros(batch)
         raise TypeError(
-            "text_encoder: expected a method empty(batch) that returns the inputs for empty conditions, or their Text, "
-            f"got {type(self.text_encoder).__name__} without one; add it, or pass text, and negative= for guidance"
+            f"text_encoder: {type(self.text_encoder).__name__} has no method empty(batch), which returns empty "
+            "conditions; add one, or pass text= (and negative= for guidance)"
         )
 
     def forward(

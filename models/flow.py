@@ -156,7 +156,7 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
     if text is None:
         wanted = model.empty_text(batch)
     if away.batch_size not in (1, batch):
-        raise ValueError(f"negative: expected 1 text, or {batch} as in text, got {away.batch_size}")
+        raise ValueError(f"negative: expected 1 text, or {batch} texts as in text, got {away.batch_size}")
     away = Text(*(None if value is None else value.expand(batch, *value.shape[1:]) for value in away))
     both = join_texts(wanted, away)
 
@@ -177,7 +177,7 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     noise. For images with m pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
-        raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
+        raise ValueError(f"steps, shift: expected steps >= 1 and shift > 0, got {steps}, {shift}")
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * t / (1 + (shift - 1) * t)
 

@@ -118,7 +118,7 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
         raise TypeError(f"captions: expected a sequence of strings, got {captions!r}")
     if not captions or max_length < 1:
         raise ValueError(
-            f"captions, max_length: expected at least one caption and a max_length of at least 1, got {len(captions)}, "
+            f"captions, max_length: expected at least one caption and a positive max_length, got {len(captions)}, "
             f"{max_length}"
         )
     rows = [torch.tensor([START, *(2 + byte for byte in c.encode())][:max_length]) for c in captions]

@@ -259,7 +259,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
                 raise ValueError(
-                    f"window: expected None unless causal='frames' and attention='softmax' in a layer, got {frames} "
+                    f"window: expected None unless causal='frames' and a layer has attention='softmax', got {frames} "
                     f"with {self.causal!r}, {', '.join(sorted(attentions))!r}"
                 )
 

@@ -130,7 +130,7 @@ class OutcomeRecorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", type=Path, help="file to append outcomes to, as JSON lines")
+    parser.addoption("--outcomes", type=Path, help="file to which outcomes are appended, as JSON lines")
     parser.addoption("--adapt", action="store_true", help="Adapt every model after construction.")
 
 

@@ -161,7 +161,7 @@ def main(
     diffusers: Annotated[Path | None, typer.Option(help="Path to a diffusers checkout.", exists=True)] = None,
     transformers: Annotated[Path | None, typer.Option(help="Path to a transformers checkout.", exists=True)] = None,
     only: Annotated[str | None, typer.Option(help="Run only this model, such as flux or llama.")] = None,
-    tests: Annotated[str | None, typer.Option(help="Version to record; default: the one in setup.py.")] = None,
+    tests: Annotated[str | None, typer.Option(help="Version to record. (default: the one in setup.py)")] = None,
 ) -> None:
     """Run diffusers' and transformers' model tests with stock and with adapted models."""
     known = [model for _, models in TESTS.values() for model in models]
@@ -176,7 +176,7 @@ def main(
         if only in (None, model)
     ]
     if not jobs:
-        raise HostTestsError("expected --diffusers or --transformers with tests for the chosen model, got none")
+        raise HostTestsError("expected --diffusers or --transformers, with a checkout that tests the chosen model")
     worse: list[str] = []
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)

@@ -112,7 +112,7 @@ def close_package(source: str) -> str:
     without = re.sub(r"^_INTEGRATIONS = .*$", "_INTEGRATIONS = ()", source, count=1, flags=re.MULTILINE)
     without = re.sub(r"^    from \.integrations import .*\n", "", without, flags=re.MULTILINE)
     if without == source:
-        raise KernelError("__init__.py: expected the adapters' names as _INTEGRATIONS, which a kernel leaves out")
+        raise KernelError("__init__.py: expected a line _INTEGRATIONS = .., which lists the adapters to leave out")
     return without
 
 
@@ -204,7 +204,7 @@ def replace_folder(out: Path, made: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Output folder; a kernel written there before is replaced.")],
+    out: Annotated[Path, typer.Option(help="Output folder. A kernel in it is overwritten.")],
     repo_id: Annotated[str, typer.Option(help="Hub repository, as ORGANISATION/NAME.")] = "lrpe-md/lrpe-md",
 ) -> None:
     """Write the library as a Kernel Hub project, with its builds."""

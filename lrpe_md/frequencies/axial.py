@@ -100,13 +100,13 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     check_at_least(0, num_channels=num_channels)
     total = sum(shares)
     if total < 1 or min(shares) < 0:
-        raise ValueError(f"shares: expected whole numbers of at least 0, not all 0, got {tuple(shares)}")
+        raise ValueError(f"shares: expected non-negative whole numbers, not all 0, got {tuple(shares)}")
     parts = [num_channels // total * share for share in shares]
     left = num_channels - sum(parts)
     if left and remainder is None:
         raise ValueError(
             f"num_channels: expected a multiple of {total} for shares {' : '.join(map(str, shares))}, got "
-            f"{num_channels}; or name the axis that gets the rest with remainder=, such as remainder=0"
+            f"{num_channels}; or pass the axis that gets the rest, such as remainder=0"
         )
     if remainder is not None:
         parts[remainder] += left

@@ -117,7 +117,7 @@ def llama3_scaling(
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
     if not high > low:
-        raise ValueError(f"high: expected more than low = {low}, got {high}")
+        raise ValueError(f"high: expected a value greater than low = {low}, got {high}")
     keep = ((original_length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return theta / factor * (1 - keep) + theta * keep, 1.0
 
@@ -143,7 +143,7 @@ def riflex_scaling(
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(length=length, share=share)
     if (repeats_at is None) == (index is None):
-        raise ValueError(f"repeats_at, index: expected exactly one of them, got {repeats_at}, {index}")
+        raise ValueError(f"repeats_at, index: expected exactly one of the two, got {repeats_at}, {index}")
     num = theta.shape[-1]
     periods = (2 * math.pi / theta).round()
     if repeats_at is not None:

@@ -119,7 +119,7 @@ class FrequencyModule(nn.Module):
         check_impl(impl)
         for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
             if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected at least 1, got {number}")
+                raise ValueError(f"{name}: expected a positive integer, got {number}")
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}"

@@ -101,7 +101,7 @@ class HeadDecay(nn.Module):
 
 def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) -> Tensor:
     if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-        raise ValueError(f"num_heads: expected an integer of at least 1, got {num_heads!r}")
+        raise ValueError(f"num_heads: expected a positive integer, got {num_heads!r}")
     if isinstance(initial, Tensor):
         values = initial.detach().to("cpu", torch.float64)
         if values.shape != (num_heads,):
@@ -282,8 +282,8 @@ def attend_with(
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:
         if state is not None:
             raise ValueError(
-                "positions: expected those of the new tokens with a state, got None; after n tokens, pass "
-                "Grid((N,)).offset(n)"
+                "positions: expected those of the new tokens, because you passed a state, got None; after n tokens, "
+                "pass Grid((N,)).offset(n)"
             )
         positions = text_positions(q, 0, cu_seqlens, encoding.dim)
     positions = call.locate(positions) if getattr(encoding, "moved", ()) else positions

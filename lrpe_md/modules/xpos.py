@@ -74,7 +74,7 @@ def scale_xpos(
 def check_scale(value: Any, centre: Any) -> None:
     """Check scale_base and scale_centre."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"scale_base: expected a finite number above 0, got {value!r}")
+        raise ValueError(f"scale_base: expected a finite positive number, got {value!r}")
     if isinstance(centre, bool) or not isinstance(centre, (int, float)) or not -math.inf < centre < math.inf:
         raise ValueError(f"scale_centre: expected a finite number, got {centre!r}")
 

@@ -114,7 +114,7 @@ class Coordinates(Rules):
             value = getattr(self, name)
             number = as_integer(value)
             if number is None or number < 0:
-                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
             object.__setattr__(self, name, number)
         if self.rotated is not None:
             if not isinstance(self.rotated, Tensor):

@@ -83,7 +83,7 @@ class Grid(Rules):
         shape: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         sizes = tuple(map(as_integer, shape))
         if len(sizes) == 0 or any(n is None or n < 0 for n in sizes):
-            raise ValueError(f"shape: expected one integer of at least 0 for each axis, got {shape}")
+            raise ValueError(f"shape: expected a non-negative integer for each axis, got {shape}")
         object.__setattr__(self, "shape", sizes)
         for name in ("prefix", "suffix", "start", "length"):
             value = getattr(self, name)
@@ -91,7 +91,7 @@ class Grid(Rules):
                 continue
             number = as_integer(value)
             if number is None or (number < 0 and name != "length"):
-                raise ValueError(f"{name}: expected an integer of at least 0, got {value!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {value!r}")
             object.__setattr__(self, name, number)
         for name in ("scale", "shift"):
             object.__setattr__(self, name, per_axis(name, getattr(self, name), len(shape)))
@@ -208,7 +208,7 @@ class Grid(Rules):
         sizes = (reference,) * self.num_axes if isinstance(reference, int) else tuple(reference)
         if len(sizes) != self.num_axes or not all(r is None or r > 0 for r in sizes):
             raise ValueError(
-                f"reference: expected a size of at least 1, or None, for each of {self.num_axes} axes, got {reference}"
+                f"reference: expected a positive size, or None, for each of {self.num_axes} axes, got {reference}"
             )
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 
@@ -256,9 +256,9 @@ class Grid(Rules):
             length = b * (n - 1) / n - a
             if 0 < a < b and n > 1 and length < 0:
                 raise ValueError(
-                    f"start, stop: expected the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, to "
-                    f"be at least start = {a:g}, got stop = {b:g}; for equal steps, use rescale((stop - start) / "
-                    "n).offset(start)"
+                    f"start, stop: the last of {n} positions, stop ({n} - 1) / {n} = {b * (n - 1) / n:g}, would "
+                    f"precede start = {a:g}; increase stop = {b:g}, or use rescale((stop - start) / n).offset(start), "
+                    "which has equal steps"
                 )
             steps.append(length / larger(n - 1, 1))
         return self.transform(steps, start)
@@ -389,7 +389,7 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
     """
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
-        raise ValueError(f"window: expected a size of at least 1 for each of {len(shape)} axes, got {window}")
+        raise ValueError(f"window: expected a positive size for each of {len(shape)} axes, got {window}")
     for size in shape:
         check_at_least(0, shape=size)
     index = torch.arange(math.prod(shape), device=device)

@@ -50,7 +50,7 @@ class Tokens:
     def __post_init__(self) -> None:
         for name, number in (("length", self.length), ("axis", self.axis)):
             if isinstance(number, bool) or as_integer(number) is None or number < 0:
-                raise ValueError(f"{name}: expected an integer of at least 0, got {number!r}")
+                raise ValueError(f"{name}: expected a non-negative integer, got {number!r}")
         if self.rule not in RULES:
             raise ValueError(f"rule: expected one of {RULES}, got {self.rule!r}")
         start = self.start
@@ -322,7 +322,7 @@ def zigzag(
     length, rest = divmod(positions.num_tokens, 2 * num_ranks)
     if rest:
         raise ValueError(
-            f"positions: expected a number of tokens divisible into 2 · {num_ranks} equal chunks, got "
+            f"positions: expected a number of tokens that is a multiple of 2 · {num_ranks}, got "
             f"{positions.num_tokens}; pad the sequence"
         )
     if device is None:
@@ -453,7 +453,7 @@ def _samples(samples: Sequence[Grid | Coordinates], device: torch.device | str |
 
 def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
     if isinstance(part, Grid) and part.origin is not None:
-        raise ValueError(f"{name}: expected positions known to the host, got a Grid with an origin at index {i}")
+        raise ValueError(f"{name}: expected positions without an origin tensor, got a Grid with one at index {i}")
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:

@@ -55,8 +55,8 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
     if isinstance(value, partial):
         if value.args:
             raise ValueError(
-                f"{name}: expected a functools.partial with keyword arguments, because others can't be saved, got "
-                f"{value!r}"
+                f"{name}: expected a functools.partial with keyword arguments, because positional ones can't be saved, "
+                f"got {value!r}"
             )
         bound = {key: _write(name, argument, names) for key, argument in value.keywords.items()}
         return {"function": _write(name, value.func, names), **bound}
@@ -100,9 +100,7 @@ def _read_fields(where: str, cls: Any, values: Mapping[str, Any], known: Functio
         raise ValueError(f"{where}: expected fields of {cls.__name__}, got {name!r}{advice}")
     needed = [n for n, f in taken.items() if f.default is f.default_factory is MISSING and n not in values]
     if needed:
-        raise ValueError(
-            f"{where}: expected {', '.join(needed)} of {cls.__name__}, got {', '.join(values) or 'nothing'}"
-        )
+        raise ValueError(f"{where}: {cls.__name__} needs {', '.join(needed)}, got {', '.join(values) or 'nothing'}")
     return cls(**{name: _read_value(name, value, known) for name, value in values.items()})
 
 

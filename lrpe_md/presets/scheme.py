@@ -70,13 +70,13 @@ class Axial:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.split or min(self.split) < 0 or not any(self.split):
-            raise ValueError(f"split: expected shares of at least 0, not all 0, got {self.split}")
+            raise ValueError(f"split: expected non-negative shares, not all 0, got {self.split}")
         check_map(self.axis_map, self.num_axes)
         if self.base is not None and self.base <= 0:
             raise ValueError(f"base: expected a positive number or None, got {self.base}")
         number = num_blocks(self.axis_map, self.num_axes) + 1
         if self.gaps is not None and (len(self.gaps) != number or min(self.gaps) < 0):
-            raise ValueError(f"gaps: expected {number} shares of at least 0, one more than blocks, got {self.gaps}")
+            raise ValueError(f"gaps: expected {number} non-negative shares, one more than blocks, got {self.gaps}")
         if isinstance(self.remainder, int) and not 0 <= self.remainder < self.num_axes:
             raise ValueError(f"remainder: expected an axis from 0 to {self.num_axes - 1}, got {self.remainder}")
         if isinstance(self.scaling, Sequence) and len(self.scaling) != self.num_axes:
@@ -160,7 +160,9 @@ class Axial:
             return omega, amplitudes[0]
         gain = lay([torch.full_like(t, a) for t, a in zip(thetas, amplitudes, strict=True)]).sum(-1)
         if len(gain) > 1 or self.across_heads:
-            raise ValueError("scaling: expected one amplitude for all axes if heads differ, got one per axis")
+            raise ValueError(
+                "scaling: expected one amplitude for all axes if frequencies differ between heads, got several"
+            )
         return omega, torch.where(gain[0] == 0, 1.0, gain[0])
 
     def _in_heads(self, omega: Tensor, num_heads: int) -> Tensor:
@@ -308,7 +310,7 @@ class Scheme:
         if self.apart is not None and len(self.apart) != num_axes:
             raise ValueError(f"apart: expected a number for each of {num_axes} axes, got {self.apart}")
         if self.reference is not None and (len(self.reference) != num_axes or min(self.reference) < 1):
-            raise ValueError(f"reference: expected {num_axes} sizes of at least 1, got {self.reference}")
+            raise ValueError(f"reference: expected {num_axes} positive sizes, got {self.reference}")
         if self.tokens is not None and self.tokens.rule == "axis":
             check_axis_numbers(num_axes, **{"tokens.axis": (self.tokens.axis,)})
         if self.tokens is None and (self.tokens_start is not None or self.tokens_first):

@@ -75,24 +75,25 @@ def run(
         list[str] | None,
         typer.Option(
             "--encoding", "-e",
-            help="NAME or NAME:KEY=VALUE,... as in `train`, or ATTENTION/NAME; repeatable. (default: by task)",
+            help="Encoding: NAME or NAME:KEY=VALUE, as in `train`, or ATTENTION/NAME; repeatable. "
+            "(default: depends on the task)",
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax; for recall "
-            "softmax, add, decay or delta; repeatable. (default: depends on the task)"
+            help="Attention to train: softmax, linear, or one kind per layer, as in linear,softmax. For recall: "
+            "softmax, add, decay or delta. Repeatable. (default: depends on the task)"
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3; 5 with --full)")
+        int | None, typer.Option(min=1, help="Number of seeds per encoding. (default: 3, or 5 with --full)")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Digits and recall: use more encodings and seeds, and train longer.")
+        bool, typer.Option("--full", help="For digits and recall: use more encodings and seeds, and train longer.")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
+        str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -104,9 +105,9 @@ def run(
         Path | None,
         typer.Option(help="Output folder; interrupted runs in it are resumed. (default: runs/ablate-TASK[-smoke])"),
     ] = None,
-    shard: Annotated[str, typer.Option(help="As i/n: train every n-th run, starting with run i.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="Share of the runs, as i/n: every n-th run, starting with run i.")] = "0/1",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
+        int | None, typer.Option(min=1, help="Number of parallel trainings. (default: 1, or one per core on a CPU)")
     ] = None,
 ) -> None:  # fmt: skip
     """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
@@ -238,7 +239,7 @@ def report(
     folder: Annotated[
         Path | None, typer.Option(help="Output folder of `run`. (default: all of scripts/results)")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="Encoding to compare the others with. (default: rotate)")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Baseline encoding of the report. (default: rotate)")] = None,
     pages: Annotated[
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,

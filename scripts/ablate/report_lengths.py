@@ -47,15 +47,14 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     whole: Any = results[(results["first"] == 0) & (results["last"] == results.length)]
     stats, fixed = mean_and_std(whole, "length"), whole.drop_duplicates("name").set_index("name")
     lengths = sorted(whole.length.unique())
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     cell = "{:.3f} ± {:.3f}" if seeds > 1 else "{:.3f}"
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
-        f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
-        f"sorted by the longest. {describe_training(settings)} Training windows have {trained} bytes. Each length is "
-        f"evaluated on the same {training['test_bytes']:,} bytes. "
-        f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
-        "long, without further training.",
+        f"The table lists bits per byte of held-out text, {scheme}. Columns are lengths in bytes, and rows are "
+        f"sorted by the longest length. {describe_training(settings)} Training windows have {trained} bytes. Each "
+        f"length is evaluated on the same {training['test_bytes']:,} bytes. In rows with + linear, + ntk or + yarn, "
+        f"frequencies are scaled without further training, by a factor of length / {trained}.",
         "",
     ]
     rows = [
@@ -64,8 +63,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     ]
     lines += table(["encoding", "parameters", *(f"{n:,}" for n in lengths)], rows)
     lines += [
-        f"Measured on {describe_environments(config['environments'])}; {seconds.min():.0f} to {seconds.max():.0f} s "
-        "per run."
+        f"Measured on {describe_environments(config['environments'])};"
+        f" each run took {seconds.min():.0f} to {seconds.max():.0f} s."
     ]
     return "\n".join(lines) + "\n"
 

@@ -73,29 +73,29 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     """Render the tables, sorted by accuracy on the longest clips."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
-    interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
-    scheme = interval if seeds > 1 else "one seed"
+    interval = f"as mean ± half-width of the 95% confidence interval (Student's t) over {number} seeds"
+    scheme = interval if seeds > 1 else "for one seed"
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
-        f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
-        f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
-        f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. {describe_training(config['settings'])}",
+        f"The tables list the accuracy in % on questions about symbols in earlier frames, {scheme}. Chance is "
+        f"{100 / training['values']:g}%. Each column is a clip size: frames × height × width, in tokens. The first is "
+        "the training size, and rows are sorted by the longest clips. In longer clips, only questions in the last "
+        f"{frames_of(trained)} frames count. {describe_training(config['settings'])}",
         "",
-        f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
-        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and "
-        f"as many others ask for the value at an offset (frames back, rows down, columns right): one of {offsets}. The "
-        f"model has {training['depth']} layers of {training['heads']} heads and {training['dim']} channels.",
+        f"In each frame, {training['writes']} tokens each write one of {training['values']} values under one of "
+        f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key. As many "
+        f"others ask for the value at one of these offsets (frames back, rows down, columns right): {offsets}. The "
+        f"model has {training['depth']} layers with {training['heads']} heads and {training['dim']} channels.",
         "",
     ]
     for kind in KINDS:
         lines += [f"Questions {kind}:", "", *_accuracies(results, kind)]
-    bold = " Bold intervals exclude zero." if seeds > 1 else ""
+    bold = ", in bold if the interval excludes zero" if seeds > 1 else ""
     for changed, base, same in (("attention", MEMORY, "positions"), ("encoding", baseline, "memory")):
         compared = {kind: _differences(results, kind, changed, base) for kind in KINDS}
         if any(compared.values()):
             lines += [
-                f"Difference from {base} with the same {same}, paired by seed.{bold}",
+                f"Difference from {base} with the same {same}, paired by seed{bold}.",
                 "",
             ]
         for kind, rows in compared.items():

@@ -23,7 +23,7 @@ SOURCES = {
     "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
     "peak memory, GiB": "peak_mib",
 }  # fmt: skip
-POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the training grid"}
+POSITIONS = {"extrapolated": "are one unit apart, as in training", "rescaled": "are mapped onto the training grid"}
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
@@ -135,7 +135,7 @@ def describe_training(settings: dict[str, Any]) -> str:
     """Return sentences about the training: its length, the optimiser, and other settings that are not the default."""
     training = settings["training"]
     seconds = training.get("seconds")
-    length = f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
+    length = f"{seconds:g} s (not counting the first steps)" if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
     precision = {"no": "float32"}.get(training["precision"], training["precision"])
@@ -171,17 +171,17 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     means: Any = trained.groupby(KEYS)["value"].mean()
     ranking = list(means.sort_values(ascending=not task.higher, kind="stable").index)
     seeds, number = count_seeds(results, KEYS)
-    scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
+    scheme = f"as mean ± standard deviation over {number} seeds" if seeds > 1 else "for one seed"
     measure = task.measure.replace(", %", " in %")
     lines = [
-        f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size; the models never saw the other sizes in training. Sizes are height x width. Rows are sorted by "
-        f"the first column. {describe_training(settings)}",
+        f"The tables list the {measure} on {' and '.join(settings['data'])}, {scheme}. Rows are sorted by the first "
+        "column, the training size. The models never saw the other sizes in training. Sizes are height x width. "
+        f"{describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
-        lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
+        lines += [f"{positions.capitalize()} positions {meaning}.", "", *_accuracy(part, ranking, digits)]
     whole = [] if settings["training"].get("limit") else settings["data"]
     shown = {*results.encoding, *whole}
     notes = [note for about, note in task.notes.items() if about in shown]
@@ -190,12 +190,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         what = "with the same attention, paired by seed"
         if seeds > 1:
             what += (
-                ". The tables list the mean ± the half-width of its 95% confidence interval (Student's t). "
-                "Bold intervals exclude zero. "
-                "They are not corrected for the number of comparisons: by chance, one interval in twenty excludes zero"
+                ". The tables list means ± half-widths of 95% confidence intervals (Student's t), in bold if the "
+                "interval excludes zero. The intervals are not corrected for multiple comparisons: by chance, one in "
+                "twenty excludes zero"
             )
         if (difference(results, baseline)["pairs"] == 2).any():
-            what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
+            what += ". Two seeds tell you little: the half-width is 12.7 standard errors, or 4.3 with three seeds"
         lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
     lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"

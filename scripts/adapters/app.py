@@ -21,7 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 Library = Annotated[list[str] | None, typer.Option(help="Library to test; repeatable. (default: all installed)")]
 Models = Annotated[list[str] | None, typer.Option(help="Model to test; repeatable. (default: all)")]
-All = Annotated[bool, typer.Option("--all", help="Also write the modifications that do not apply to a model.")]
+All = Annotated[bool, typer.Option("--all", help="Also list modifications that do not apply to a model.")]
 
 
 @app.command(cls=Command, epilog="Example: lrpe-md adapters table --library timm > timm.csv")

@@ -152,7 +152,7 @@ def measure(run: Run, name: str, case: LinearCase, impl: str) -> None:
 
 def main(
     workload: Annotated[
-        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all but -b2)")
+        str | None, typer.Option(help=f"Workloads: {', '.join(ALL_WORKLOADS)}. (default: all except *-b2)")
     ] = None,
     map: Annotated[str | None, typer.Option(help=f"Maps: {', '.join(MAPS)}. (default: all)")] = None,
     impl: Annotated[

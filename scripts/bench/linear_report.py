@@ -66,9 +66,9 @@ def linear_table(rows: Any) -> str:
         return ""
     works = list(dict.fromkeys(measured.workload))
     lines = [
-        "**Linear attention.** The table lists the share of the copy's speed, and milliseconds in brackets. The "
-        "forward must move 4·BHND elements, and the backward 7·BHND. Times are medians in bfloat16 with a cold L2 "
-        f"cache. {where(measured)}.",
+        "**Linear attention.** The tables list the share of a copy's speed, with milliseconds in brackets. The "
+        "forward pass must move 4·BHND elements, and the backward pass 7·BHND. Times are medians in bfloat16 with a "
+        f"cold L2 cache. {where(measured)}.",
         "",
         f"![Linear attention: share of copy]({PICTURES}/{BARS})",
         "",
@@ -97,8 +97,8 @@ def scaling_table(rows: Any) -> str:
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
     lines = [
         "**Training steps by number of tokens.** The table lists throughput in thousands of tokens per second, and "
-        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. A step consists of "
-        f"forward, backward and optimiser. {where(rows)}.",
+        "peak memory in GiB. The backbones have four blocks of width 768 and run in bfloat16. Each step runs "
+        f"the forward and backward passes and the optimiser. {where(rows)}.",
         "",
         f"![Throughput and memory by number of tokens]({PICTURES}/{LINES})",
         "",

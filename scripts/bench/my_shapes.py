@@ -359,7 +359,7 @@ def main(
     if map == "cosine" and pairs != "half":
         raise typer.BadParameter(f"--pairs {pairs}: only works with --map rotate; leave it out")
     if linear_too and (shapes.key_heads or pairs != "half"):
-        raise typer.BadParameter("--linear: expected --pairs half and no --kv-heads; leave those options out")
+        raise typer.BadParameter("--linear: only supports --pairs half, without --kv-heads; leave those options out")
     free = free_memory(where)
     turns = check_memory(shapes, maps, free)
     copied = 2**20 if where.type == "cpu" else 2**30 if free > 2**33 else 2**26  # elements

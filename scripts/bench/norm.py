@@ -199,7 +199,7 @@ def shrink(case: Case) -> Case:
 
 def main(
     workload: Annotated[str | None, typer.Option(help=f"Workloads: {', '.join(WORKLOADS)}. (default: all)")] = None,
-    over: Annotated[str | None, typer.Option(help=f"Norm over: {', '.join(OVER)}. (default: both)")] = None,
+    over: Annotated[str | None, typer.Option(help=f"Scope of the norm: {', '.join(OVER)}. (default: both)")] = None,
     impl: Annotated[str | None, typer.Option(help=f"Implementations: {'; '.join(IMPLS)}. (default: all)")] = None,
     limit: Annotated[float, LIMIT] = 3600.0,
     rep: Annotated[int, typer.Option(min=1, help="GPU time per measurement, in milliseconds.")] = 60,

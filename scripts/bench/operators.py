@@ -145,7 +145,7 @@ def main(
     ] = None,
     omega: Annotated[str | None, typer.Option(help=f"Frequencies: {', '.join(OMEGAS)}. (default: all)")] = None,
     modes: Annotated[str | None, typer.Option(help=f"Modes: {', '.join(MODES)}. (default: the first three)")] = None,
-    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a bad name lists all.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Peers, separated by semicolons; a wrong name lists all.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="Also measure variants of lrpe-md's passes.")] = False,
     liger: Annotated[
         Path | None, typer.Option(help="Liger-Kernel checkout, or the folder that contains its package.")

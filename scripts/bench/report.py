@@ -80,7 +80,7 @@ def render(rows: pd.DataFrame) -> str:
     copies: Any = rows[rows["mode"] == "copy"].floor_bytes
     if len(copies):
         speed = " to ".join(ordered(f"{v:,.0f}" for v in (speeds.min(), speeds.max())))
-        lines += [f"A copy of {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes {speed} GB/s."]
+        lines += [f"Copying {copies.iloc[-1] / 2**31:.2g} GiB of bfloat16 reads and writes memory at {speed} GB/s."]
     lines += [""]
     for part in (passes, variants, scaling, host, first_compile, memory, accuracy, left_out):
         lines += part(rows)
@@ -88,8 +88,8 @@ def render(rows: pd.DataFrame) -> str:
 
 
 WORDS = """
-A workload describes a batch: the grid, the prefix tokens, the batch size, the heads and the head_dim. The share of the
-copy's speed is the achieved bandwidth (bytes that must move, over time) relative to the bandwidth of a large copy.
+A workload describes a batch: the grid, the prefix tokens, the batch size, the heads and the head_dim. Speeds are shares
+of a copy's speed. The share is the bandwidth (bytes that must move, divided by time), relative to that of a large copy.
 """
 
 
@@ -127,11 +127,11 @@ def adapters(folder: Path) -> str:
 CHANGES = """
 ## Modified models
 
-Each modification is made to a model before `adapt_rotary` in one test, and after it in another. Both tests compare the
-model with an original that has the same modification. The table counts the outcomes, except where a modification does
-not apply to a model. `unstable` means that the modified original does not reproduce its own outputs, because it reads
-weights that an offload has not loaded. `rejected` means that `adapt_rotary` raises, and `error` that only the adapted
-model does.
+One test modifies a model before `adapt_rotary`, and another test modifies it afterwards. Both tests compare the model
+with an original that has the same modification. The table counts the outcomes for all models to which a modification
+applies. `rejected` means that `adapt_rotary` raises an error, and `error` that only the adapted model raises one.
+`unstable` means that the modified original does not reproduce its own outputs, because it reads weights that are still
+offloaded.
 """
 OUTCOMES = ("same", "refused", "different", "error", "unstable")
 
@@ -170,18 +170,18 @@ class Pivot(NamedTuple):
 
 PIVOTS = {
     "benchmark-norm.csv": Pivot(
-        "**RMS norm and rotation of q and k.** The table lists the share of the copy's speed, and milliseconds in "
-        "brackets. The forward must move twice the bytes of q and k, and the backward three times. The norm is "
-        "over the channels of one head or of all heads.",
+        "**RMS norm and rotation of q and k.** The table lists the share of a copy's speed, with milliseconds in "
+        "brackets. The forward pass must move twice the bytes of q and k, and the backward pass three times. The norm "
+        "covers the channels of one head or of all heads.",
         ("over", "pass", "workload"), "share", 2, "ms",
     ),
     "benchmark-decode.csv": Pivot(
-        "**A decoding step** rotates q and k, and stores k and v in the cache. Times are in milliseconds: on the GPU, "
-        "in a CUDA graph, and on the CPU.",
+        "**A decoding step** rotates q and k, and stores k and v in the cache. The table lists the time in "
+        "milliseconds on the GPU, in a CUDA graph and on the CPU.",
         ("measure", "workload"), "ms", 4,
     ),
     "benchmark-compiled.csv": Pivot(
-        "**A compiled call with q and k.** The table lists its CPU time in microseconds, and the CPU time of a "
+        "**A compiled call with q and k.** The table lists its CPU time in microseconds, next to that of a "
         "`triton_op` with the same number of arguments.",
         ("map", "pass"), "p50", 0,
     ),
@@ -219,8 +219,8 @@ def pivot(file: Path) -> str:
 
 HOST_TESTS = (
     "`python -m scripts.host_tests` runs the libraries' own tests of these models twice: with the original models, and "
-    "with models adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail with "
-    "adapted models. {adapted:,} tests used an adapted model. The other tests don't build a model."
+    "with models that are adapted on construction. {passed:,} tests pass with the originals, and {worse} of them fail "
+    "with adapted models. {adapted:,} tests use an adapted model, and the other tests don't build a model."
 )
 
 
@@ -253,7 +253,8 @@ def host_tests(file: Path) -> str:
         ]
         for row in rows.itertuples()
     ]  # fmt: skip
-    return "\n".join(["## The libraries' own tests", "", text, "", "; ".join(of) + ".", "", *table(head, lines)])
+    versions = f"We ran {' and '.join(of)}."
+    return "\n".join(["## The libraries' own tests", "", text, "", versions, "", *table(head, lines)])
 
 
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
@@ -307,12 +308,12 @@ def passes(rows: pd.DataFrame) -> list[str]:
         return []
     wrong = (plain.in_budget == "False").any()
     lines = [
-        "The tables list shares of the copy's speed: medians in bfloat16 with a cold L2 cache. For each element of q "
-        "and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
+        "The tables list median speeds as shares of a copy's speed, in bfloat16 with a cold L2 cache. For each element "
+        "of q and k, cosine must move 3 elements and rotate 2. The gradient of the frequencies ω adds one. For rotate, "
         "q and k are slices of a packed projection. If a library has to copy them, its time includes the copy. Tables "
-        "of cos and sin are precomputed. The backward is `torch.autograd.grad` on a retained graph. "
+        "of cos and sin are precomputed. The backward pass is `torch.autograd.grad` on a retained graph. "
         f"{'✗ marks results outside the error budget. ' if wrong else ''}"
-        "A copy of the same number of bytes shows what share a plain copy reaches at this size.",
+        "A copy of as many bytes shows what share a plain copy reaches at this size.",
         "",
         f"![Share of copy bandwidth by workload]({PICTURES}/performance-passes.png)",
         "",
@@ -336,7 +337,7 @@ def variants(rows: pd.DataFrame) -> list[str]:
         mine = part[part.op == op]
         names = {variant or "as above": mine.variant == variant for variant in sorted(ordered(mine.variant), key=bool)}
         lines += [
-            f"**{op}** with other arguments. The backward of an activation reads x again.",
+            f"**{op}** with other arguments. The backward pass of an activation reads x again.",
             "",
             *pass_table(mine, names),
         ]
@@ -371,7 +372,7 @@ def host(rows: pd.DataFrame) -> list[str]:
     started = part[(part.variant == "kernels") & part.p50.notna()]
     if len(started):
         texts = [f"{row.op} {row.p50:.0f}" for row in started.itertuples()]
-        lines += [f"Number of kernels per forward call, according to the profiler: {', '.join(texts)}.", ""]
+        lines += [f"According to the profiler, a forward call launches this many kernels: {', '.join(texts)}.", ""]
     return lines
 
 
@@ -380,7 +381,7 @@ def first_compile(rows: pd.DataFrame) -> list[str]:
     if not len(part):
         return []
     texts = [f"{row.op} {row.p50:.1f} s ({row.variant})" for row in part.itertuples()]
-    return [f"Time of the first call in a fresh process with an empty Triton cache: {', '.join(texts)}.", ""]
+    return [f"In a fresh process with an empty Triton cache, the first calls take: {', '.join(texts)}.", ""]
 
 
 def memory(rows: pd.DataFrame) -> list[str]:
@@ -556,7 +557,8 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 def main(
     folder: Annotated[
-        Path, typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv; plots are written there.")
+        Path,
+        typer.Argument(show_default=shown(RESULTS), help="Folder with benchmark-*.csv, and for the plots."),
     ] = RESULTS,
     to: Annotated[
         Path, typer.Option("--pages", show_default=shown(PAGES), help="Output folder for the pages.")

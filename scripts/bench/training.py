@@ -257,7 +257,9 @@ def compare(
             raise RuntimeError(f"CUDA graphs: {name} runs without them; set TORCH_LOGS=perf_hints to see why")
     # With the cosine map, q and k are wider than v, which needs other kernels; linear attention uses none.
     if len({attention[name] for name in trainees if not name.startswith(("cosine", "linear"))}) > 1:
-        raise RuntimeError(f"attention: expected the same kernel for all, got {attention}; choose one with --backend")
+        raise RuntimeError(
+            f"attention: expected the same kernel for all models, got {attention}; choose one with --backend"
+        )
     time_rounds(trainees, device, WARMUP_ROUNDS, math.inf)
     host = {name: host_ms(trainee) for name, trainee in trainees.items()}
     ms = time_rounds(trainees, device, timing.steps, timing.limit)

@@ -340,7 +340,7 @@ def choose_places(only: Sequence[str]) -> list[AnyPlace]:
     for text in only:
         if not any(text in str(place) for place in places):
             known = "; ".join(dict.fromkeys(place.row for place in places))
-            raise typer.BadParameter(f"--only: no tile has {text!r} in its name; the rows are: {known}")
+            raise typer.BadParameter(f"--only: no tile has {text!r} in its name; choose from: {known}")
     return [place for place in places if not only or any(text in str(place) for text in only)]
 
 

@@ -56,7 +56,7 @@ class Command(TyperCommand):
 def positive(value: float | None) -> float | None:
     """Reject values that are not positive, but allow infinity."""
     if value is not None and not value > 0:
-        raise typer.BadParameter(f"expected a number above 0, got {value:g}")
+        raise typer.BadParameter(f"expected a positive number, got {value:g}")
     return value
 
 

@@ -58,15 +58,17 @@ class Result(NamedTuple):
 @group_options(PANELS)
 def main(
     impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",
-    only: Annotated[str, typer.Option(help="all, linear (linear attention) or maps (cosine and rotate).")] = "all",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto. Triton runs in its interpreter on a CPU.")] = "auto",
+    only: Annotated[str, typer.Option(help="Check all, linear (linear attention) or maps (cosine, rotate).")] = "all",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda or auto. On a CPU, Triton is interpreted.")] = "auto",
     count: Annotated[int, typer.Option(min=1, help="Number of configurations.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="First seed; each configuration is drawn from one seed.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0: no limit.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Time budget in seconds; 0 sets no limit.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     repeat: Annotated[
         int,
-        typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
+        typer.Option(
+            min=0, help="Number of consecutive seeds per compiled variant; 0 chooses 20 on a GPU, 1 on a CPU."
+        ),
     ] = 0,
 ) -> None:
     """Compare outputs and gradients of random configurations with the formula. The exit code is 1 on a mismatch."""

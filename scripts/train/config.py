@@ -104,7 +104,7 @@ class Training:
     cuda_graphs: bool = option(
         False, "Run the compiled model as CUDA graphs; faster if the CPU is the bottleneck.", panel=RUN
     )
-    sharding: str = option("ddp", "Training with several processes: ddp, or fsdp (FSDP2).", panel=RUN)
+    sharding: str = option("ddp", "Strategy for several processes: ddp, or fsdp (FSDP2).", panel=RUN)
     workers: int = option(
         0, "Number of workers that prepare batches in advance; 0 uses the main process.", free=True, least=0,
         off=True, panel=RUN,
@@ -257,7 +257,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
         betas = ()
     if len(betas) != about.num_betas or not all(0 <= beta < 1 for beta in betas):
         raise typer.BadParameter(
-            f"--betas: expected {about.num_betas} numbers from 0 to less than 1, separated by commas, got {text!r}"
+            f"--betas: expected {about.num_betas} numbers in [0, 1), separated by commas, got {text!r}"
         )
     return betas
 

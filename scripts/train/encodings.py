@@ -187,7 +187,7 @@ def parse_memory(text: str) -> Memory | None:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
             raise typer.BadParameter(
-                f"--memory: expected KEY=VALUE,KEY=VALUE with {', '.join(known)}, got {text!r}"
+                f"--memory: expected KEY=VALUE,KEY=VALUE with keys from {', '.join(known)}, got {text!r}"
                 f"{'' if key in known else suggest(key, known)}"
             )
         options[key] = {"true": True, "false": False, "none": None}.get(value.lower(), value)

@@ -88,7 +88,7 @@ def start(config: Training) -> Accelerator:
     )
     if accelerator.distributed_type not in PLAIN:
         raise typer.BadParameter(
-            f"accelerate's {accelerator.distributed_type.value}: not supported here; use --sharding fsdp"
+            f"accelerate's {accelerator.distributed_type.value} is not supported; use --sharding fsdp"
         )
     if config.sharding == "fsdp" and accelerator.num_processes == 1:
         raise typer.BadParameter("--sharding fsdp: needs several processes; start it with torchrun")
@@ -482,7 +482,7 @@ class Trainer:
             )
             differ = sorted(there ^ here)  # torch ignores missing entries
             if differ:
-                raise KeyError(f"{part}: {', '.join(differ[:3])} missing on one side")
+                raise KeyError(f"{part}: {', '.join(differ[:3])} missing in the checkpoint or in the model")
         set_optimizer_state_dict(self.raw, self.inner, state["optimizer"], options=WHOLE)
         set_model_state_dict(self.raw, state["model"], options=WHOLE)
         if self.average is not None:

@@ -188,7 +188,7 @@ class Painter:
         if kind == "none":
             if any(prompts):
                 raise typer.BadParameter(
-                    f"{option}: expected none, because the model was trained without captions or classes"
+                    f"{option}: not supported, because the model was trained without captions or classes; leave it out"
                 )
             return None
         if self.encoder is None:

@@ -120,10 +120,14 @@ def main(
         str | None, typer.Option(help="Images: text model that encodes prompts, for runs with --text-features.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Images: how many to write to --npz, cycling through prompts or classes.")
+        int | None,
+        typer.Option(min=1, help="Images: number of images to write to --npz, cycling through prompts or classes."),
     ] = None,
     npz: Annotated[
-        Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
+        Path | None,
+        typer.Option(
+            help="Images: .npz file for --count samples, with arr_0 (uint8, N × H × W × 3) and arr_1 (labels)."
+        ),
     ] = None,
 ) -> None:
     """Generate text or images with a trained model, using averaged weights if the run saved them."""

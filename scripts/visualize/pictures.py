@@ -73,9 +73,8 @@ def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[
     parts = re.split(r"\s*[x×,]\s*|\s+", text.strip())
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
     if not all(good) or any(part != "-" and int(part) < least for part in parts):
-        raise typer.BadParameter(
-            f"{option}: expected integers of at least {least}, such as 18x28 or 9x18x28, got {text!r}"
-        )
+        kind = "positive" if least else "non-negative"
+        raise typer.BadParameter(f"{option}: expected {kind} integers, such as 18x28 or 9x18x28, got {text!r}")
     return tuple(None if part == "-" else int(part) for part in parts)
 
 
@@ -180,23 +179,25 @@ def main(
     ] = None,
     frequencies: Annotated[
         str | None,
-        typer.Option(help="Frequencies instead of a preset: axial or mixed, as in RotateMd."),
+        typer.Option(help="Kind of frequencies to plot instead of a preset: axial or mixed, as in RotateMd."),
     ] = None,
-    map: Annotated[str | None, typer.Option(help="Map, without a preset: rotate (default) or cosine.")] = None,
+    map: Annotated[str | None, typer.Option(help="Map to plot with --frequencies: rotate (default) or cosine.")] = None,
     axis_order: Annotated[
         str | None,
-        typer.Option(help="Axis order, for axial frequencies: minor_first (default) or major_first."),
+        typer.Option(help="Axis order of axial frequencies: minor_first (default) or major_first."),
     ] = None,
     base: Annotated[
         float | None,
-        typer.Option(help="Base of the frequencies. (default: the preset's; axial 10000, mixed 10)"),
+        typer.Option(help="Base of the frequencies. (default: the preset's, or 10000 for axial and 10 for mixed)"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels per head. (default: the preset's; 64)")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Channels per head. (default: the preset's, or 64)")
+    ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of heads with separate frequencies. (default: the preset's; 1)",
+            help="Number of heads with separate frequencies. (default: the preset's, or 1)",
         ),
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
@@ -214,10 +215,10 @@ def main(
     ] = None,
     text: Annotated[int, typer.Option(min=0, help="Number of text (or class) tokens before the grid.")] = 0,
     token: Annotated[str | None, typer.Option(help="Token to mark: N, HxW or TxHxW. (default: the centre)")] = None,
-    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair to map; repeatable.")] = None,
-    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps, without --channel.")] = 4,
+    channel: Annotated[list[int] | None, typer.Option(help="Channel or pair whose angles to plot; repeatable.")] = None,
+    maps: Annotated[int, typer.Option(min=1, help="Number of angle maps if you don't pass --channel.")] = 4,
     out: Annotated[
-        Path, typer.Option(help="Output folder for the figures, NAME.png; the next ones are NAME-2.png, ..")
+        Path, typer.Option(help="Output folder for the figures, NAME.png, or NAME-2.png if that exists.")
     ] = Path("runs/visualize"),
     format: Annotated[str, typer.Option(help=f"File format: {', '.join(FORMATS)}.")] = "png",
     dpi: Annotated[int, typer.Option(min=20, help="Resolution of a PNG, in dots per inch.")] = 150,

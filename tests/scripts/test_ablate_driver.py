@@ -222,10 +222,10 @@ def test_numbers_of_the_table(task, tmp_path):
     assert rows[0] == ("| cosine" if task == "diffusion" else "| rotate")  # sorted from best to worst
     assert "two seeds" not in table.lower()
     two = report_sizes.markdown(results[results.seed < 2], config, "rotate")
-    assert "Two seeds tell you little: the interval is ± 12.7 standard errors" in two
+    assert "Two seeds tell you little: the half-width is 12.7 standard errors" in two
     single = report_sizes.markdown(results[results.seed == 0], config, "rotate")
     assert "±" not in single
-    assert "one seed" in single
+    assert "for one seed" in single
     report_sizes.plot_sizes(results, config, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
 
@@ -457,7 +457,7 @@ def test_trainings_of_equal_time(images, tmp_path, together):
     assert (results.steps > 10).all()
     assert (results.counted_seconds > 0.05).all()
     text = (out / "table.md").read_text()
-    assert "as many steps as fit into 0.2 s" in text
+    assert "trained for 0.2 s (not counting the first steps)" in text
     assert "| steps | seconds counted |" in text
 
 

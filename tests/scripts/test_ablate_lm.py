@@ -97,7 +97,7 @@ def test_numbers_of_the_table(tmp_path: Path) -> None:
         "| rotate + yarn | 1,000 | 2.100 ± 0.141 | 2.500 ± 0.000 |",
         "| rotate | 1,000 | 2.100 ± 0.141 | 6.000 ± 1.414 |",
     ]
-    assert "Measured on A GPU, torch 2.11, commit 0123456789ab; 30 to 30 s per run." in lines
+    assert "Measured on A GPU, torch 2.11, commit 0123456789ab; each run took 30 to 30 s." in lines
 
 
 @pytest.mark.parametrize("shard", ["1/1", "a/2", "2", "-1/2", "0/0"])

@@ -182,7 +182,7 @@ def test_limit_of_zero_is_refused(command, option):
     for seconds in ("0", "-1", "nan"):
         refused = CliRunner().invoke(app, [command, option, seconds], env={"COLUMNS": "200", "NO_COLOR": "1"})
         assert refused.exit_code == 2
-        assert f"Invalid value for '{option}': expected a number above 0, got {seconds}" in refused.output
+        assert f"Invalid value for '{option}': expected a positive number, got {seconds}" in refused.output
 
 
 def test_names_with_commas():
@@ -365,7 +365,7 @@ def test_report_on_made_numbers(tmp_path):
     text = (pages / "performance.md").read_text()
     lines = text.splitlines()
     assert lines[0] == "# Encoding speed"
-    assert "A copy of 2 GiB of bfloat16 reads and writes 1,000 GB/s." in text
+    assert "Copying 2 GiB of bfloat16 reads and writes memory at 1,000 GB/s." in text
     assert "|  | forward: img64 | video | backward: video |" in lines
     assert "| **lrpe-md** | 0.91 | 0.93 | 0.94 |" in lines
     assert "| slow | 0.25 | ✗ |  |" in lines

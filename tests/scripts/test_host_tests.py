@@ -100,13 +100,13 @@ def test_rows_of_other_models_are_kept(tmp_path, monkeypatch):
     assert [(each["model"], each["passed_stock"]) for each in rows] == [("flux", "7"), ("wan", "8"), ("llama", "5")]
     text = report.host_tests(out)
     assert "20 tests pass with the originals, and none of them fail" in text
-    assert "diffusers 1 with the tests of 2; transformers 1 with the tests of 2." in text
+    assert "We ran diffusers 1 with the tests of 2 and transformers 1 with the tests of 2." in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected --diffusers or --transformers with tests for the chosen model, got none"),
+        ((), "expected --diffusers or --transformers, with a checkout that tests the chosen model"),
         (("--only", "nothing"), "--only: expected one of"),
     ],
 )

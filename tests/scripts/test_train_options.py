@@ -100,7 +100,7 @@ def test_betas(tmp_path):
     assert {group["betas"] for group in trainer.inner.param_groups} == {(0.8, 0.95)}
     assert parse_betas("", "adamw") == ()
     for wrong in ("0.9", "0.9,1.0", "a,b", "-0.1,0.9"):
-        with pytest.raises(typer.BadParameter, match="--betas: expected 2 numbers from 0 to less than 1"):
+        with pytest.raises(typer.BadParameter, match=r"--betas: expected 2 numbers in \[0, 1\)"):
             parse_betas(wrong, "adamw")
     with pytest.raises(typer.BadParameter, match="--opt sgd has no betas"):
         parse_betas("0.9,0.95", "sgd")

@@ -132,7 +132,7 @@ class Records:
             different = f"{len(set(keys))} different {'names' if self.captions is None else 'captions'}"
             raise typer.BadParameter(
                 f"--data {path}: expected training samples and held-out samples, got {(~found).sum()} and "
-                f"{found.sum()} of {len(keys)} with {different}; add samples, or choose other --parts and --fold"
+                f"{found.sum()} ({different}); add samples, or choose other --parts and --fold"
             )
         return found
 

@@ -369,7 +369,7 @@ class HubSource:
         if len(set(self.renamed.values())) < len(self.renamed):
             raise StreamError(
                 f"--data {name}: expected at most one column each for images, classes and captions, got "
-                f"{self.renamed}; remove the others with remove_columns"
+                f"{self.renamed}; drop extra columns with remove_columns"
             )
 
     def __len__(self) -> int:
@@ -513,7 +513,7 @@ def number_classes(
     unique = set(found[0]) | set(found[1])
     if all(isinstance(value, int) for value in unique):
         if min(unique) < 0:
-            raise StreamError(f"--label {label}: expected classes of at least 0, got {min(unique)}")
+            raise StreamError(f"--label {label}: expected non-negative classes, got {min(unique)}")
         number, total = {value: value for value in unique}, max(unique) + 1
         names = train.source.class_names(label) or ()
     else:

@@ -84,8 +84,8 @@ def decoder(name: str | None = None) -> str:
         if importlib.util.find_spec(DECODERS[each]):
             return each
     raise VideoError(
-        f"PyAV or OpenCV is needed to decode videos, found neither ({', '.join(names)}): pip install av, or, for all "
-        "commands, pip install 'lrpe-md[scripts]'"
+        f"no video decoder is installed ({', '.join(names)}); run pip install av, or pip install "
+        "'lrpe-md[scripts]' for all commands"
     )
 
 
@@ -256,8 +256,8 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
     found = next(itertools.chain(shorter, longer), None)
     remedy = "pass fewer --frames or a smaller --every, or add videos" if found is None else f"pass --segment {found}"
     raise VideoError(
-        f"--data: expected a training clip of {span} frames and a held-out clip of {gap}, in different segments, got "
-        f"videos of at most {longest} frames, cut into segments of {segment}; {remedy}"
+        f"--data: no training clip of {span} frames, or no held-out clip of {gap} frames, fits into a segment of "
+        f"{segment} frames; the longest video has {longest} frames; {remedy}"
     )
 
 

@@ -134,7 +134,7 @@ class DiffusionTraining(GenerativeTraining):
     samples: int = option(12, "Number of held-out conditions to sample.", free=True, least=1, panel=RUN)
     sample_every: int = option(
         0,
-        "Number of steps between two sheets of samples; 0 only draws one at the end.",
+        "Number of steps between two sheets of samples; 0 draws one only at the end.",
         free=True,
         least=0,
         off=True,

@@ -108,12 +108,10 @@ class ImageTraining(Training):
     dataset: str = option("", "Dataset from timm, such as torch/cifar10, with --data as its root.")
     label: str = option("", "Field that holds the class, in metadata.jsonl, in .json files of shards, or in a dataset.")
     without: str = option("", "Boolean field of metadata.jsonl; rows where it is true are left out.")
-    limit: int = option(
-        0, "Train on at most this many images, and test on at most this many; 0 uses all.", least=0, off=True
-    )
+    limit: int = option(0, "Maximum number of training images, and of test images; 0 uses all.", least=0, off=True)
     stream: bool = option(False, "Decode a folder's images on demand, instead of decoding all of them before training.")
     size: int = option(
-        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 for others.", least=0
+        0, "Height and width in training, in pixels; 0 chooses 28 for idx files, 224 otherwise.", least=0
     )
     reference: int = option(
         0, "Interpolate positions to the patch grid of this image size, in pixels. To fine-tune at another size, pass "
@@ -123,8 +121,8 @@ class ImageTraining(Training):
     max_ratio: float = option(1.0, f"{MAX_RATIO} For streams and folders with --stream.", least=1)
     test_sizes: str = option(
         "auto",
-        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto: 4 patches shorter and "
-        "longer than --size, and --size by the longer side; 20,40,56,28x40 for idx files.",
+        "Other sizes to test at, in pixels: sides or HEIGHTxWIDTH, separated by commas. auto tests sides 4 patches "
+        "shorter and longer than --size, and --size by the longer side, or 20,40,56,28x40 for idx files.",
     )
     augment: str = option("", "Augmentation policy from timm, such as rand-m9-mstd0.5-inc1 (RandAugment).")
     crop: float = option(
@@ -143,7 +141,7 @@ class ImageTraining(Training):
     )  # fmt: skip
     encoding: str = option("rotate", IMAGES.help)
     attention: str = option("softmax", IMAGES.attention_help)
-    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 for others.", least=0)
+    patch: int = option(0, "Height and width of a patch, in pixels; 0 chooses 2 for idx files, 16 otherwise.", least=0)
     dim: int = option(192, "Embedding width.", least=1)
     depth: int = option(8, "Number of blocks.", least=1)
     heads: int = option(3, "Number of attention heads.", least=1)
@@ -234,8 +232,8 @@ def find_patch(name: str) -> int:
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
-            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got one of the family "
-            f"{type(model).__module__.rpartition('.')[2]}"
+            f"--model {name}: expected a plain timm ViT, such as vit_base_patch16_224, got a model of "
+            f"the family {type(model).__module__.rpartition('.')[2]}"
         )
     return model.patch_embed.patch_size[0]
 

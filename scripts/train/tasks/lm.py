@@ -67,7 +67,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"--lengths: expected numbers of at least 1, separated by commas, got {text!r}")
+        raise typer.BadParameter(f"--lengths: expected positive numbers, separated by commas, got {text!r}")
     return lengths
 
 

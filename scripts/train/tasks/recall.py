@@ -105,7 +105,7 @@ class RecallTraining(Training):
             raise typer.BadParameter(f"--writes: expected at most --keys = {self.keys}, got {self.writes}")
         if self.writes + 2 * self.questions > height * width:
             raise typer.BadParameter(
-                f"--writes, --questions: expected at most {height * width} tokens, the number per frame, got "
+                f"--writes, --questions: expected at most {height * width} tokens per frame in total, got "
                 f"{self.writes} + 2 · {self.questions}"
             )
         _ = self.test_sizes

@@ -88,7 +88,7 @@ class VideoTraining(Training):
     frames: int = option(8, "Frames per clip.", least=1)
     every: int = option(4, "Distance between the frames of a clip, in frames of the video.", least=1)
     sampling: str = option(
-        "dense", "Frames of a clip with --task labels: dense (every --every-th), or uniform (over the whole video)."
+        "dense", "Frames of a clip with --task labels: dense (one in --every), or uniform (over the whole video)."
     )
     size: int = option(48, "Height and width of a clip in training, in pixels.")
     test_size: int = option(64, "Additional test size, in pixels; 0 tests only at --size.", least=0, off=True)
@@ -121,7 +121,9 @@ class VideoTraining(Training):
     segment: int = option(
         240, "Length of a video segment, in frames; training and test clips come from different segments.", least=1
     )
-    parts: int = option(5, "Hold out about one in this many segments (with --task labels, videos).", least=1)
+    parts: int = option(
+        5, "Number of parts to split the segments (with --task labels, the videos) into; one is held out.", least=1
+    )
     fold: int = option(0, "Part to hold out: 0 to --parts - 1.")
     test_samples: int = option(1024, "Approximate number of held-out clips × labels to test on.", free=True, least=1)
     cache: str = option(
@@ -135,8 +137,8 @@ class VideoTraining(Training):
         choose("--space-time", [self.space_time], ("joint", "factorised"))
         if self.causal and self.motion:
             raise typer.BadParameter(
-                "--motion: expected --no-motion with --causal, got --motion, which subtracts the mean of earlier and "
-                "later frames; leave out --motion, or --causal"
+                "--motion: not supported with --causal, because it subtracts the mean of earlier and later frames; "
+                "leave out one of them"
             )
         for name, default in (("flip", self.task != "labels"), ("motion", not self.causal)):
             if getattr(self, name) is None:
