@@ -1,4 +1,4 @@
-"""Base class of the encoding modules, which stores frequencies and phases and preserves their precision."""
+"""Base class of the encoding modules. It stores frequencies and phases, and preserves their precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 Frequencies = Literal["axial", "mixed"] | Callable[[int, int, int], Tensor]
 Learnable = bool | Literal["raw"]
 Phase = bool | Literal["k"]
-DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # of RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
+DEFAULT_BASES = {"axial": 1e4, "mixed": 10.0}  # from RoFormer (arXiv 2104.09864) and RoPE-ViT (arXiv 2403.13298)
 
 CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encoding_kwargs of a model"
 
@@ -66,12 +66,12 @@ class FrequencyModule(nn.Module):
     * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes slow and fast
       frequencies by the same relative amount, and never flips a sign.
     * ``theta``: θ itself, with ``learnable="raw"`` and for presets whose original model learns θ.
-    * ``omega``: ω itself, if channels have directions.
+    * ``omega``: ω itself, if each channel has its own direction.
 
     Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
-    rebuilt when a module made on the meta device materialises. Fixed frequencies are not saved in the state_dict, so it
-    matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened tensors,
-    can still be loaded.
+    rebuilt when a module made on the meta device is materialised. Fixed frequencies are not saved in the state_dict, so
+    it matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened
+    tensors, can still be loaded.
 
     FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before ``fully_shard(model,
     mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers. To prevent that, use
@@ -114,7 +114,7 @@ class FrequencyModule(nn.Module):
         amplitude: float | Tensor | None = None,
     ) -> None:
         """Initialise the frequencies and the phase. The arguments are documented in the subclasses."""
-        super().__init__()  # subclasses call this last, because it needs their initial values
+        super().__init__()  # subclasses call __init__ last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
         for name, number in (("num_heads", num_heads), ("num_axes", num_axes)):
@@ -149,7 +149,7 @@ class FrequencyModule(nn.Module):
         if "log_theta" in self._parameters:
             self._set_sign(self._initial_sign(device), persistent=False)
         self._mark()
-        # Needed to rebuild the buffer when a module made on the meta device materialises.
+        # Needed to rebuild the buffer when a module made on the meta device is materialised.
         self.gain = None
         if amplitude is not None:
             self.gain = torch.as_tensor(amplitude, dtype=torch.float64, device="cpu").detach().clone()
@@ -204,7 +204,7 @@ class FrequencyModule(nn.Module):
         raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
-        """Return zeros, or a different phase for each group, because equal groups would stay equal in training."""
+        """Return zeros, or different phases per group, because groups with equal phases would train identically."""
         groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
         phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
         return phase if self.phase_groups > 1 else phase[0]
@@ -251,7 +251,7 @@ class FrequencyModule(nn.Module):
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Convert state_dict entries that another version or parametrisation of this module saved, in place.
+        """Convert, in place, state_dict entries saved by another version or parametrisation of this module.
 
         prefix: prefix of the module's keys in the state_dict, such as "encoding.".
         """
@@ -375,7 +375,7 @@ class FrequencyModule(nn.Module):
                 own, now = self._buffers.get(name), self._buffers.get(name.removeprefix("trained_"))
                 if own is not None and own.dtype == self.dtype:
                     continue
-                whole = own is None and now is not None and now.dtype == self.dtype  # otherwise FSDP1 or DDP cast it
+                whole = own is None and now is not None and now.dtype == self.dtype  # else FSDP1 or DDP would cast it
                 value = now.clone() if whole else self._initial(name, device)  # pyright: ignore[reportOptionalMemberAccess]
                 self.register_buffer(name, value, persistent=False)
 
@@ -477,7 +477,7 @@ class FrequencyModule(nn.Module):
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
-        """Check the arguments of a call, with errors that name the module's arguments instead of omega."""
+        """Check the arguments of a call. The errors name the module's arguments instead of omega."""
         own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
@@ -516,7 +516,7 @@ class FrequencyModule(nn.Module):
         )  # fmt: skip
 
     def _own_phase(self) -> Any:
-        """Return the phase, or (None, phase) if only the keys have one."""
+        """Return the phase, or (None, phase) if it applies to the keys only."""
         phase = self.get_phase()
         if phase is None:
             return None

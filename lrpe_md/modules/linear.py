@@ -25,7 +25,7 @@ DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
-    """Fixed or learned decay (H,) of :class:`LinearAttention`, one number per head.
+    """Fixed or learned decay factors (H,) for :class:`LinearAttention`, one per head.
 
     Args:
         num_heads: number of key heads, H.
@@ -169,9 +169,9 @@ class LinearAttention(nn.Module):
         encoding: a :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or :class:`PresetMd`. It becomes a
             submodule, so learned frequencies are also parameters of this module. None means no positions and act
             "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is called as ``encoding(q, k,
-            positions=positions)``, after the norm if there is one. It returns q̂ and k̂, which are then stored in
-            memory. With normalizer "unrotated", its ``act`` and ``dim`` attributes (default: none) define q̄ and k̄,
-            and everything except the encoding runs in plain PyTorch.
+            positions=positions)``, after the norm if there is one. It must return q̂ and k̂, which are therefore
+            written to memory. With normalizer "unrotated", the ``act`` and ``dim`` attributes of the encoding (default:
+            none) define q̄ and k̄, and everything except the encoding runs in plain PyTorch.
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
         decay: a :class:`HeadDecay`, or another module that returns a decay. With None, there is no decay unless you
             pass one to forward.
@@ -209,7 +209,7 @@ class LinearAttention(nn.Module):
         self.directions: Directions = directions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled module, including pickles of version 0.2, which have no decay."""
+        """Restore a pickled module. Pickles from version 0.2 have no decay."""
         super().__setstate__({"rule": "add", "directions": "forward", **state})
         self._modules.setdefault("decay", None)
 

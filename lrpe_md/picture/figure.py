@@ -54,7 +54,7 @@ SMALL: Any = {
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
-ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
+ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue shows its sign
 FOOT = (
     "Similarity: q·k with the marked token, divided by its value at distance 0, if q and k have the same content in "
     "every channel."
@@ -109,7 +109,7 @@ def make_view(
     maps: int = 4,
     reference: int | Sequence[int | None] | None = None,
 ) -> View:
-    """Choose what to draw: by default, the centre of the grid as the token, and ``maps`` channels.
+    """Select what to draw. By default, this is the centre of the grid as the marked token, and ``maps`` channels.
 
     Raises:
         ValueError: if no channel rotates on the grid.

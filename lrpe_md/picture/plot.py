@@ -36,8 +36,8 @@ def show(
     Args:
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
-            with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
-            pairs.
+            with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
+            rotate map.
         shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
@@ -94,7 +94,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
-    """Return the subject for a scheme, or for the frequencies of a preset, module or tensor, copied to the CPU."""
+    """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):

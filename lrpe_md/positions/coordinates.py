@@ -1,4 +1,4 @@
-"""Explicit token positions, and the operations that they share with grids."""
+"""Explicit token positions, and the operations that grids also support."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Coordinates(Rules):
         prefix: number of unrotated tokens before the first row of ``coords``.
         suffix: number of unrotated tokens after the last row.
         rotated: mask (N,) or (B, N), which is False for tokens that have a row but are not rotated, such as padding.
-            Their coordinates are set to zero, so that Θ = 0, and they get no phase.
+            The coordinates of these tokens are set to zero, so that Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -202,7 +202,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Return ``length`` tokens (default: all) from ``start`` on. Prefix and suffix tokens count, too."""
+        """Return ``length`` tokens (default: all) from ``start`` on, where prefix and suffix tokens also count."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(

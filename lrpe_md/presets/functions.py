@@ -192,7 +192,7 @@ def flattened(shape: Shape, stride: float = 16) -> Grid:
 
 
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
-    """Place tokens on a circle across the diagonal of the axes.
+    """Place tokens on a circle perpendicular to the diagonal of the axes.
 
     A token's angle on the circle is a mixture of its angle around the middle of the image (with weight ``alpha``) and
     its index. ``mix`` is the weight of the plain grid position, relative to the circle. ``stride`` is the offset along
@@ -246,11 +246,11 @@ def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: floa
 
 
 def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
-    """Return only the times of a video's latents, or of audio latents if the shape has one axis."""
+    """Return only the times: those of audio latents if the shape has one axis, otherwise those of video latents."""
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 
-# --- start of tokens outside the grids: shapes of the grids → position -----------------------------------
+# --- start positions of tokens outside the grids: shapes of the grids → position -----------------------------------
 
 
 def behind_centred(shapes: list[Shape]) -> float:
