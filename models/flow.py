@@ -1,8 +1,8 @@
 """Losses, guidance and sampling for flow matching.
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They return v, or ε
-with ``prediction="noise"``, or x with ``prediction="sample"``.
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They predict v by
+default, ε with ``prediction="noise"``, and x with ``prediction="sample"``.
 
 B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
 """
@@ -54,8 +54,8 @@ def _check_prediction(prediction: str) -> None:
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
     """Convert a model's output at z and t (B,) to a velocity.
 
-    For noise ε, the velocity is (ε - z) / (1 - t), so t must be below 1. For a sample x, it is (z - x) / t, so t must
-    be above 0.
+    For noise ε, the velocity is (ε - z) / (1 - t), so t must be below 1. For a sample x, the velocity is (z - x) / t,
+    so t must be above 0.
     """
     _check_prediction(prediction)
     if prediction == "velocity":
@@ -80,8 +80,8 @@ def flow_matching_loss(
         text: the model's text input.
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
-        drop: mask (B,) of the samples whose text is replaced by the empty condition. For guidance, drop about a tenth
-            in training.
+        drop: mask (B,) of the samples whose text is replaced by the empty condition. To use guidance later, drop about
+            a tenth of the texts in training.
         prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x).
     """
     _check_prediction(prediction)
@@ -98,10 +98,10 @@ def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
 def mean_flow_loss(
     model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
 ) -> Tensor:
-    """Return the MeanFlow loss (B,), with which ``model(z, t, text, r)`` learns the mean velocity u from t to r.
+    """Return the MeanFlow loss (B,), which trains ``model(z, t, text, r)`` to predict the mean velocity u from t to r.
 
-    The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward mode along (v, 1), and treated
-    as a constant. A trained model samples in a single step, z_0 = z_1 - u(z_1, r=0, t=1).
+    The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward-mode differentiation along (v,
+    1), and treated as a constant. A trained model samples in a single step: z_0 = z_1 - u(z_1, r=0, t=1).
 
     Source: Geng et al., arXiv 2505.13447, without guidance and adaptive weights.
     """
@@ -122,15 +122,15 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
     """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with the negative text.
 
-    Texts are encoded only once. If the model predicts noise or samples, the function does, too; see
+    Texts are encoded only once. If the model predicts noise or samples, so does the returned function; see
     :func:`velocity_of`.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
         text: the model's text input for B samples. None means the empty condition.
         scale: guidance scale. With 1, only the conditional model runs, which halves the cost.
-        negative: text to steer away from, for B samples or for one. The default is the empty condition of the model's
-            text_encoder.
+        negative: text to steer away from, one for each of the B samples or one for all. The default is the empty
+            condition of the model's text_encoder.
 
     Raises:
         TypeError: if there is no negative, and the text_encoder has no method ``empty``.
@@ -165,7 +165,7 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     """Return the sampling times (steps + 1,) from 1 to 0, in float64.
 
     ``shift`` changes each time t to shift · t / (1 + (shift - 1) t). With values above 1, more steps are close to the
-    noise. For images with m pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
+    noise. If a shift of 1 suits images with n pixels, use √(m/n) for m pixels (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
         raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
@@ -204,7 +204,7 @@ def sample(
     shift: float = 1.0,
     prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Sample images from noise (B, C, ..), which may have any size that the model's patch size divides.
+    """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
 
     :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, and
     :func:`integrate` documents method. Pass the same ``prediction`` as in training. A noise prediction does not

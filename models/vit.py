@@ -1,8 +1,8 @@
 """Vision transformers with relative position encodings, registered with timm.
 
 Build one with ``timm.create_model("lrpe_vit_tiny_patch16_224", encoding="rotate")``. The default encoding is "rotate",
-unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, as is ``adapt``, which converts a timm
-model to it.
+unless you pass ``absolute``. The class is in :mod:`lrpe_md.integrations.timm`, next to ``adapt``, which converts a timm
+model to this class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def timm_cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 def _timm_weights(size: str) -> dict[str, dict[str, Any]]:
-    """Return the pretrained configurations of a size, timm's and one without weights for ``lrpe_vit_*.untrained``."""
+    """Return two pretrained configurations for a size: timm's, and one without weights for ``lrpe_vit_*.untrained``."""
     name = f"vit_{size}_patch16_224"
     cfg: Any = get_pretrained_cfg(name)
     known = {key: getattr(cfg, key) for key in ("hf_hub_id", "mean", "std", "crop_pct", "interpolation", "license")}
