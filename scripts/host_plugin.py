@@ -2,8 +2,8 @@
 
     python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
 
-The plugin writes one line of JSON when a test ends, so that a crash does not lose earlier outcomes. Before each test,
-it seeds the random number generators in the same way with and without ``--adapt``.
+The plugin writes one line of JSON when a test ends, so that earlier outcomes survive a crash. Before each test, it
+seeds the random number generators in the same way with and without ``--adapt``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from lrpe_md import adapt_rotary
 
-BASES = {  # base class of all models of a library: constructors in addition to __init__
+BASES = {  # each library's base class of models, and its constructors in addition to __init__
     "diffusers.models.modeling_utils.ModelMixin": ("from_pretrained",),
     "transformers.modeling_utils.PreTrainedModel": ("from_pretrained", "_from_config"),
 }
@@ -33,7 +33,7 @@ RANK = ("passed", "skipped", "failed")
 
 
 class ModelAdapter:
-    """Adapt each model when its outermost constructor returns, after submodules are built and weights are loaded."""
+    """Adapt each model when its outermost constructor returns, with submodules built and weights loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -52,7 +52,8 @@ class ModelAdapter:
     def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
         """Wrap a constructor so that it adapts its model.
 
-        The model is the constructor's first argument. With ``returns``, it is the return value or its first item.
+        The model is the constructor's first argument. With ``returns``, the model is the return value or the first item
+        of it.
         """
 
         @functools.wraps(function)
@@ -70,7 +71,7 @@ class ModelAdapter:
         return make
 
     def wrap_class(self, cls: Any) -> None:
-        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is not a model
+        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is no model
 
     def wrap_base(self, base: Any, makers: tuple[str, ...]) -> None:
         """Wrap a base class and all of its existing and future subclasses."""
@@ -94,7 +95,7 @@ class ModelAdapter:
 
 
 class OutcomeRecorder:
-    """Recorder of each test's outcome, and of the models that were adapted."""
+    """Records the outcome of each test, and the models that were adapted."""
 
     def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker

@@ -48,7 +48,7 @@ def finite(value: float | None) -> float | None:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 step" or "1200 steps"."""
+    """Format a number with its noun, such as "1 step" or "1200 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -70,7 +70,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
-    """Return the command as the user typed it, without some of its parameters."""
+    """Return the command as the user typed it, omitting the parameters in ``leave_out``."""
     words = context.command_path.split()
     for parameter in context.command.params:
         name: Any = parameter.name
@@ -88,18 +88,18 @@ def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
 
 
 def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str] = ()) -> None:
-    """Warn that the numbers of a run with --smoke mean nothing, and print the command of a real run.
+    """Warn that the numbers from a run with --smoke are meaningless, and print the command for a real run.
 
     Args:
         context: context of the command.
-        reason: why the numbers mean nothing.
+        reason: why the numbers are meaningless.
         leave_out: parameters that a real run does not need, in addition to smoke and out.
     """
     command = describe_command(context, {"smoke", "out", *leave_out})
     typer.echo(f"\nThese numbers mean nothing, because with --smoke {reason}. For real ones, run:\n{command}", err=True)
 
 
-# Patterns of the library's errors, and what to show on a command line instead; applied in order.
+# Patterns in the library's errors, and what to show on a command line instead. They are applied in order.
 _SHELL_TERMS = {
     r"pass Memory\((\w+)='(\w+)'\)": r"pass --memory \1=\2",
     r"memory: expected None without linear attention": "--memory needs linear attention",
@@ -125,7 +125,7 @@ _SHELL_TERMS = {
 
 
 def in_shell_terms(text: Any, separator: str = ",") -> str:
-    """Reword a library error for the command line, with options instead of arguments and values as the user types them.
+    """Reword a library error for the command line: name options instead of arguments, and show values as typed.
 
     ``separator`` separates the numbers of a tuple.
     """
@@ -137,10 +137,10 @@ def in_shell_terms(text: Any, separator: str = ",") -> str:
 
 
 def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
-    """Return a decorator that groups a command's options in panels of its help.
+    """Return a decorator that groups a command's options into panels in its help.
 
     Args:
-        panels: dictionary from the title of each panel to the names of its parameters, separated by spaces.
+        panels: dictionary from each panel's title to the names of the parameters in the panel, separated by spaces.
     """
 
     def group(command: F) -> F:
@@ -148,7 +148,7 @@ def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
         for title, names in panels.items():
             for name in names.split():
                 kind, option = get_args(hints[name])
-                option = copy.copy(option)  # some are shared between commands
+                option = copy.copy(option)  # some options are shared between commands
                 option.rich_help_panel = title
                 hints[name] = Annotated[kind, option]
         command.__annotations__ = hints
