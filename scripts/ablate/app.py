@@ -1,9 +1,9 @@
-"""Compare position encodings by training the same model with each, and testing it at unseen sizes or lengths.
+"""Compare position encodings: train the same model with each encoding, and test it at unseen sizes or lengths.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
-                                                                 3 seeds, 5 minutes on two CPU cores
-    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
+                                                                 3 seeds, 5 minutes on two CPU cores lrpe-md ablate run
+    digits -e rotate -e dinov3 -e rotate:base=10000 presets, and options of encodings
     lrpe-md ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
@@ -14,10 +14,10 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Pass data as you would to the training commands. Use --set to change any of their options. Each result is saved as soon
-as its training run ends. After an interruption, run the same command again to resume from the last checkpoint. The
-report consists of results.csv, table.md and plots. It shows mean and standard deviation over the seeds, paired
-differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
+Pass data as you would to the training commands. Use --set to change any option of these commands. Each result is saved
+as soon as its training run ends. After an interruption, run the same command again to resume from the last checkpoint.
+The report consists of results.csv, table.md and plots. The report shows the mean and standard deviation over the seeds,
+paired differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def run(
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
     with options_as_set(chosen):
-        for job in todo.values():  # check all encodings with the model before training the first
+        for job in todo.values():  # check that the model supports all encodings before training with the first
             comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -159,7 +159,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Check the baseline and write config.json. If the folder has a comparison with the same options, add to it."""
+    """Check the baseline, and write config.json. If the folder has a comparison with the same options, extend it."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -168,7 +168,7 @@ def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> 
 def select_encodings(
     task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
 ) -> dict[str, list[str]]:
-    """Return the encodings to compare, by attention."""
+    """Return the encodings to compare, for each kind of attention."""
     backbone = task.config.backbone
     pairs = [each.rpartition("/") for each in encoding or []]
     for kind, slash, name in pairs:
@@ -193,7 +193,8 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have the layers that these need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have as many layers as these
+    need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}

@@ -24,18 +24,18 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
-    """Return the largest number of seeds, and a description such as "3", or "1 to 3" if variants differ."""
+    """Return the largest number of seeds per variant, and a description: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
     fewest, most = counts.min(), counts.max()
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline that has the same attention, paired by their common seeds.
+    """Compare each encoding with the baseline in the same kind of attention. Results are paired by common seeds.
 
     Returns:
-        a row for each encoding, attention, positions and size, with the mean, half the width of Student's interval (NaN
-        for one seed), and the number of pairs.
+        a row for each encoding, attention, positions and size, with the mean difference, half the width of Student's
+        interval (NaN for one seed), and the number of pairs.
     """
     where = [*KEYS[1:], "positions", "size", "seed"]
     base: Any = results[results.encoding == baseline].set_index(where)["value"]
@@ -83,7 +83,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of other columns."""
+    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -99,7 +99,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
              cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
         )  # fmt: skip
-    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings with a time budget
+    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
         for more, name in zip(rows, ranking, strict=True):
             of = groups.get_group(name)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
@@ -170,8 +170,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
     """Plot the mean and standard deviation of the measure against the size.
 
-    There is a row for each kind of attention and a column for each kind of positions. If there is only one encoding,
-    all kinds of attention share a row.
+    There is a row for each kind of attention, and a column for each kind of positions (extrapolated or rescaled). If
+    there is only one encoding, all kinds of attention share a row.
     """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     if results.encoding.nunique() == 1:
@@ -220,7 +220,7 @@ def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
     means: Any = shown.groupby("encoding")["value"].mean()
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = "black", OKABE_ITO["grey"]  # not the colours that stand for encodings
+    two = "black", OKABE_ITO["grey"]  # colours that don't stand for encodings
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)

@@ -31,7 +31,7 @@ Values = dict[str, dict[str, float]]  # series (such as positions) → size → 
 CHOSEN = (
     "out",
     "data",
-    "reference",  # results need both kinds of positions
+    "reference",  # results require both kinds of positions
     "encoding",
     "attention",
     "seed",
@@ -41,12 +41,12 @@ CHOSEN = (
     "progress",
     "turn",
     "scheme",
-)  # set by the driver for each training; fmt: skip
+)  # set by the driver for each run; fmt: skip
 
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison, with more encodings, more seeds and longer training."""
+    """Settings for the longer comparison of a task: more encodings, more seeds and longer training."""
 
     compared: dict[str, tuple[str, ...]]
     seeds: int
@@ -59,18 +59,18 @@ class Task:
 
     Args:
         config, run: configuration class and training function.
-        compared: encodings of the default comparison, by attention.
+        compared: encodings in the default comparison, for each kind of attention.
         smoke: options of a tiny training run on a CPU.
-        values: function that extracts the measured values from the result of ``run``.
+        values: function that extracts the measured values from what ``run`` returns.
         measure, higher: name of the measured value, and whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
         series: column of results.csv that names each series of values of a training run.
         plots: name of the plot in each report file.
-        defaults, on_gpu: fields that differ from the training's defaults on all devices, or on a GPU only.
-        by_encoding: fields for single encodings.
-        full: settings of the longer comparison, if there is one.
+        defaults, on_gpu: fields that differ from the defaults of the training command, on all devices or on a GPU only.
+        by_encoding: fields that only apply to specific encodings.
+        full: settings for the longer comparison, if there is one.
         data: default data.
-        kept: files in a run's folder that the report shows.
+        kept: files in a run's folder that the report needs.
         note: line below the tables.
     """
 
@@ -106,7 +106,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # both kinds of positions coincide at the training size
+            for each in [positions] if positions else found:  # all positions coincide at the training size
                 found[each][size] = value["loss"]
     return found
 
@@ -120,7 +120,7 @@ def answers(result: dict[str, Any]) -> Values:
 
 
 def bits(result: dict[str, Any]) -> Values:
-    """Return bits per byte by scaling and length, and for the longest length also by position ("8192:512-1024")."""
+    """Return bits per byte by scaling and length, with the longest length also split by position ("8192:512-1024")."""
     found: Values = {}
     for row in result["evaluation"]:
         whole = (row["first"], row["last"]) == (0, row["length"])
@@ -257,7 +257,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
-    """Reword the errors of a training run, with ``--set NAME=VALUE`` for its options and DATA for its data."""
+    """Reword the errors of a training run: say ``--set NAME=VALUE`` for options, and DATA for data."""
     known = {f.name for f in fields(task.config)} - set(CHOSEN)
 
     def reword(found: re.Match[str]) -> str:
@@ -277,9 +277,9 @@ def options_as_set(task: Task) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings that determine results. All runs in a folder share the task, the data and the training options.
+    """Settings that determine the results. All runs in a folder share the task, the data and the training options.
 
-    ``schemes`` maps encodings to fingerprints, for the compared schemes that the user registered.
+    ``schemes`` maps encodings to fingerprints. It contains the compared schemes that the user registered.
     """
 
     task: str
@@ -316,10 +316,10 @@ class Comparison:
         return TASKS[self.task].config.backbone.names
 
     def merge(self, out: Path) -> Comparison:
-        """Return a comparison that also contains the encodings, seeds and fingerprints of the runs in a folder.
+        """Return a comparison that also includes the encodings, seeds and fingerprints of existing runs in a folder.
 
         Raises:
-            typer.BadParameter: if a scheme is defined differently in the folder's runs.
+            typer.BadParameter: if the definition of a scheme differs in the existing runs.
         """
         schemes = {name: mark for _, name in self.pairs if (mark := fingerprint_scheme(name)) is not None}
         path = out / "config.json"
@@ -344,7 +344,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: the settings of all runs and tests, without the paths of data."""
+        """Return the content of config.json: the settings for all runs and tests, without data paths."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)
@@ -371,7 +371,7 @@ def train(
     turn: Path | None = None,
     schemes: dict[str, Scheme] | None = None,
 ) -> dict[str, Any]:
-    """Run or resume a training run. When its result is saved, delete the checkpoint.
+    """Start or resume a training run. When the result is saved, delete the checkpoint.
 
     ``schemes`` contains schemes to register first, if this is a new process.
     """
@@ -400,7 +400,7 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, element of the series and size."""
+    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size."""
     rows = []
     for file in files:
         run = read_json(file)

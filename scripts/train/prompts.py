@@ -30,7 +30,7 @@ from .samples import pixels, write_sheet
 from .text_features import count_tokens, load_encoder
 from .vae import open_decoder
 
-BATCH = 16  # images that are drawn together
+BATCH = 16  # number of images per batch
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
 
 
 def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return a grid with the number of patches in training and the image's aspect ratio."""
+    """Return a grid that has as many patches as in training, and the aspect ratio of the image."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
     return height, width
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw noise (num, *shape) with seed + i for sample i, independently of the device and of ``num``."""
+    """Draw noise (num, *shape). Sample i uses seed + i, so it does not depend on the device or on ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
@@ -150,8 +150,8 @@ class Painter:
     Args:
         state: content of the checkpoint.
         device: device of the model.
-        vae: VAE of a latent model. "auto" uses the VAE that encoded the latents.
-        encoder: text model that computed the features of a run with --text-features.
+        vae: VAE for a latent model. "auto" uses the VAE that encoded the latents.
+        encoder: for a run with --text-features, the text model that computed the features.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class Painter:
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
 
     def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
-        """Return the grid to which positions are rescaled at a size, or None for one unit per patch.
+        """Return the grid to which positions are rescaled for an image size, or None for one unit per patch.
 
-        Sizes with an area between the smallest and the largest training area keep their own grid.
+        If the area is between the smallest and the largest training area, this is the image's own grid.
         """
         sizes: list[int] = self.settings["train_sizes"]
         area = math.sqrt(size[0] * size[1])
@@ -195,7 +195,7 @@ class Painter:
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, class names or class numbers) to the model's text input.
 
-        option: option that contains the prompts, for error messages.
+        option: name of the option for error messages.
 
         Raises:
             typer.BadParameter: for an unknown class, or a run with text features if no text model is passed.
@@ -225,14 +225,14 @@ class Painter:
         if prompt.isdecimal() and int(prompt) < len(classes):
             return int(prompt)
         if not prompt:
-            return len(classes)  # the empty condition
+            return len(classes)  # label of the empty condition
         choose(option, [prompt], classes)
         raise AssertionError(prompt)
 
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
         """Draw samples from noise, and yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU.
 
-        ``text`` is a result of :meth:`encode` with one condition per sample.
+        ``text`` is a result of :meth:`encode`, with one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
@@ -257,7 +257,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw all prompts from the same noise (images, C, ..), as (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw every prompt from the same noise (images, C, ..). Return (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))

@@ -4,9 +4,9 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels``, FOLDER contains CLASS/*.mp4, of which one in --parts videos is held out, or train/CLASS/*.mp4
-and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's
-folder. Run it again to resume an interrupted run.
+With ``--task labels``, FOLDER contains either CLASS/*.mp4, where one in --parts videos is held out, or
+train/CLASS/*.mp4 and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
+to the run's folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the model's arguments for data with ``num_classes`` classes."""
+    """Return the model arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
@@ -176,17 +176,17 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
+    """Subtract the mean frame from clips (B, 3, T, H, W), and divide by the standard deviation.
 
-    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
-    the order of the frames.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. The result does not
+    reveal the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
-    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
+    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # avoids amplifying noise in a still clip
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """Return clips (B, 3, frames, size, size) as the model's input."""
+    """Return clips (B, 3, frames, size, size) in the form that the model expects."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
@@ -204,9 +204,9 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (2B, 3, T, H, W), some of which are mirrored, and labels (2B,).
+    """Return clips (2B, 3, T, H, W) and labels (2B,). Clips are mirrored randomly.
 
-    Each clip appears with two labels, so that its content does not reveal the label.
+    Each clip appears with two labels, so that the content of a clip does not reveal the label.
     """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
@@ -244,14 +244,14 @@ def accuracy(
 
 
 def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
-    """Return the first frames of the test clips."""
+    """Return the start frame of each test clip."""
     starts = footage.starts(2 * config.frames * config.every, held_out=True)
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
     return space_evenly(starts, number)
 
 
 def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
-    """Return ``number`` of the values, evenly spaced from the first to the last."""
+    """Select ``number`` of the values, evenly spaced from the first to the last."""
     return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
@@ -261,7 +261,7 @@ def conditions(config: VideoTraining) -> list[tuple[int, int]]:
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracies on the same clips at all test lengths and sizes."""
+    """Return the accuracies at all test lengths and sizes, measured on the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -281,7 +281,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W) from random places in their videos, some of them mirrored, and classes (B,)."""
+    """Cut a clip from a random point in each video. Return clips (B, 3, T, H, W), randomly mirrored, and classes (B,)."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -291,7 +291,7 @@ def labelled_batch(
 
 
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
-    """Return the indices of at most --test-samples held-out videos, evenly spaced to cover all classes."""
+    """Return the indices of at most --test-samples held-out videos, evenly spaced so that they cover all classes."""
     found = np.flatnonzero(videos.held_out)
     return space_evenly(found, min(len(found), config.test_samples))
 
@@ -312,7 +312,7 @@ def labelled_accuracy(
 
 
 def read_clip(path: Path, settings: dict[str, Any]) -> Tensor:
-    """Return a video's central clip (1, 3, frames, size, size), as used in tests of a run with these settings."""
+    """Return a video's central clip (1, 3, frames, size, size), prepared as in tests of a run with these settings."""
     frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
     videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
     kind = settings["sampling"] if settings["task"] == "labels" else "dense"
@@ -325,7 +325,7 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     size = max(config.size, config.test_size)
     videos = load_labelled(config.data, size, parts=config.parts, cache=config.cache_folder).to(device)
     train = np.flatnonzero(~videos.held_out)
-    steps_per_epoch(len(train), config.batch)  # before anything is written
+    steps_per_epoch(len(train), config.batch)  # check before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
     if PartialState().is_main_process:
         typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
@@ -383,14 +383,14 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out clips, at the training length and size."""
+        """Evaluate on the held-out clips at the training length and size."""
         found = accuracy(
             config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
             trainer.accelerator.autocast,
         )  # fmt: skip
         return {"accuracy": found}
 
-    # Identify the footage by its content, so that its location may change.
+    # Identify the footage by its content, so that the files may be moved.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
     return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
