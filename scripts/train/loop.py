@@ -342,7 +342,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Add a row to the history, and return the mean loss since the last row from --log-every or --validate-every."""
+        """Add a row to the history. Return the mean loss since the last row of --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:

@@ -281,7 +281,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Cut a clip from a random point in each video. Return clips (B, 3, T, H, W), randomly mirrored, and classes (B,)."""
+    """Cut a clip from a random point in each video. Return randomly mirrored clips (B, 3, T, H, W) and classes."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
