@@ -67,7 +67,7 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active, which rules out caching new tensors."""
+    """Return whether a dispatch mode, function transform or trace is active. New tensors must then not be cached."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 

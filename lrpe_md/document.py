@@ -74,7 +74,7 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_cosine_md`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_cosine_md`."""
     return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
@@ -86,8 +86,8 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
     """Run :func:`lrpe_cosine_md`, and store H · N · D angles Θ for the backward pass.
 
-    This function only exists because the document defines it. It is never faster than recomputing Θ (docs/tuning.md),
-    and it reads more memory if each head has its own θ.
+    This function only exists because the document defines it. Reading stored angles is never faster than recomputing
+    them (docs/tuning.md), and reads more memory if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())
@@ -171,7 +171,7 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_rotate_1d`."""
+    """Run the forward pass without autograd, with the arguments of :func:`lrpe_rotate_1d`."""
     return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 

@@ -25,8 +25,9 @@ def parameter_groups(
         weight_decay: weight decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies,
             phases, parameters marked ``_no_weight_decay``, and names that ``model.no_weight_decay()`` lists.
         frequency_lr: learning rate of frequencies learned by this library's encodings. The default is ``lr``.
-            Frequencies are learned as logarithms, so an Adam step changes each by about this fraction of its value.
-            With ``frequencies="mixed"`` or ``learnable="raw"``, the step changes them by about this absolute value.
+            Frequencies are learned as logarithms, so an Adam step changes each frequency by about this fraction of its
+            value. With ``frequencies="mixed"`` or ``learnable="raw"``, an Adam step changes each frequency by about
+            this absolute value.
 
     Returns:
         up to three groups, whose "name" is "decay", "no_decay" or "frequencies". Empty groups are left out.

@@ -43,7 +43,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a single call, which determine its result and are short enough to print."""
+    """Settings that determine the result of a single call and are short enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -315,9 +315,9 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
 
 @contextmanager
 def rounded_angles() -> Iterator[None]:
-    """Make the reference compute angles in the dtype of frequencies and positions, which is float32 for plain grids.
+    """Make the reference compute angles in the dtype of frequencies and positions (float32 for plain grids).
 
-    The error of such a reference shows how far float32 arithmetic is from float64, which sets the error budget.
+    The error of such a reference shows how far float32 arithmetic is from float64. This sets the error budget.
     """
     exact, positions = reference.angles, Layout.positions
 
@@ -456,7 +456,7 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """Settings of a single call of linear attention, which determine its result and are short enough to print."""
+    """Settings that determine the result of a call of linear attention and are short enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)

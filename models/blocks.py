@@ -37,7 +37,7 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options of a block. :class:`lrpe_md.models.dit.DiT` explains them.
+    """Options of a block. See :class:`lrpe_md.models.dit.DiT` for an explanation.
 
     ``feature_act`` is the activation of q and k in linear attention, and replaces the encoding's activation.
     """
@@ -309,7 +309,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens, or return None if one is missing or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens, or return None if one is missing or the kinds differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

@@ -8,7 +8,8 @@ on time and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size a
 call. The options can reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` uses a published size.
 
 Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In this mode,
-encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support it.
+encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support this
+mode.
 
 Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
 D head_dim.
@@ -113,9 +114,8 @@ class DiT(nn.Module):
             sequence that repeats over the blocks, such as ("linear", "linear", "linear", "softmax"). Linear layers
             default to act="relu". With normalizer="none", linear layers add an RMSNorm after the attention.
             Cross-attention always uses softmax.
-        memory: a :class:`lrpe_md.Memory` with directions="both", which defines how linear layers forget other frames.
-            This requires videos (``num_axes=3``) and text_attention="cross", because text in the sequence would also be
-            forgotten.
+        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". This requires
+            videos (``num_axes=3``) and text_attention="cross", because text in the sequence would also be forgotten.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Use an encoder from :mod:`lrpe_md.models.text` (for captions, class labels or
@@ -591,7 +591,7 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
 
 
 def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
-    """Shift each sample's image so that it follows the end of its text."""
+    """Shift the image of each sample to the end of the sample's text."""
     padding = length - mask.sum(1)
     behind = torch.zeros_like(placed.coords)
     behind[length:, list(axes)] = 1

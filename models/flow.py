@@ -36,7 +36,7 @@ def draw_times(
 ) -> Tensor:
     """Draw random times (B,) for training, in float32.
 
-    distribution: "logit-normal" draws sigmoid(n) with n ~ N(0, 1), which favours the middle (SD3, arXiv 2403.03206).
+    distribution: "logit-normal" draws sigmoid(n) with n ~ N(0, 1), favouring the middle (SD3, arXiv 2403.03206).
         "uniform" draws from [0, 1).
     """
     if distribution not in ("logit-normal", "uniform"):
@@ -91,7 +91,7 @@ def flow_matching_loss(
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Return ``drop`` as a keyword argument if it is not None, because not all models accept it."""
+    """Return the keyword arguments for ``drop``. None is not passed, because not all models accept the argument."""
     return {} if drop is None else {"drop": drop}
 
 

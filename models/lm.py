@@ -54,8 +54,8 @@ class LmConfig:
         attention: "softmax" or "linear" for all layers, or a sequence of these that repeats over the layers. "linear"
             uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so features
             may be negative.
-        memory: a :class:`lrpe_md.Memory` with a decay, which defines how linear layers forget earlier tokens. On a GPU,
-            the slower reference computes the gradient of learned decays.
+        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU, the slower
+            reference computes the gradient of learned decays.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:
@@ -269,7 +269,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check that tokens are integers (B, N) with N > 0, and that B is ``batch`` if you pass it."""
+    """Check that tokens are integers (B, N) with N > 0, and that B equals ``batch`` if that is not None."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name}: expected a tensor of integers (B, N), got {type(tokens).__name__}; for the bytes of a text, pass "

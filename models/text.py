@@ -171,7 +171,7 @@ class TextEncoder(nn.Module):
         return torch.full((batch, 1), START, device=self.embed.weight.device)
 
     def drop(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """Replace captions with empty ones where the mask ``where`` (B,) is True, without changing the length."""
+        """Replace captions with empty ones where the mask ``where`` (B,) is True. The shape stays the same."""
         return torch.where(where[:, None] & (tokens != START), PAD, tokens)
 
 

@@ -131,9 +131,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
             "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: a :class:`lrpe_md.Memory`, which defines how linear layers forget earlier frames. It requires joint
-            attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
-            tokens are added to the state before the first frame, so they also decay.
+        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory`. This requires joint attention. Use
+            directions="forward" with causal="frames", and "both" for other models. Class and register tokens are added
+            to the state before the first frame, so they also decay.
         space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, .. attend within
             each frame, and blocks 1, 3, .. attend along time at each location (Latte, arXiv 2401.03048, variant 1).
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
@@ -290,12 +290,12 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm(x)
 
     def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
-        """Compute the features of a causal video model for the next frames, as if it processed the whole video at once.
+        """Compute a causal model's features for the next frames. The result is the same as for the whole video at once.
 
         Pass the next frames x (B, in_chans, frames, height, width) and the state from the previous call, or None to
         start a video. The results are the tokens (B, T H W, C) and the state for the next call. In the first call, the
         prefix precedes these tokens. No tokens are dropped. Nothing is recomputed, except that softmax attention
-        re-encodes keys when its window moves. The state has a constant size if all layers are linear, or if softmax
+        re-encodes keys when the window moves. The state has a constant size if all layers are linear, or if softmax
         layers have a ``window``.
 
         Features are differentiable, including through the state.

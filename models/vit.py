@@ -22,7 +22,7 @@ __all__ = [
 
 
 def with_positions(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add encoding="rotate" to a model's arguments if they specify no positions."""
+    """Add encoding="rotate" to a model's arguments if no other argument specifies positions."""
     silent = "encoding" not in kwargs and kwargs.get("absolute", "none") == "none"
     return {**kwargs, "encoding": "rotate"} if silent else kwargs
 
@@ -62,7 +62,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LrpeVisionTransfor
 
 @register_model
 def lrpe_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> LrpeVisionTransformer:
-    """Build a ViT-Ti/16, which has 5.7 M parameters without an absolute position embedding."""
+    """Build a ViT-Ti/16, with 5.7 M parameters if there is no absolute position embedding."""
     return _create(
         "lrpe_vit_tiny_patch16_224",
         pretrained,

@@ -20,7 +20,7 @@ kernels, and run:
     kernel-builder upload build/kernel
 
 kernel-builder (https://github.com/huggingface/kernels) is a separate program that needs Nix to build, but not to
-upload. To build the variants with it, put the output folder into a git repository and run ``kernel-builder
+upload. To build the variants with kernel-builder, put the output folder into a git repository and run ``kernel-builder
 build-and-upload``.
 """
 

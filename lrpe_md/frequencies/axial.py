@@ -131,7 +131,7 @@ def warn_of_idle_axes(
     stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
-    """Warn about axes without channels, whose positions would have no effect.
+    """Warn about axes without channels. Positions on such an axis would have no effect.
 
     Args:
         widths: number of channels or pairs per axis, slowest axis first.
@@ -312,7 +312,7 @@ def _with_gaps(omega: Tensor, blocks: Sequence[int], gaps: Sequence[int]) -> Ten
 
 
 def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]:
-    """Truncate the widths of the blocks so that they add up to C."""
+    """Truncate blocks of channels so that their widths add up to C."""
     if sum(widths) < num_channels:
         raise ValueError(
             f"theta: expected {num_channels} frequencies in total, got {sum(widths)} ({num_axes} axes with {widths}); "

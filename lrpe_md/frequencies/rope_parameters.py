@@ -138,8 +138,8 @@ def rope_frequencies(
             ``high_freq_factor``. Other fields are ignored. None means "default".
         head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
             without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
-        max_position_embeddings: maximum length in the config. "dynamic" scales from this length, and it is the default
-            of ``original_max_position_embeddings``.
+        max_position_embeddings: maximum length in the config. "dynamic" scales from this length. This length is also
+            the default of ``original_max_position_embeddings``.
         seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and
             "longrope" uses the short factors.
         base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store rope_theta outside the dict;

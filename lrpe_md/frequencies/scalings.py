@@ -185,8 +185,8 @@ def dype_yarn_scaling(
     """Apply the YaRN variant of DyPE (Issachar et al., arXiv 2510.20766).
 
     How a frequency is scaled depends on the number of turns that it makes in ``original_length``. With fewer than
-    ``interpolated`` turns, it is divided by ``factor``. With more, it follows :func:`ntk_scaling`. With more than
-    ``kept`` turns, it stays the same. Both arguments are pairs of bounds, between which a ramp blends the two
+    ``interpolated`` turns, the frequency is divided by ``factor``. With more, it follows :func:`ntk_scaling`. With more
+    than ``kept`` turns, it stays the same. Both arguments are pairs of bounds, between which a ramp blends the two
     neighbouring ranges. The bounds are multiplied by t², so that all of θ is kept as t approaches 0. Ramp ends are
     rounded outwards to whole indices.
 

@@ -69,13 +69,14 @@ class FrequencyModule(nn.Module):
     * ``omega``: ω itself, if each channel has its own direction.
 
     Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
-    rebuilt when a module made on the meta device is materialised. Fixed frequencies are not saved in the state_dict, so
-    it matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened
-    tensors, can still be loaded.
+    rebuilt when a module made on the meta device is materialised. Fixed frequencies are not saved, so the state_dict
+    matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened tensors,
+    can still be loaded.
 
     FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before ``fully_shard(model,
-    mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers. To prevent that, use
-    ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if frequencies are learned.
+    mp_policy=...)`` to gather, use and reduce these frequencies in their own dtype. FSDP1 also casts buffers. To
+    prevent that, use ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if
+    frequencies are learned.
     """
 
     map: str
@@ -439,7 +440,8 @@ class FrequencyModule(nn.Module):
                 For packed tokens (N, H, D), pass the result of :func:`lrpe_md.pack`.
             qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ. The cosine map does not support this.
-            norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. Its weights remain in their own modules.
+            norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. The norm's weights stay in their own
+                modules.
             out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`.
             attend: function to call instead of encoding: the result is ``attend(self.describe(), *xs)``, with ``norm``
                 in the description. Linear attention uses this to read the frequencies while FSDP's hooks have gathered

@@ -58,7 +58,7 @@ class CosineMd(SeriesModule):
         phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies it to the keys only
             (PoPE).
         phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, the phases of group g are initially π
-            g / P. :func:`lrpe_md.cosine` explains what they do and cost.
+            g / P. :func:`lrpe_md.cosine` explains the purpose and cost of groups.
         seed: seed of the random directions.
         dtype: dtype of the frequencies, float32 or float64. Casting the model does not change it.
 
@@ -460,7 +460,7 @@ class PresetMd(FrequencyModule):
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
-        """Return :meth:`Preset.positions` on the module's device. Call it once per forward pass, not in every layer."""
+        """Call :meth:`Preset.positions` for the module's device. Do this once per forward pass, not in every layer."""
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)
 

@@ -120,7 +120,7 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Options for the state of a model's linear attention layers: how each block updates it, and how fast it decays.
+    """Options for the state of a model's linear attention layers: how each block updates the state, and its decay.
 
     A block is a video frame, or a token in a language model.
 
@@ -133,7 +133,7 @@ class Memory:
             decay.
         learnable: whether each layer learns its decays.
         directions: with "forward", a frame attends to itself and to earlier frames, as in a causal model. With "both",
-            it also attends to later frames through a second state, as in a bidirectional video model.
+            a frame also attends to later frames through a second state, as in a bidirectional video model.
 
     Raises:
         ValueError: for an unknown value, or learnable=True without a decay.

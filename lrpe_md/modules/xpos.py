@@ -30,8 +30,8 @@ def scale_xpos(
     """Multiply pair i of q at position n by ζ_i^((n - centre) / scale_base), and divide pair i of k by the same factor.
 
     ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
-    This function runs in PyTorch. It costs an extra pass over q and k unless you compile it, and 16-bit dtypes are
-    rounded once more.
+    This function runs in plain PyTorch. Unless you compile it, it costs an extra pass over q and k, and rounds 16-bit
+    dtypes once more.
 
     Args:
         q, k: tensors (B, H, N, D).

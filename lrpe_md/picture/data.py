@@ -102,8 +102,8 @@ def published(
 def default_shape(made: Preset) -> tuple[int, ...]:
     """Return the grid shape to draw by default.
 
-    It has as many axes as the positions. However, it is the shape of an image if the first axis also counts text or
-    images. If the scheme does not accept this shape, return another one.
+    The shape has as many axes as the positions. However, if the first axis also counts text or images, the shape is
+    that of an image. If the scheme does not accept this shape, return another one.
 
     Raises:
         ValueError: if the scheme accepts none of the default shapes.
@@ -263,9 +263,9 @@ def aliased(layout: TokenLayout, omega: Tensor) -> bool:
 def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    The logarithms of their angles over the grid are evenly spaced. If some channels make less than a quarter of a turn,
-    the even spacing stops there, and the slowest channel is added. Among similar channels, the axes alternate. All
-    channels rotate, and no two have the same frequencies.
+    The angles that they span over the grid are evenly spaced on a logarithmic scale. If some channels make less than a
+    quarter of a turn, the even spacing stops there, and the slowest channel is added. Among similar channels, the axes
+    alternate. All channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
     turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)

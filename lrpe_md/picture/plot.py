@@ -38,7 +38,7 @@ def show(
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
             with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
             rotate map.
-        shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
+        shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
         head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.

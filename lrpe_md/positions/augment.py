@@ -79,7 +79,7 @@ class AugmentPositions(nn.Module):
         return positions.transform(scale.to(device), shift.to(device))
 
     def _uniform(self, name: str, num: int) -> Tensor:
-        """Draw ``num`` values from U(-a, a), where a is the strength, or its logarithm if the strength is a factor."""
+        """Draw ``num`` values from U(-a, a), where a is the strength, or log(strength) if the strength is a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound

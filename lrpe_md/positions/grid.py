@@ -188,7 +188,7 @@ class Grid(Rules):
 
     @property
     def origin_row(self) -> Tensor | None:
-        """The origin as (1, K) or (B, 1, K), which broadcasts over tokens, or None."""
+        """The origin as (1, K) or (B, 1, K), to broadcast over tokens, or None."""
         return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:

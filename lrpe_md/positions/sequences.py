@@ -299,7 +299,8 @@ def zigzag(
     Args:
         positions: layout of the whole sequence, including prefix and suffix tokens.
         rank, num_ranks: index of this rank, counted from 0, and the number of ranks R.
-        device: device of the result. By default, it is that of the coordinates or of a grid's origin, or else the CPU.
+        device: device of the result. The default is the device of the coordinates or of a grid's origin, or else the
+            CPU.
 
     Returns:
         the concatenated coordinates of the two chunks, for this rank's x (B, H, N / R, D). Sum the gradients of

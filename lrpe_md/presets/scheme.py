@@ -49,7 +49,7 @@ class Axial:
             of the channels.
         gaps: shares of the unrotated channels before, between and after the blocks, so one share more than there are
             blocks. None means no gaps.
-        remainder: where the leftover channels go. An axis number adds them to that axis. "front" and "behind" leave
+        remainder: where the leftover channels go. With an axis number, that axis gets them. "front" and "behind" leave
             them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
             requires an exact split.
         across_heads: whether to split the channels of all heads together among the axes, and then into heads.
@@ -99,7 +99,7 @@ class Axial:
     def takes(self) -> set[str]:
         """Names of the :func:`preset` arguments that this scheme supports."""
         base = {"base"} if self.base is not None else set()
-        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # it always splits evenly
+        shared = self.num_axes > 1 and self.axis_map != "even_odd"  # "even_odd" always splits evenly
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
@@ -221,8 +221,8 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
 class Scheme:
     """A published scheme or your own, independent of sizes. :func:`preset` builds it for a head_dim.
 
-    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. Its functions are your own, or
-    come from ``lrpe_md.presets.FUNCTIONS``, which lists them by name.
+    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. The functions in a scheme are your
+    own, or come from the dict ``lrpe_md.presets.FUNCTIONS``.
 
     Args:
         doc: source of the scheme and its peculiarities.

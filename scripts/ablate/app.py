@@ -149,7 +149,7 @@ def run(
 
 
 def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
-    """Print a line for each training run as it ends."""
+    """Print a line for each training run when the run ends."""
     for i, result in enumerate(results, 1):
         value = next(iter(next(iter(result["values"].values())).values()))
         console.print(

@@ -139,7 +139,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the number of frames for each memory and encoding, with all seeds and their mean."""
+    """Plot accuracy against the number of frames for each memory and encoding: every seed, and the mean over seeds."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

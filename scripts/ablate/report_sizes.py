@@ -213,7 +213,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size, with all seeds and their mean."""
+    """Plot the measure at the training size, with each seed and the mean over seeds."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]

@@ -336,7 +336,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
 
 
 class Original(NamedTuple):
-    """Model without adaptation, with its outputs and gradients."""
+    """Unadapted model, with the model's outputs and gradients."""
 
     model: Any
     result: Result

@@ -156,7 +156,7 @@ def _describe_untried(error: Exception) -> str:
 
 
 def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
-    """Return a "refused" row for a model that can't be called, or None if adapting it succeeds."""
+    """Return a "refused" row for a model that can't be called, or None if the model can be adapted."""
     try:
         adapt_rotary(model)
     except (TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
 
 
 def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
-    """Return a "refused" row for a model, or a "none" row if it has no rotary encoding."""
+    """Return a "refused" row for a model, or a "none" row if the model has no rotary encoding."""
     reason = _describe_error(error)
     if reason == UNKNOWN and not _has_rotary(model):
         return row._replace(outcome="none")

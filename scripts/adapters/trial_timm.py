@@ -36,7 +36,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def read_shape(name: str) -> dict[str, Any] | None:
-    """Return arguments for a tiny version of a rotary model, or None if it has no RoPE or can't be built."""
+    """Return arguments for a tiny version of a rotary model, or None if the model has no RoPE or can't be built."""
     if not any(part in name for part in ("eva", "rope", "dinov3", "vit")):
         return None
     try:

@@ -108,7 +108,7 @@ Step = Callable[[], Tensor]
 
 
 def build_into(inputs: Inputs) -> Step:
-    """Rotate q and k in a single launch, which writes k directly into the cache."""
+    """Rotate q and k in a single launch that writes k directly into the cache."""
     omega, where, cache, start = inputs.omega, inputs.where, inputs.cache, inputs.start
     into = (None, cache)
 
@@ -160,7 +160,7 @@ def build_liger(inputs: Inputs) -> Step:
 
 
 def build_hub(inputs: Inputs) -> Step:
-    """Rotate with the kernel that transformers loads from the hub, which does not support partial rotation."""
+    """Rotate with the hub kernel that transformers loads. This kernel does not support partial rotation."""
     get_kernel = importlib.import_module("kernels").get_kernel
     return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
 
@@ -203,7 +203,7 @@ def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
 
 
 def capture(step: Step) -> Callable[[], Any]:
-    """Capture several steps in a CUDA graph, and return a function that replays it."""
+    """Capture several steps in a CUDA graph, and return a function that replays the graph."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -82,7 +82,7 @@ def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tens
 
 
 def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Compute q̂ and k̂ with lrpe-md's kernels, store them in memory, and multiply them in 16 bits."""
+    """Write q̂ and k̂ to memory with lrpe-md's kernels, and multiply in 16 bits."""
     case = inputs.case
     q_bar, k_bar = activate(q, case.act), activate(k, case.act)
     q_hat, k_hat = q_bar, k_bar

@@ -195,7 +195,7 @@ def relative_error(o: Tensor, wanted: Tensor) -> float:
 
 
 def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
-    """Time a peer's forward and backward passes, unless its result is wrong."""
+    """Check a peer's result, and time the forward and backward passes if the result is right."""
     peer = PEERS[impl]
     function = peer.load()
     plain = make_inputs(case, run.device)
@@ -266,7 +266,7 @@ class Core(nn.Module):
 
 
 class Whole(nn.Module):
-    """SANA-Video's self-attention, including the default norms and projections of its blocks."""
+    """SANA-Video's self-attention, including the blocks' default norms and projections."""
 
     def __init__(self, sana: Any, heads: int, head_dim: int) -> None:
         super().__init__()

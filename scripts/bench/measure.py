@@ -48,8 +48,8 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
 
     This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
     that the host has queued the call before it starts; otherwise the times of short kernels would include the launch
-    latency. Second, calls cycle through the functions, each with its own tensors, because data loaded with an
-    evict-last policy (as torch.compile does) stays in the cache.
+    latency. Second, calls cycle through the functions, each with its own tensors, because data that was loaded with an
+    evict-last policy (as in torch.compile's code) stays in the cache.
     """
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for fn in fns:
@@ -280,7 +280,7 @@ class Judge:
         self.exact["domega"] = total
 
     def violations(self, peer: Peer, forward: Forward, mode: str) -> list[str]:
-        """Return a pass's violations of the error budget, with the same inputs that will be timed."""
+        """Run a pass on the inputs that will be timed, and return its violations of the error budget."""
         if mode == "bwd_omega":
             self.add_omega()
         names = [f"{'y' if mode == 'fwd' else 'dx'}{i}" for i in range(len(self.inputs.xs))]

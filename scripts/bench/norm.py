@@ -125,7 +125,7 @@ def build_plain(inputs: Inputs) -> Encode:
 
 
 def build_liger(inputs: Inputs) -> Encode:
-    """Apply Liger's RMSNorm, and then its rotation in place."""
+    """Apply Liger's RMSNorm, and then Liger's rotation in place."""
     liger_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     liger_rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (torch.cat([t, t], dim=-1)[None].to(BF16) for t in inputs.cos_sin)

@@ -44,7 +44,7 @@ ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 
 def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
-    """Split a list at semicolons, or at commas if no name contains one, and sort it in the order of ``known``."""
+    """Split a list at semicolons, or at commas if no name contains a comma, and sort the names as in ``known``."""
     known = list(known)
     if wanted is None:
         return list(default)

@@ -206,7 +206,7 @@ def timm(inputs: Inputs) -> Forward:
 
 
 def load_file(name: str, root: Path, *places: str) -> Any:
-    """Load a module from its file without importing its package, whose dependencies may be missing."""
+    """Load a module from a file without importing the package, because dependencies of the package may be missing."""
     for place in places:
         if (root / place).exists():
             spec = importlib.util.spec_from_file_location(name, root / place)
@@ -222,7 +222,7 @@ def load_file(name: str, root: Path, *places: str) -> Any:
 def flash_attn(root: Path) -> dict[str, Peer]:
     rotary = load_file("flash_attn_rotary", root, "flash_attn/ops/triton/rotary.py", "ops/triton/rotary.py")
 
-    class Rotary(torch.autograd.Function):  # the package's autograd function needs its CUDA extension
+    class Rotary(torch.autograd.Function):  # the package's own autograd function requires the CUDA extension
         @staticmethod
         def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             ctx.save_for_backward(cos, sin)

@@ -195,7 +195,7 @@ CASES = {  # from values in the files to words in the tables
 
 
 def pivot(file: Path) -> str:
-    """Render a file as a table, with a line that states where it was measured."""
+    """Render a file as a table, followed by a line about the machine and versions."""
     if not file.is_file():
         return ""
     shown = PIVOTS[file.name]

@@ -1,4 +1,4 @@
-"""Compare rotations with precomputed tables and rotations that compute their angles, and write a CSV.
+"""Compare rotations that use precomputed tables with rotations that compute angles, and write a CSV.
 
     lrpe-md bench tables all workloads, table forms and passes lrpe-md bench tables --workload wan --form "angles;full,
     float32" lrpe-md bench tables --at-least 0.95 fails if the speed with tables is lower

@@ -35,9 +35,9 @@ timm models with random bfloat16 weights, published widths and few layers. The v
 
 The command appends a row to the CSV for each model, mode and encoding. The row contains:
 
-    tokens patches of a step ms_p.., ratio_p.. quantiles of the time of a step, and of its ratio to the baseline
-    peak_gib peak memory of a step, excluding the other models host_ms host time to issue a step; less than the GPU time
-    if the GPU is the bottleneck attention PyTorch's attention kernel graph_breaks number of graph breaks
+    tokens patches of a step ms_p.., ratio_p.. quantiles of the step time, and of its ratio to the baseline peak_gib
+    peak memory of a step, excluding the other models host_ms host time to issue a step; less than the GPU time if the
+    GPU is the bottleneck attention PyTorch's attention kernel graph_breaks number of graph breaks
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def observed_step(trainee: Trainee) -> tuple[str, float]:
 
 
 def kernel_times(trainee: Trainee) -> pd.DataFrame:
-    """Return the CUDA kernels of a step, slowest first, with their numbers of calls and milliseconds."""
+    """Return each CUDA kernel in a step with its number of calls and its milliseconds, slowest first."""
     events = [(event.name, event.time_range.elapsed_us() / 1000) for event in device_events(trainee.step)]
     table = pd.DataFrame(events, columns=["kernel", "ms"])
     table = table.groupby("kernel").agg(calls=("ms", "size"), ms=("ms", "sum")).reset_index()

@@ -160,7 +160,7 @@ def random_bytes(*size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Backbone:
-    """Workload with the model and the loss of a training command, at its default sizes."""
+    """Workload with a training command's model and loss, at the command's default sizes."""
 
     script: Any
     training: type[Training]
@@ -198,7 +198,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """The `train image` model, for images and classes as in Fashion-MNIST."""
+    """The `train image` model, with the image size and number of classes of Fashion-MNIST."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)

@@ -34,7 +34,7 @@ def digest_file(path: Path) -> str:
 
 
 def kept(folder: Path | None, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``, or its stored result from an earlier call with the same key.
+    """Return ``make()``, or the result that an earlier call with the same key stored.
 
     If the stored file is damaged or incomplete, the tensor is recomputed. If the folder is not writable, nothing is
     cached.

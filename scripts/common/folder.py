@@ -29,7 +29,7 @@ def require_checkout(option: str) -> None:
 
 
 def shown(path: Path) -> str:
-    """Format a path for help texts, relative to the repository root if it is inside."""
+    """Format a path for help texts. A path inside the repository is shown relative to the root."""
     return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
 
 
@@ -90,7 +90,7 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill. At the end of the block, it becomes ``out``. If the block fails, it is deleted.
+    """Yield a temporary folder. It becomes ``out`` at the end of the block, or is deleted if the block fails.
 
     Raises:
         typer.BadParameter: if ``out`` has content or can't be written, or another program is filling it.
@@ -138,7 +138,7 @@ def write(path: Path, text: str) -> None:
 
 
 def from_root(folder: Path) -> Path:
-    """Return a folder's path relative to the repository root if it is inside, or else its absolute path."""
+    """Return a folder's path: relative to the repository root for a folder inside it, absolute for any other folder."""
     shown = folder.resolve()
     return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
 

@@ -104,7 +104,7 @@ def main(
 
 
 def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
-    """Run jobs in new processes, and print each report as soon as it arrives."""
+    """Run jobs in new processes, and print each report immediately."""
     results: list[Result] = []
     waiting = iter(jobs)
     running: dict[Future[Result], Job] = {}

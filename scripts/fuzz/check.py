@@ -29,7 +29,7 @@ MEAN = 4.0
 
 
 class Mismatch(NamedTuple):
-    """Result that exceeds its bounds."""
+    """Result whose error exceeds the bounds."""
 
     name: str
     place: tuple[int, ...]  # index of the worst element
@@ -66,7 +66,7 @@ def nan_filled() -> Iterator[None]:
 
 
 def choose_rounding(c: Config, tensors: Named, impl: str) -> Rounding:
-    """Return the largest rounding error for each kind of step, to be used as the standard deviation of its errors."""
+    """Return the largest rounding error of each kind of step, for use as the standard deviation of random errors."""
     own = torch.finfo(getattr(torch, c.dtype)).eps / 2
     arithmetic = min(own, torch.finfo(torch.float32).eps / 2)
     products = isinstance(c, LinearConfig) and impl == "triton" and c.dtype in ("bfloat16", "float16")

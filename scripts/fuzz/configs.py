@@ -1,4 +1,4 @@
-"""Configurations that contain all arguments of a call. You can paste their repr into a test."""
+"""Configurations that contain all arguments of a call. You can paste the repr of a configuration into a test."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw random errors. One part of them is the same for all tokens, because equal tokens are rounded equally."""
+    """Draw random errors. One part is the same for all tokens, because equal tokens are rounded equally."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
@@ -55,7 +55,7 @@ class Rounding(NamedTuple):
         return _Perturb.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
 
     def read(self, t: dict[str, Tensor], name: str) -> Any:
-        """Return a parameter for use in a single launch, which rounds its contribution to the parameter's gradient."""
+        """Return a parameter for a single launch. The launch rounds its contribution to the parameter's gradient."""
         x = t.get(name)
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
@@ -214,7 +214,7 @@ def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r
     """Return o, the state (S, sums) after the last token, and z if there is a normaliser."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
-    if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
+    if gate is not None:  # a gate of 0 removes even a NaN token, and gets no gradient
         k, v, beta = (torch.where(beta == 0, 0, x) for x in (k, v, beta))
     q_bar, q_hat = encode(c, q, wheres[0], t, "q", r)
     k_bar, k_hat = encode(c, k, wheres[1], t, "k", r)
@@ -263,7 +263,7 @@ def sum_pairs(
     )
 
     def read_state(queries: Tensor, states: Tensor) -> Tensor:
-        """Multiply queries by the states of their sequences."""
+        """Multiply each query by the state of its sequence."""
         of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
         products = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
         return share(fade.from_start, heads) * torch.stack(products).sum(0)

@@ -50,7 +50,7 @@ class Condition(Protocol):
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build the encoder of a condition from its settings. The checkpoint contains its weights and empty features."""
+    """Build the encoder of a condition from its settings. Its weights and empty features are in the checkpoint."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])

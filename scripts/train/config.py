@@ -195,8 +195,8 @@ class Training:
         """Reject an encoding that the model does not support. This is checked before anything is read or written.
 
         Args:
-            build, arguments: function that builds the model, and its arguments. A single block is built on the meta
-                device, or all blocks if they have different kinds of attention.
+            build, arguments: function that builds the model, and the function's arguments. A single block is built on
+                the meta device, or all blocks if their kinds of attention differ.
 
         Raises:
             typer.BadParameter: with the model's error message, and the nearest supported --dim and --heads.

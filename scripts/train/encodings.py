@@ -1,4 +1,4 @@
-"""Encodings by name, for all tasks. They include all presets and registered schemes."""
+"""Encodings by name, for all tasks, including all presets and registered schemes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The training loop of all tasks. It uses accelerate and timm's optimisers, schedules and EMA, and resumes exactly.
+"""The training loop of all tasks, with exact resuming. It uses accelerate, and timm's optimisers, schedules and EMA.
 
-A task builds a :class:`.work.Work` from its configuration, with a model, batches, a loss and an evaluation.
+A task builds a :class:`.work.Work` from a configuration. It contains a model, batches, a loss and an evaluation.
 
     run = partial(train, prepare)                     # prepare(config, device) → Work
     run(config)                                       # resumes if config.out has a checkpoint
@@ -139,7 +139,7 @@ class Trainer:
         self.interruption = Interruption()
         state = self._read()
         self.raw = model.to(accelerator.device)
-        # Copy the model before FSDP2, whose modules can't be copied.
+        # Copy the model before FSDP2 shards it, because sharded modules can't be copied.
         self.average = ModelEmaV3(self.raw, decay=config.ema, use_warmup=True) if config.ema else None
         if config.sharding == "fsdp":
             shard(self.raw)
@@ -428,7 +428,7 @@ class Trainer:
         return state
 
     def _without_effects(self, differ: list[str]) -> list[str]:
-        """Remove settings that only differ because other options, which determine them, differ."""
+        """Remove settings that only differ as a consequence of other options that differ."""
         panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
         effects = {"digest"} if DATA in panels else set()
         if panels & {DATA, MODEL}:

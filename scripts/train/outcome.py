@@ -115,7 +115,7 @@ def is_series(value: Any) -> bool:
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Apply each way of placing tokens at sizes other than the training size to the model, and yield its name.
+    """Iterate over the ways to place tokens at unseen sizes. Set each one in the model, and yield its name.
 
     "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid. A model that was trained
     with a reference grid is only "rescaled", to that grid.

@@ -134,7 +134,7 @@ def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw noise (num, *shape). Sample i uses seed + i, so it does not depend on the device or on ``num``."""
+    """Draw noise (num, *shape). Sample i uses seed + i, so the noise does not depend on the device or on ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
@@ -300,7 +300,7 @@ class Count(NamedTuple):
 
 
 def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
-    """Draw ``count`` samples, cycling through prompts or classes, and save them for FID tools.
+    """Draw ``count`` samples, cycling through prompts or classes, and save the samples in a format for FID tools.
 
     In the .npz, arr_0 contains the samples as uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos. arr_1 (N,)
     contains the labels or the indices of the prompts.

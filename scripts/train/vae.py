@@ -1,4 +1,4 @@
-"""Autoencoders from diffusers, which convert pixels to latents and back."""
+"""Autoencoders from diffusers, to convert pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Dec
         device: device of the VAE.
 
     Raises:
-        typer.BadParameter: if there is no VAE, its number of channels differs, or "auto" finds that its weights have
+        typer.BadParameter: if there is no VAE, the number of channels differs, or "auto" finds that the VAE has
             changed.
     """
     found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)

@@ -50,8 +50,8 @@ def start_from(
 ) -> str:
     """Load all weights that fit the model, and print the names of the others.
 
-    If the weights come from a run whose encoding differs from the one in ``settings``, print a line about it.
-    ``options`` names the settings that determine the model.
+    If the weights come from a run with another encoding than in ``settings``, print a line about this. ``options``
+    names the settings that determine the model.
 
     The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
     Weights of a vision transformer are resampled to the model's sizes. Weights of an image model are inflated for a
@@ -120,7 +120,7 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
 
 
 def _count_heads(model: nn.Module) -> int | None:
-    """Return the number of heads of the first attention layer, or None if it is unknown."""
+    """Return the number of heads of the first attention layer, or None if that number is unknown."""
     if isinstance(model, CausalLm):
         return model.config.num_heads
     modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))

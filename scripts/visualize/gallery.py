@@ -51,7 +51,7 @@ def over_grid(made: Preset) -> Similarity:
 
 
 def draw(names: list[str], path: Path) -> None:
-    """Draw a picture for each preset. Its title contains the range of values."""
+    """Draw a picture for each preset, and show the range of values in the picture's title."""
     with plt.rc_context({**STYLE, "axes.titlesize": 8, "axes.grid": False}):
         rows = -(-len(names) // COLUMNS)
         figure, axes = plt.subplots(
@@ -110,7 +110,7 @@ def main(
     / "gallery",
     pages: Annotated[Path, typer.Option(help="Output folder for the page.")] = PAGES,
 ) -> None:
-    """Write the page about presets and its pictures."""
+    """Write the page about presets, and draw the pictures on the page."""
     if pages == PAGES:
         require_checkout("--pages")
     names, size = sorted(list_presets()), COLUMNS * ROWS

@@ -243,7 +243,7 @@ def main(
 
 
 def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
-    """Draw and save a figure, optionally with a copy for dark pages, and print its path."""
+    """Draw and save a figure, optionally with a copy for dark pages, and print the figure's path."""
     figure = draw(view)
     if dark:
         save(figure, path, dpi=dpi)

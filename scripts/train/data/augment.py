@@ -1,4 +1,4 @@
-"""Decode and augment batches of images. A random number per image determines its augmentation in any process."""
+"""Decode and augment batches of images. One random number per image determines the augmentation, in any process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> A
 def read_batch(
     data: Images | LabelledStream, transform: Callable[[Image.Image], Any], indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, size, size) as uint8, and classes (B,). Both are on the CPU."""
+    """Return uint8 images (B, C, size, size) and classes (B,), both on the CPU."""
     images, labels = [], []
     for index, draw in zip(indices.tolist(), draws.tolist(), strict=True):
         image, label = data[index] if isinstance(data, LabelledStream) else _as_image(data, index)

@@ -161,7 +161,7 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Read an image in ``path`` as RGB. It is rotated upright, and transparent pixels become white."""
+    """Read an image in ``path`` as RGB. Rotate it upright, and make transparent pixels white."""
     with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
         rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
@@ -169,7 +169,7 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
-    """Return the height and width of an image in ``path`` after rotating it upright, without decoding it."""
+    """Return the height and width that an image in ``path`` has when upright. The image is not decoded."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
 

@@ -102,7 +102,7 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     Args:
         paths: a single folder.
         size: height and width after centre-cropping to a square and resizing.
-        parts: if there is no test folder, one in ``parts`` videos is held out, based on a hash of its name.
+        parts: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
         cache: folder for decoded frames, shared by all runs.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Videos for generative training, with captions, with class labels or without conditions."""
+"""Videos for generative training. They may have captions or class labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Films:
     lengths: list[int]
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the first frame of every clip of ``span`` frames, the index of its video, and whether it is held out.
+        """Return the first frame and video of each clip of ``span`` frames, and whether the clip is held out.
 
         Videos are cut into segments of ``segment`` frames, with a gap between training and held-out segments, as in
         :func:`.videos.segments`.

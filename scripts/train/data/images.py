@@ -291,8 +291,7 @@ def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
 def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
     """Shift each image (B, C, H, W) by up to ``shift`` pixels in each direction, and mirror half of the images.
 
-    ``draws`` contains one random number per image, which determines its shift and mirroring. Uncovered pixels are
-    black.
+    ``draws`` contains one random number per image to determine shift and mirroring. Uncovered pixels are black.
     """
     height, width, ways = x.shape[-2], x.shape[-1], 2 * shift + 1
     mirrored, draws = draws % 2 == 1, draws // 2

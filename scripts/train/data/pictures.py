@@ -1,4 +1,4 @@
-"""Images for generative training, decoded on demand, with captions, with class labels or without conditions."""
+"""Images for generative training, decoded on demand. They may have captions or class labels."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def open_pictures(
             a path for :func:`.streams.open_source`.
         split: how many images to use, and which to hold out.
         condition: one of ``CONDITIONS``. "auto" uses captions if there are any, or else classes if there are any.
-        without: boolean field of the caption table. Rows in which it is true are left out.
+        without: boolean field of the caption table. Rows in which this field is true are left out.
         label: field of a table or a stream that contains the class.
 
     Raises:

@@ -114,7 +114,7 @@ def _distinct(symbols: Symbols, random: np.ndarray, frames: tuple[int, int]) -> 
 
 
 def _latest(symbols: Symbols, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value (B, F, K) of each key after each frame, or -1 if it has not been written yet."""
+    """Return the value (B, F, K) of each key after each frame, or -1 if the key has not been written yet."""
     latest = np.full((*keys.shape[:2], symbols.keys), -1)
     sample, frame, place = np.nonzero(values >= 0)
     latest[sample, frame, keys[sample, frame, place]] = values[sample, frame, place]

@@ -59,7 +59,7 @@ class Records:
         captions: caption of each sample, or None if there are none.
         labels: class of each sample, int64 (N,), or None if there are no classes.
         classes: names of the classes.
-        tests: mask (N,) of the samples in the data's test set, if it has one.
+        tests: mask (N,) of the samples in the data's test set, or None if there is no test set.
     """
 
     names: list[str]

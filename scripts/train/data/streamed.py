@@ -19,7 +19,7 @@ Streams = Sequence[Stream]
 
 
 def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
-    """Open a stream. Return its records, a function that returns an image, one that returns its size, and a hash.
+    """Open a stream. Return records, a function that decodes an image, a function that returns its size, and a hash.
 
     Args:
         condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, or else classes if there

@@ -96,7 +96,7 @@ class Stream:
         """Return a sample.
 
         Raises:
-            DataError: if the sample can't be read. The message says where it is.
+            DataError: if the sample can't be read. The message states where the sample is stored.
         """
         return self._try(self.source.read, index)
 
@@ -121,7 +121,7 @@ class Stream:
 
 
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
-    """Read an image as RGB. It is rotated upright, and transparent pixels become white."""
+    """Read an image as RGB. Rotate it upright, and make transparent pixels white."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
@@ -133,12 +133,12 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
 
 
 def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
-    """Return the height and width of an image after rotating it upright, without decoding it."""
+    """Return the height and width that an image has when upright. The image is not decoded."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     width, height = image.size
-    # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data after them.
+    # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data behind the pixels.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
     is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
     return (width, height) if is_turned else (height, width)

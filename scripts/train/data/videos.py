@@ -1,6 +1,6 @@
 """Videos for training. Small frames are kept in memory and cut into segments, and labels describe the order of frames.
 
-Training and test clips come from different segments with a gap between them, so no frame is in both.
+Training and test clips come from different segments with gaps between the segments, so they share no frames.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VideoError(typer.BadParameter):
 
 
 def find_videos(paths: Sequence[Path]) -> list[Path]:
-    """Return the video files among the paths and in the folders among them, sorted by name."""
+    """Return the video files in ``paths``, and those in folders in ``paths``, sorted by name."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():

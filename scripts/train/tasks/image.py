@@ -294,7 +294,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data. All runs in a process share it."""
+    """Load the data. The data is cached for other runs in the same process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:

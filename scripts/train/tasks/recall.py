@@ -8,7 +8,7 @@ Every token attends to its own frame and to earlier frames. Loss and accuracy on
 trained at one size. It is tested at the same size, with 2, 4 and 8 times the frames, and with twice the height and
 width.
 
-- **Questions by key depend on content.** A layer can answer them without positions. In longer videos, the latest value
+- **Questions by key depend on content.** A layer can answer these without positions. In longer videos, the latest value
   for a key must replace older values. "add" blurs all values, "decay" prefers recent values, and "delta" overwrites
   values.
 - **Questions by place depend on positions.** Without positions, the answer looks like any other value.

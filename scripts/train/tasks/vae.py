@@ -43,7 +43,7 @@ class VaeTraining(GenerativeTraining):
 
     Cost: 1.7 M parameters by default.
 
-    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE, because they need a
+    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE. Training one requires a
     perceptual loss and a discriminator, which this program doesn't have.
     """
 
@@ -155,7 +155,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
-    """Return the mean and standard deviation of the training images' latents over all channels."""
+    """Encode training images, and return the mean and standard deviation of all latent values."""
     values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
