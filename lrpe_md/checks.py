@@ -79,7 +79,7 @@ def can_read(t: Tensor) -> bool:
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check the boundaries of packed sequences if the host can read their values.
+    """Check the boundaries of packed sequences if the host can read the tensor.
 
     to_the_end: whether the last sequence must end at the last token.
     """

@@ -372,7 +372,7 @@ class DiT(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies, phases, decays and embedding tables, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay: frequencies, phases, decays and embedding tables."""
         ends = ("text_encoder.embed.weight", "reg_token", "modulation.table")
         table = {name for name, _ in self.named_parameters() if name.endswith(ends)}
         return table | EncodingStack(self.encoding).no_weight_decay(self)

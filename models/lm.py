@@ -386,7 +386,7 @@ class CausalLm(nn.Module):
             set_scaling(self, scaling)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies, phases and decays, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay: frequencies, phases and decays."""
         return self.encoding.no_weight_decay(self)
 
     @property

@@ -291,7 +291,7 @@ class FrequencyModule(nn.Module):
         self._mark()
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the learned parameters, which an optimiser should not decay."""
+        """Return the names of parameters without weight decay, which are all learned parameters."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:

@@ -88,7 +88,7 @@ class HeadDecay(nn.Module):
         return self
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that an optimiser should not decay."""
+        """Return the names of parameters without weight decay."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def forward(self) -> Tensor:

@@ -515,7 +515,7 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Build a scheme for a head_dim. ``changes`` override fields of its frequencies.
+    """Build a scheme for a head_dim. ``changes`` override fields of the scheme's frequencies.
 
     Raises:
         ValueError: if channels or heads cannot be split among the axes, or frequencies are invalid.
@@ -547,7 +547,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Call ``make``, and report its errors as errors of head_dim, which is their only possible cause."""
+    """Call ``make``, and report its errors as errors about head_dim, the only possible cause."""
     try:
         return make()
     except ValueError as error:

@@ -339,7 +339,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
 
 
 def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
-    """Allow sampling to call methods other than ``forward`` of a sharded model."""
+    """Allow sampling to call a sharded model's methods other than ``forward``."""
     if config.sharding == "fsdp":
         from torch.distributed.fsdp import register_fsdp_forward_method
 
