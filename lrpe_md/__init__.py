@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those not imported yet."""
+    """Return all public names, including names that are not imported yet."""
     return sorted({*globals(), *_LAZY})

@@ -79,7 +79,7 @@ def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
 
 
 def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta, without autograd."""
+    """Compute dx and dtheta without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs))
 
 
@@ -104,7 +104,7 @@ def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple
 def lrpe_cosine_md_cache_bwd_triton(
     do: Tensor, x: Tensor, theta: Tensor, theta_cache: Tensor, **kwargs
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta from the stored angles, without autograd."""
+    """Compute dx and dtheta from the stored angles, without autograd."""
     return _backward(do, x, theta, partial(_cosine_call, **kwargs), theta_cache)
 
 
@@ -176,7 +176,7 @@ def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
 
 
 def lrpe_rotate_1d_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return dx and dtheta, without autograd."""
+    """Compute dx and dtheta without autograd."""
     return _backward(do, x, theta, partial(_rotate_call, **kwargs))
 
 

@@ -639,7 +639,7 @@ def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -
 def _make_frequencies(
     case: LinearCase, randn: Callable[..., Tensor], device: torch.device | str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Make random omega, phase and amplitude, or None for those that the case does not use."""
+    """Make random omega, phase and amplitude. Any that the case does not use are None."""
     if case.map is None:
         return None, None, None
     channels = case.encoding.channels

@@ -202,7 +202,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
-        """Add the attention to text (B, L, C) to x (B, N, C). The mask (B, L) is False for padding."""
+        """Compute attention to text (B, L, C), and add it to x (B, N, C). The mask (B, L) is False for padding."""
         q = rearrange(self.q(self.norm(x)), "b n (h d) -> b h n d", h=self.num_heads)
         k, v = rearrange(self.kv(text), "b l (two h d) -> two b h l d", two=2, h=self.num_heads)
         q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
@@ -309,7 +309,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens, or return None if one is missing or kinds differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens, or None if one is missing or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

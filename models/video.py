@@ -72,7 +72,7 @@ class TubeletEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim, **dd)
 
     def set_input_size(self, img_size: tuple[int, ...]) -> None:
-        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
+        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         self.img_size = tuple(img_size)
         self.grid_size = self.dynamic_feat_size(self.img_size)
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
@@ -459,7 +459,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
     ) -> None:
-        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
+        """Set the training size (frames, height, width), and with it ``grid_size`` and the size of a learned table."""
         if patch_size is not None:
             raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
         if img_size is None:
@@ -518,7 +518,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Check that the inflated weights have the same shapes as the model's own, except for the head."""
+    """Check that the inflated weights have the same shapes as the model's own weights, except for the head."""
     if not given.keys() & own.keys():
         raise ValueError(
             f"state_dict: expected the weights of a ViT, such as patch_embed.proj.weight, got {list(given)[:3]}; if "

@@ -38,7 +38,7 @@ CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encod
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into tensors with one launch per dtype and device, from pairs (tensor, value)."""
+    """Copy the value of each pair (tensor, value) into the tensor, with one launch per dtype and device."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
         copy_each(list(targets), list(values), non_blocking=True)
@@ -510,7 +510,7 @@ class FrequencyModule(nn.Module):
                 ) from None
 
     def describe(self) -> Description:
-        """Return this encoding's current arguments for :func:`lrpe_md.linear_attention`."""
+        """Return the arguments that describe the current encoding to :func:`lrpe_md.linear_attention`."""
         map_: Any = self.map
         return Description(
             map_, self.get_omega(), self.act, self.dim, self._own_phase(), self.pairs, self.rotary_dim,

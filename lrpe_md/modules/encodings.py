@@ -475,5 +475,5 @@ class PresetMd(FrequencyModule):
 
 
 def is_plain_grid(grid: Grid) -> bool:
-    """Return whether a grid's positions are its indices."""
+    """Return whether a grid's positions equal the grid indices."""
     return grid.scale is grid.shift is grid.origin is None

@@ -156,7 +156,7 @@ class Memory:
     def build_decay(
         self, num_heads: int, layer: int, depth: int, device: torch.device | str | None = None
     ) -> HeadDecay | None:
-        """Build the decay module of layer ``layer`` out of ``depth`` layers, or return None if there is no decay."""
+        """Build the decay module for layer ``layer`` of ``depth``, or return None if there is no decay."""
         if self.decay is None:
             return None
         return HeadDecay(num_heads, self.decay, depth=layer / depth, learnable=self.learnable, device=device)

@@ -89,7 +89,7 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
-    """Return positions minus the centre as float64, (N,) or (B, N), with 0 for unrotated tokens."""
+    """Subtract the centre from positions. Return float64 (N,) or (B, N), which is 0 for unrotated tokens."""
     if isinstance(positions, Grid):
         positions = positions.explicit(x.device)
     elif isinstance(positions, Tensor):

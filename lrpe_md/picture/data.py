@@ -47,7 +47,7 @@ class Subject:
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
-        """Pairs (map, axis order) for which the frequencies can be built, starting with the subject's own."""
+        """Pairs (map, axis order) for which the frequencies can be built, starting with the subject's own pair."""
         own = self.preset.scheme.map
         if not self.frequencies:
             return [(own, NO_ORDER)]

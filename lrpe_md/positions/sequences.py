@@ -111,7 +111,7 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Positions of samples packed end to end, and their boundaries cu_seqlens (B + 1,) in int32."""
+    """Positions of samples packed end to end, and the samples' boundaries cu_seqlens (B + 1,) in int32."""
 
     positions: Coordinates
     cu_seqlens: Tensor

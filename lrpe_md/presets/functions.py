@@ -157,7 +157,7 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """Place two frames like the first and last of ``skip`` frames, and any other number of frames one apart."""
+    """If there are two frames, place them ``skip`` - 1 apart. Otherwise, place frames one apart."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
@@ -234,13 +234,13 @@ def causal_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Coordinates:
-    """Return the middle of each latent instead of its start. The first latent is a single frame."""
+    """Like :func:`of_trained_video`, but return the middle of each latent. The first latent is a single frame."""
     middle = video(shape).offset((0, 0.5, 0.5)).rescale(steps).offset((1 - steps[0] / 2, 0, 0))
     return _of_trained(middle.clamp((0.5, None, None)).rescale((1 / fps, 1, 1)), trained)
 
 
 def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: float = 20) -> Coordinates:
-    """Return the time at the middle of each audio latent, which spans ``step`` of ``rate`` frames per second."""
+    """Return the time at the middle of each audio latent. A latent spans ``step`` frames of 1 / ``rate`` seconds."""
     middle = sequence(shape).rescale(step).offset(1 - step / 2)
     return _of_trained(middle.clamp(0.5).rescale(1 / rate), (trained,))
 

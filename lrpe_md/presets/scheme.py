@@ -202,7 +202,7 @@ class Dense:
 
 
 def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a scheme's function, with a clear error if a dict assigned it to the wrong field."""
+    """Call a scheme's function. Raise a clear error if a dict assigned the function to the wrong field."""
     try:
         found = function(*args)
     except TypeError as error:

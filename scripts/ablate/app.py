@@ -108,7 +108,7 @@ def run(
         int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
     ] = None,
 ) -> None:  # fmt: skip
-    """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
+    """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")

@@ -105,7 +105,7 @@ def committed(task: str) -> Path:
 
 
 def folders() -> list[Path]:
-    """List the folders of scripts/results that contain a comparison."""
+    """List the folders in scripts/results that contain a comparison."""
     return sorted(path.parent for path in (ROOT / "scripts" / "results").glob("ablate-*/table.md"))
 
 

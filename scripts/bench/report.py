@@ -70,7 +70,7 @@ def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str
 
 
 def render(rows: pd.DataFrame) -> str:
-    """Render the section as markdown, or as an empty string if nothing was measured."""
+    """Render the results as markdown. Return an empty string if nothing was measured."""
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}

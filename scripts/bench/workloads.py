@@ -37,7 +37,7 @@ from ..train.tasks import video as train_video
 
 @dataclass(frozen=True)
 class ViT:
-    """A timm ViT in three variants, without RoPE, with axial RoPE and with mixed RoPE."""
+    """A timm ViT in three variants: without RoPE, with axial RoPE and with mixed RoPE."""
 
     plain: str
     rope: str

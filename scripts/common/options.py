@@ -53,7 +53,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the selected names without duplicates, and reject unknown ones."""
+    """Return the selected names without duplicates, and reject unknown names."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:

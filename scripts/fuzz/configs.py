@@ -119,7 +119,7 @@ class Config(_Small):
 
 @dataclass(frozen=True, repr=False)
 class LinearConfig(Config):
-    """Call of :func:`lrpe_md.linear_attention`."""
+    """Configuration of a call to :func:`lrpe_md.linear_attention`."""
 
     v_dim: int = 4
     act: str = "relu"
@@ -176,7 +176,7 @@ class LinearConfig(Config):
 
 @dataclass(frozen=True, repr=False)
 class MapConfig(Config):
-    """Call of :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
+    """Configuration of a call to :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
 
     form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
     samples: tuple[Place, ...] = ()  # positions of packed samples, instead of places

@@ -15,7 +15,7 @@ DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
 
 
 class Limits(NamedTuple):
-    """Largest sizes that a device can run in a short time."""
+    """Largest sizes that a device can handle in a short time."""
 
     tokens: int = 40
     long: int = 150  # number of tokens in every tenth configuration
@@ -43,7 +43,7 @@ def draw(seed: int, kind: str, limits: Limits) -> Config:
 
 
 def pick(rng: Random, first: Any, *others: Any, share: float = 0.6) -> Any:
-    """Return the first value with probability ``share``, and otherwise one of the others."""
+    """Return the first value with probability ``share``, or else one of the other values."""
     return first if rng.random() < share else rng.choice(others)
 
 
@@ -216,7 +216,7 @@ def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool
 
 
 def draw_lengths(f: Random, num_tokens: int) -> tuple[int, ...]:
-    """Draw the lengths of one, a few or many sequences, some of which may be 0."""
+    """Draw the lengths of one, a few or many sequences. A length may be 0."""
     num = f.choice((1, 1, 2, 3, 5, num_tokens + 2))
     ends = sorted(f.randint(0, num_tokens) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_tokens], strict=True))

@@ -60,7 +60,7 @@ class Rounding(NamedTuple):
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add float32 errors of angles within a turn, and float64 errors of large angles."""
+        """Add rounding errors to angles: those of float32 within a turn, plus those of float64 for a large angle."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)

@@ -95,7 +95,7 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Split a comma-separated list of encodings, whose options may also contain commas."""
+    """Split a comma-separated list of encodings. The options of an encoding may also contain commas."""
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
 
 

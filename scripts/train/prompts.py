@@ -1,4 +1,4 @@
-"""Sample a trained diffusion model with your own prompts or classes, as a sheet or as an .npz with many samples."""
+"""Sample from a trained diffusion model with your own prompts or classes. Save a sheet, or many samples in an .npz."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def start_from(
 
 
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Describe the patch grids of both runs if they differ and this run has no --reference, or return None."""
+    """Describe the patch grids if those of the runs differ and this run has no --reference. Otherwise, return None."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
     if not known or settings.get("reference") != 0:
         return None

@@ -120,7 +120,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
 
 
 def check_folder(path: Path) -> None:
-    """Raise an error that lists the supported layouts if a folder is missing."""
+    """If a folder is missing, raise an error that lists the supported layouts."""
     if not path.is_dir():
         raise ImageError(f"--data {path}: no such folder; {REMEDY}")
 

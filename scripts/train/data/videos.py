@@ -137,7 +137,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 
 def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the same as :func:`_pyav`, decoded with OpenCV."""
+    """Like :func:`_pyav`, but decode with OpenCV."""
     import cv2  # pyright: ignore[reportMissingImports]
 
     before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
