@@ -408,7 +408,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return prefix
 
     def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
-        """Choose random tokens or locations to keep, as sorted indices (B, n), or None to keep all."""
+        """Choose tokens or locations to keep at random. Return sorted indices (B, n), or None to keep all."""
         if not self.training or not self.patch_drop_rate:
             return None
         num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]

@@ -178,10 +178,10 @@ class TokenLayout:
 def lay_out_tokens(
     positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
 ) -> TokenLayout:
-    """Lay out text tokens and a grid at the positions that a function such as :meth:`lrpe_md.Preset.positions` returns.
+    """Lay out text tokens and a grid at the positions that ``positions(text, shape)`` returns.
 
-    row_major: whether the positions are in row-major order. If not, for example because patches are merged later, they
-    are sorted into row-major order.
+    row_major: whether the positions are in row-major order. If not, for example because patches are merged later,
+    tokens are sorted into row-major order.
     """
     shape = tuple(shape)
     alone = positions(shape)

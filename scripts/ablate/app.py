@@ -2,8 +2,8 @@
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
-                                                                 3 seeds, 5 minutes on two CPU cores lrpe-md ablate run
-    digits -e rotate -e dinov3 -e rotate:base=10000 presets, and options of encodings
+                                                                 3 seeds, 5 minutes on two CPU cores
+    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, and options of encodings
     lrpe-md ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4

@@ -1,7 +1,7 @@
 """Measure how long a layer takes to rotate q and k and to store k in a static cache. Write a CSV.
 
-    lrpe-md bench decode single tokens for B from 1 to 64, prompts of 2,048 lrpe-md bench decode --workload
-    "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
+    lrpe-md bench decode                                  single tokens for B from 1 to 64, prompts of 2,048
+    lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
 There are 32 query heads and 8 key heads with head_dim 128 in bfloat16, in the memory layout of a projection (B, N, H,
 D). The cache has room for 4,096 tokens, and its next free row is read on the device. "half" rotates half of the

@@ -1,7 +1,8 @@
 """Benchmark linear attention against a copy, softmax attention and PyTorch implementations, and write a CSV.
 
-    lrpe-md bench linear all workloads, with both maps and without, three passes lrpe-md bench linear --workload vit224
-    --map cosine lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
+    lrpe-md bench linear                                all workloads, with both maps and without, three passes
+    lrpe-md bench linear --workload vit224 --map cosine
+    lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, counting the elements that must be moved:

@@ -195,7 +195,7 @@ def relative_error(o: Tensor, wanted: Tensor) -> float:
 
 
 def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
-    """Check a peer's result, and time the forward and backward passes if the result is right."""
+    """Check a peer's result, and time the forward and backward passes if the result is correct."""
     peer = PEERS[impl]
     function = peer.load()
     plain = make_inputs(case, run.device)

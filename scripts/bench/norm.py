@@ -1,6 +1,7 @@
 """Benchmark rotation fused with a norm of q and k against a copy and PyTorch implementations, and write a CSV.
 
-    lrpe-md bench norm all workloads, over each head and over all heads lrpe-md bench norm --workload wan --over heads
+    lrpe-md bench norm                                  all workloads, over each head and over all heads
+    lrpe-md bench norm --workload wan --over heads
     lrpe-md bench norm --impl "lrpe-md;norm, then lrpe-md" --limit 300
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the

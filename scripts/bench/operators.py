@@ -1,8 +1,9 @@
 """Benchmark the operators against a copy and other implementations, and write a CSV.
 
-    lrpe-md bench operators --peers lrpe-md all passes of lrpe-md on three workloads lrpe-md bench operators --peers
-    lrpe-md --variants also activations, dtypes, widths, coordinates lrpe-md bench operators --modes
-    host,compile,memory,accuracy lrpe-md bench operators --modes scaling --op rotate time against N, from 2^8 to 2^20
+    lrpe-md bench operators --peers lrpe-md                      all passes of lrpe-md on three workloads
+    lrpe-md bench operators --peers lrpe-md --variants           also activations, dtypes, widths, coordinates
+    lrpe-md bench operators --modes host,compile,memory,accuracy
+    lrpe-md bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
     lrpe-md bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
 Times are medians of GPU time with a cold L2 cache, and calls are queued in advance. A share is the speed relative to a

@@ -1,7 +1,8 @@
 """Compare rotations that use precomputed tables with rotations that compute angles, and write a CSV.
 
-    lrpe-md bench tables all workloads, table forms and passes lrpe-md bench tables --workload wan --form "angles;full,
-    float32" lrpe-md bench tables --at-least 0.95 fails if the speed with tables is lower
+    lrpe-md bench tables                               all workloads, table forms and passes
+    lrpe-md bench tables --workload wan --form "angles;full, float32"
+    lrpe-md bench tables --at-least 0.95               fails if the speed with tables is lower
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. ``speed`` is the time with computed angles, divided by the time with tables in the same run. ``share`` is the

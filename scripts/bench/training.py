@@ -35,9 +35,12 @@ timm models with random bfloat16 weights, published widths and few layers. The v
 
 The command appends a row to the CSV for each model, mode and encoding. The row contains:
 
-    tokens patches of a step ms_p.., ratio_p.. quantiles of the step time, and of its ratio to the baseline peak_gib
-    peak memory of a step, excluding the other models host_ms host time to issue a step; less than the GPU time if the
-    GPU is the bottleneck attention PyTorch's attention kernel graph_breaks number of graph breaks
+    tokens               patches of a step
+    ms_p.., ratio_p..    quantiles of the step time, and of its ratio to the baseline
+    peak_gib             peak memory of a step, excluding the other models
+    host_ms              host time to issue a step; less than the GPU time if the GPU is the bottleneck
+    attention            PyTorch's attention kernel
+    graph_breaks         number of graph breaks
 """
 
 from __future__ import annotations

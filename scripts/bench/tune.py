@@ -1,8 +1,9 @@
 """Find the fastest tiles for this GPU, and print ``TILES`` of engine/encode/plan.py and engine/linear/plan.py.
 
-    lrpe-md bench tune every row, in the format of plan.py lrpe-md bench tune --only "2 rotate" --only "4 cosine
-    forward" lrpe-md bench tune --only "linear keys" --only "linear queries" lrpe-md bench tune --check is each tile of
-    the table within 3% of the best?
+    lrpe-md bench tune                                    every row, in the format of plan.py
+    lrpe-md bench tune --only "2 rotate" --only "4 cosine forward"
+    lrpe-md bench tune --only "linear keys" --only "linear queries"
+    lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
 
 A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with the caller's
 cos and sin tables). The row has tiles for up to 16, up to 64, and more channels. Tiles for up to 16 channels are timed

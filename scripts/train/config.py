@@ -46,8 +46,8 @@ def describe(
         free: whether the option does not affect the weights.
         least, below: the value must be at least ``least`` and less than ``below``.
         off: whether 0 disables the option. Error messages then mention this.
-        panel: group of the option in --help. By default, an option of :class:`Training` keeps its group, the names in
-            :data:`MODEL_OPTIONS` are in Model, and all others are in Data.
+        panel: group of the option in --help. By default, it is the group in :class:`Training` for options of that
+            class, "Model" for the names in :data:`MODEL_OPTIONS`, and "Data" for all others.
     """
     return {"help": text, "free": free, "least": least, "below": below, "off": off, "panel": panel}
 

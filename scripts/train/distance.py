@@ -2,7 +2,7 @@
 
 Standard FID uses features of a pretrained Inception network. You can pass your own network as ``features``. The default
 is a convolutional network with fixed random weights. With these features, the distance falls while a model learns. You
-can compare runs on the same data with it, but not with published FIDs.
+can compare distances between runs on the same data, but not with published FIDs.
 """
 
 from __future__ import annotations
