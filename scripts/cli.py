@@ -101,7 +101,7 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program with the given arguments. The default is the command line."""
+    """Run a program. By default, its arguments come from the command line."""
     main([name, *(sys.argv[1:] if arguments is None else arguments)])
 
 
@@ -149,7 +149,7 @@ def run_info(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lrpe-md PROGRAM ..`` with the given arguments. The default is the command line."""
+    """Run ``lrpe-md PROGRAM ..``. By default, the arguments come from the command line."""
     name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
         with reword_warnings():

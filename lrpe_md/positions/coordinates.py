@@ -1,4 +1,4 @@
-"""Explicit token positions, and the operations that grids also support."""
+"""Explicit token positions, and operations that are shared with grids."""
 
 from __future__ import annotations
 

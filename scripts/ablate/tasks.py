@@ -354,7 +354,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Map each result file to its encoding, attention and seed, ordered by seed."""
+        """Map each result file to its attention, encoding and seed. The files are sorted by seed."""
         return {
             out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)

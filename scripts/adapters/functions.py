@@ -4,7 +4,7 @@
 
 The script tests every function and static method with a rotary name in the libraries' model files. Each supported
 function is called with every kind of argument that it supports, at new sizes, in float32 and bfloat16. The results are
-compared with those of the original.
+compared with those of the original function.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Offload weights to the CPU, such that all weights of an attention or router module are loaded together.
+    """Offload weights to the CPU, so that all weights of an attention or router module are loaded together.
 
     The forward method of such a module may read the weights of its children.
     """

@@ -185,7 +185,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """Describe the first result whose error is too large for rounding in 16-bit tables and outputs, or return ""."""
+    """Describe the first result whose error exceeds the rounding of 16-bit tables and outputs, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",

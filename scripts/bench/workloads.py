@@ -177,7 +177,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Return eight times the command's batch size, because such small models would otherwise wait for the host."""
+        """Return eight times the command's batch size. Otherwise, these small models would leave the GPU waiting."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:

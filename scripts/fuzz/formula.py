@@ -60,7 +60,7 @@ class Rounding(NamedTuple):
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add rounding errors to angles: those of float32 within a turn, plus those of float64 for a large angle."""
+        """Add rounding errors to angles: a float32 error within a turn, and a float64 error relative to ``reach``."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)

@@ -39,7 +39,7 @@ def choose_trackers(config: Training) -> list[str]:
 
 
 def locate_logs(config: Training) -> ProjectConfiguration:
-    """Return the folders of the logs."""
+    """Return the log folders."""
     return ProjectConfiguration(project_dir=str(config.out), logging_dir=str(config.out / FOLDER))
 
 

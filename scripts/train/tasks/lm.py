@@ -58,7 +58,7 @@ SCALINGS: dict[str, Callable[[float, int], Scaling]] = {
 UNSCALED = "has no effect, because --encoding none has no frequencies to scale; leave it out"
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 EVAL_BYTES = 2**18
-EVAL_TOKENS = 2**16  # in an evaluation batch, and in the validation text during training
+EVAL_TOKENS = 2**16  # tokens in an evaluation batch, and in the validation text
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
