@@ -110,7 +110,7 @@ class OutcomeRecorder:
         self.maker.adapted, self.maker.refused = 0, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if type(report) is pytest.TestReport:  # not a report of a subtest
+        if type(report) is pytest.TestReport:  # exclude reports of subtests
             outcomes = (self.outcomes.get(report.nodeid, "passed"), report.outcome)
             self.outcomes[report.nodeid] = max(outcomes, key=RANK.index)
 

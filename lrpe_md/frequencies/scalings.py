@@ -212,7 +212,10 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Return a ramp over the index, falling from 1 at turns[1] · share turns per length to 0 at turns[0] · share."""
+    """Return a ramp over the index of theta that falls from 1 to 0.
+
+    It starts at the frequency that makes turns[1] · share turns in the length, and ends at turns[0] · share turns.
+    """
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()

@@ -328,7 +328,7 @@ def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> 
 
 
 def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None:
-    """Time lrpe-md or the stock processor, and check that lrpe-md is as close to a float32 result as the stock one."""
+    """Time lrpe-md or the stock processor, and check that lrpe-md is as close to float32 as the stock processor."""
     case = replace(shrink(SANA), head_dim=24) if smoke else SANA
     key = {
         "workload": name, "map": "rotate", "act": "relu", "normalizer": "unrotated", "mask": "full", "impl": impl

@@ -120,7 +120,7 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32."""
+    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32 precision."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
     theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin

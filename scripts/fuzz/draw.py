@@ -22,7 +22,7 @@ class Limits(NamedTuple):
     repeat: int = 1  # number of consecutive seeds that share compiled kernels
     pairs: int = 10**7  # maximum number of token pairs times heads, because the formula stores them
     copies: int = 3  # maximum number of samples, and of key heads
-    compiled: bool = False  # on a GPU: no linear attention in float64, states that fit the kernels
+    compiled: bool = False  # on a GPU: only sizes and dtypes that the kernels support
 
 
 class Dice(NamedTuple):
