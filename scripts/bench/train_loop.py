@@ -139,7 +139,7 @@ def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) ->
 
 
 def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: float, synchronize: Any) -> float:
-    """Return the number of samples per second that the loader prepares without training."""
+    """Run the loader without training, and return the number of samples per second."""
     stream = prepare_ahead(make, chosen, workers)
     for _ in range(2 * workers + 1):
         next(stream)

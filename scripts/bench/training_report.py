@@ -87,7 +87,7 @@ def backbones(file: Path) -> str:
 
 
 def adapted(file: Path) -> str:
-    """Render the times of stock models and the speed-ups from adaptation, with a row per model and a column per mode."""
+    """Render stock models' times and the speed-ups from adaptation, with a row per model and a column per mode."""
     if not file.exists():
         return ""
     rows = read(file)

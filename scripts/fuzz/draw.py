@@ -256,7 +256,7 @@ def draw_maps(d: Dice, seed: int) -> MapConfig:
     if pair and form == "qkv":  # q, k and v have the same number of tokens
         shape = (places[0].num_tokens,) + (1,) * (axes - 1)
         places[1] = replace(places[0], kind="grid", shape=shape, prefix=0, suffix=0, start=0, length=None, masked=False)
-    own = d._replace(variant=Random(v.random()))  # packed positions become a table: their fields select no kernel
+    own = d._replace(variant=Random(v.random()))  # fields of packed positions don't select a kernel
     samples = tuple(draw_place(own, axes, whole=True, packed=True) for _ in range(f.randint(1, 4) * packed))
     if form == "one" and common["phase"] != "none":
         common["phase"] = "shared"

@@ -1,6 +1,6 @@
 """The training loop of all tasks, with exact resuming. It uses accelerate, and timm's optimisers, schedules and EMA.
 
-A task builds a :class:`.work.Work` from a configuration. It contains a model, batches, a loss and an evaluation.
+A task turns its configuration into a :class:`.work.Work`, which contains a model, batches, a loss and an evaluation.
 
     run = partial(train, prepare)                     # prepare(config, device) → Work
     run(config)                                       # resumes if config.out has a checkpoint
@@ -450,7 +450,7 @@ class Trainer:
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
-        """Extend a run of ``steps`` steps to ``config.steps``. Warn if the learning rates differ from one long run."""
+        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run has the same learning rates."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)

@@ -239,7 +239,7 @@ def find_patch(name: str) -> int:
 
 
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
-    """Return those arguments of the model that do not depend on the data."""
+    """Return the model arguments that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
     if config.reference:
         encoding["reference"] = config.reference // config.patch

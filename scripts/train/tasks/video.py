@@ -52,9 +52,10 @@ class VideoTraining(Training):
     Expect: chance (50% for arrow, 4.2% for order) for --encoding none and space-only, exactly except for ties, at any
     length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
     q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
-    3,000 steps, or stay at chance. Each stays there for hundreds to thousands of steps before it improves. For arrow,
-    the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
-    between key frames can reveal the direction of time as well as motion does; small sizes hide most of them.
+    3,000 steps, or stay at chance. Each encoding stays at chance for hundreds to thousands of steps before the accuracy
+    improves. For arrow, the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos).
+    Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
+    most of the artefacts.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
