@@ -498,7 +498,7 @@ class LinearCase:
     cu_seqlens: tuple[int, ...] | None = None  # lengths of the packed sequences
     state: bool = False
     return_state: bool = False
-    decay: Literal["none", "head", "block"] = "none"  # per head; or also per block or, with "causal", per token
+    decay: Literal["none", "head", "block"] = "none"  # per head, or per head and block (token if causal)
     rule: Literal["add", "delta"] = "add"
     directions: Literal["forward", "both"] = "forward"
     layout: Literal["bhnd", "bnhd", "packed", "odd"] = "bhnd"

@@ -71,7 +71,7 @@ class ModelAdapter:
         return make
 
     def wrap_class(self, cls: Any) -> None:
-        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is no model
+        cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a non-model class
 
     def wrap_base(self, base: Any, makers: tuple[str, ...]) -> None:
         """Wrap a base class and all of its existing and future subclasses."""

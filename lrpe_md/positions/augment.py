@@ -114,7 +114,7 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
 
 
 def _draw_random(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
-    """Draw float64 values from U(0, 1) or N(0, 1) with a CPU generator, and update its state in place."""
+    """Draw float64 values from U(0, 1) or N(0, 1) with a CPU generator, and update the generator's state in place."""
     generator = torch.Generator("cpu")
     generator.set_state(state)
     drawn = (torch.randn if normal else torch.rand)(size, dtype=torch.float64, generator=generator, device="cpu")

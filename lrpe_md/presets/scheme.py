@@ -335,7 +335,7 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
-        """Read the output of :meth:`to_dict`, which may only use the library's functions and those in ``functions``.
+        """Build a scheme from the output of :meth:`to_dict`, with the library's functions and those in ``functions``.
 
         Raises:
             ValueError, TypeError: if a field or function is unknown or missing, a value is invalid, or the frequencies

@@ -62,7 +62,7 @@ BLOCKS = {f"img64, head_dim {d}": replace(WORKLOADS["img64"], head_dim=d) for d 
 PROBLEMS = (BLOCKS, {name: WORKLOADS[name] for name in ("vit224", "img64")}, {"video": WORKLOADS["video"]})
 MODES = {Pass.FORWARD: "fwd", Pass.BACKWARD: "bwd", Pass.DOMEGA: "bwd_omega"}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-WITHIN = 1.03  # time relative to the best that --check accepts
+WITHIN = 1.03  # largest time relative to the best that --check accepts
 FINALISTS = 3
 FIELDS = dict.fromkeys((*Tile._fields, *LinearTile._fields))
 KEY = ("row", "channels", *FIELDS, "problem", "round")

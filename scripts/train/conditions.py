@@ -50,7 +50,7 @@ class Condition(Protocol):
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build the encoder of a condition from its settings. Its weights and empty features are in the checkpoint."""
+    """Build a condition's encoder from its settings. The checkpoint contains the encoder's weights and empty features."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])

@@ -53,7 +53,7 @@ IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the
 
 @contextmanager
 def _name_option(option: str) -> Iterator[None]:
-    """In errors of the library, replace the name of the argument with the name of the option."""
+    """In the library's errors, replace the name of an argument with that of its option."""
     try:
         yield
     except ValueError as error:
