@@ -81,7 +81,7 @@ class Case:
     norm_weight: Literal["none", "shared", "by_head"] = "shared"  # always by head with norm_over="heads"
     norm_groups: int = 1  # number of token groups
     norm_bias: bool = True  # only for "layer"
-    norm_dtype: torch.dtype | None = None  # dtype of γ and β; None: dtype
+    norm_dtype: torch.dtype | None = None  # dtype of γ and β; None means ``dtype``
     eps: float = 1e-6
     offset: float = 0.0
     zero_rows: bool = False  # some tokens are zero

@@ -349,7 +349,7 @@ class DiT(nn.Module):
             )
         self.text_positions = text if isinstance(text, Tokens) else Tokens(0, text or "skip")  # pyright: ignore[reportArgumentType]
         self.image_after = tuple(after) if after is not None else self.preset and self.preset.scheme.after
-        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the rules
+        self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the position rules
 
     def _init_weights(self) -> None:
         """Initialise the weights as in DiT, so that each block starts as the identity and the output starts at zero."""

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif name in ("-h", "--help"):
         print(describe_usage())
     else:
-        # lrpe_md.checks.suggest would import torch.
+        # Don't use lrpe_md.checks.suggest, which would import torch.
         close = [f"train {name}"] if name in TRAIN else get_close_matches(name, EVERYTHING, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         known = ", ".join(EVERYTHING)

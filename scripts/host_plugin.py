@@ -43,7 +43,7 @@ class ModelAdapter:
     def adapt(self, model: torch.nn.Module) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about submodules that adapt_rotary leaves unchanged
+                warnings.simplefilter("ignore")  # warnings are about submodules that adapt_rotary leaves unchanged
                 adapt_rotary(model)
             self.adapted += 1
         except (TypeError, ValueError) as error:

@@ -64,11 +64,11 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
     if num_axes == 2:
-        golden = (1 + math.sqrt(5)) / 2  # x^2 = x + 1
+        golden = (1 + math.sqrt(5)) / 2  # positive root of x^2 = x + 1
         azimuth = math.pi * (index / golden % 1)
         return torch.stack([azimuth.cos(), azimuth.sin()], dim=-1)
     if num_axes == 3:
-        plastic = 1.324717957244746  # x^3 = x + 1
+        plastic = 1.324717957244746  # real root of x^3 = x + 1
         height, azimuth = index / plastic % 1, 2 * math.pi * (index / plastic**2 % 1)
         radius = (1 - height**2).sqrt()
         return torch.stack([radius * azimuth.cos(), radius * azimuth.sin(), height], dim=-1)

@@ -447,7 +447,7 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
-        columns.append(index - rest * max(size, 1))  # ONNX has no remainder by a dynamic size
+        columns.append(index - rest * max(size, 1))  # ONNX has no modulo by a dynamic size
         index = rest
     return torch.stack(columns[::-1], dim=-1)
 

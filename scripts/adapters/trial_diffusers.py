@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
     "MotifVideoTransformer3DModel": {"num_decoder_layers": 1, "image_embed_dim": None},
     "NucleusMoEImageTransformer2DModel": {
         "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_dim": 32, "moe_enabled": False,
-        "mlp_ratio": 8.0,  # widths are multiples of 128; at 4.0 one would be 0
+        "mlp_ratio": 8.0,  # widths are rounded to multiples of 128; 4.0 would give 0
     },
     "OmniGenTransformer2DModel": {
         "num_key_value_heads": 2, "vocab_size": 16, "pad_token_id": 0, "pos_embed_max_size": 16, "time_step_dim": 16,

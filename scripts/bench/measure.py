@@ -223,7 +223,7 @@ def scratch(peer: Peer, inputs: Inputs) -> Inputs:
     if peer.overwrites == "all":  # the peer overwrites inputs that are contiguous as (B, N, H, D)
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         xs = [x.clone() if x.data_ptr() == y.data_ptr() else x for x, y in zip(xs, inputs.xs, strict=True)]
-    else:  # the peer copies q and k from a packed projection, but overwrites contiguous ones
+    else:  # the peer copies q and k from a packed projection, but overwrites contiguous q and k
         xs = [x.clone() if x.transpose(1, 2).is_contiguous() else x for x in xs]
     return replace(inputs, xs=xs, grads=[g.clone() for g in grads])
 

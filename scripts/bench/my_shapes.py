@@ -48,7 +48,7 @@ PASS_NAMES = {
     "backward_omega": "backward with ω",
 }  # fmt: skip
 COLD = 2**30  # bytes; a call with tensors of this size evicts everything else from the caches
-SOFTMAX = 1e14  # softmax attention is not timed if its forward pass needs more operations
+SOFTMAX = 1e14  # softmax attention is only timed if its forward pass needs at most this many operations
 STAND_IN = "lrpe-md's reference in torch"
 FLOOR = "a copy of as many bytes"
 NAMES = {  # display names of implementations

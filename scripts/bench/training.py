@@ -86,7 +86,7 @@ Workload = Ours | Hosted
 MODELS: dict[str, Workload] = {**OURS, **HOSTED}
 WARMUP_ROUNDS = 3  # in addition to two steps of each model
 HOST_STEPS = 5
-KERNELS = 25  # rows in the table of --profile
+KERNELS = 25  # number of rows in the --profile table
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -288,7 +288,7 @@ def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
     """Return the selected encodings that the model supports, and the baselines of these encodings."""
     known = workload.baselines
     names = {name for name in wanted or workload.default if split_options(name)[0] in known}
-    for _ in range(2):  # timm-axial, timm-none, none
+    for _ in range(2):  # a baseline may have a baseline: timm-axial, timm-none, none
         names |= {known[split_options(name)[0]] for name in names}
     return sorted(names, key=lambda name: (list(known).index(split_options(name)[0]), name))
 

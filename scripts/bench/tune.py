@@ -117,7 +117,7 @@ class Place(NamedTuple):
     def shapes(self) -> list[Tile]:
         """Return candidates that vary rows, elements and warps, with the table's registers and stages."""
         found = []
-        most = 64 if self.key[0] == 2 else 16  # most elements per thread, over all rows
+        most = 64 if self.key[0] == 2 else 16  # maximum number of elements per thread, over all rows
         for rows in (1, 2, 4):
             for elements in (128, 256, 512, 1024, 2048):
                 for num_warps in (1, 2, 4):
@@ -250,7 +250,7 @@ class Session:
         row["round"] = counted[tile, problem] = counted.get((tile, problem), -1) + 1
         try:
             found = quantiles(self.time(place, tile, problem))
-        except Exception as error:  # such as too many registers or too much shared memory
+        except Exception as error:  # for example, too many registers or too much shared memory
             found = {"p50": math.inf, "note": describe_error(error)}
         with self.out.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({**row, **found, **self.here})

@@ -178,7 +178,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
             c, gate=v.choice(("float", "zeros", "nan", "bool", "closed")), gate_heads=f.random() < 0.5,
             gate_dtype=v.choice(("float32", dtype)),
         )  # fmt: skip
-    if c.gate == "nan" and c.layout not in DENSE:  # tokens of other layouts share memory
+    if c.gate == "nan" and c.layout not in DENSE:  # in other layouts, tokens share memory
         c = replace(c, layout="dense")
     state = f.random() < 0.35
     kept = f.random() < 0.35

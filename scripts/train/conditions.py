@@ -50,7 +50,7 @@ class Condition(Protocol):
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build a condition's encoder from its settings. The checkpoint contains the encoder's weights and empty features."""
+    """Build a condition's encoder from its settings. The checkpoint contains the weights and empty features."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])

@@ -27,7 +27,7 @@ from .interruption import Interrupted
 from .schedules import SCHEDULES, Schedule
 
 C = TypeVar("C", bound="Training")
-WIDTHS = ("head_dim:", "num_channels:", "rotary_dim:", "num_heads:", "dim:")  # beginnings of errors about widths
+WIDTHS = ("head_dim:", "num_channels:", "rotary_dim:", "num_heads:", "dim:")  # prefixes of errors about widths
 DATA, MODEL, OPTIMISER, RUN = PANELS = ("Data", "Model", "Optimiser", "Run")  # groups of --help
 # Task options that describe the model. Other task options describe the data.
 MODEL_OPTIONS = {

@@ -266,7 +266,7 @@ class Backbone:
                 f"{', '.join(sorted(known)) or 'none'}"
             )
         if options.get("act", "none") is None:
-            options["act"] = "none"  # the name of an activation
+            options["act"] = "none"  # this activation's name is "none"
         for key, value in options.items():
             expected, accepts = _TYPES.get(key, ("", None))
             if accepts is not None and value is not None and not accepts(value):

@@ -146,7 +146,7 @@ class Trainer:
             if self.average is not None:
                 shard(self.average.module)
                 self.average.foreach = False
-        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel, not dozens
+        chosen: dict[str, Any] = {"fused": True} if config.opt == "adamw" else {}  # one kernel instead of dozens
         if config.betas:
             chosen["betas"] = parse_betas(config.betas, config.opt)
         self.inner = create_optimizer_v2(
@@ -313,7 +313,7 @@ class Trainer:
         total = torch.zeros((), device=accelerator.device)
         for micro in range(config.accumulate):
             last = micro == config.accumulate - 1
-            quiet = config.sharding == "fsdp" or last  # FSDP2 sums reduced gradients
+            quiet = config.sharding == "fsdp" or last  # FSDP2 accumulates reduced gradients
             with nullcontext() if quiet else accelerator.no_sync(self.model):
                 with accelerator.autocast():
                     value = loss(self.model, next(stream)) / config.accumulate

@@ -74,7 +74,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
             parts.append(permute(number, turn))
         return np.concatenate(parts)[:batch]
 
-    epoch = start * batch // int(sizes.sum())  # at most the epoch of this step
+    epoch = start * batch // int(sizes.sum())  # a lower bound on the epoch of this step
     while (np.multiply(epoch + 1, sizes) // batch).sum() <= start:
         epoch += 1
     step = int((epoch * sizes // batch).sum())

@@ -95,7 +95,7 @@ def start_from(
         new, unused = (_first_names(names - fits.keys()) for names in (own.keys(), found.keys()))
         said = [f"{text} {', '.join(names)}" for text, names in (("new:", new), ("left out:", unused)) if names]
         typer.echo(f"Starting from {path}" + (f" ({'; '.join(said)})" if said else ""), err=True)
-        for name in ("encoding", "patch"):  # patches are resampled
+        for name in ("encoding", "patch"):  # patch weights were resampled
             ours, trained = ((each or {}).get(name) for each in (settings, before))
             if None not in (ours, trained) and ours != trained:
                 typer.echo(f"{path} was trained with --{name} {trained}; this training uses {ours}", err=True)

@@ -138,7 +138,7 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
     width, height = image.size
-    # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data behind the pixels.
+    # Skip PNGs without EXIF data in the header. Pillow would decode the pixels to look for EXIF data after the pixels.
     exif: Any = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
     is_turned = exif.get(ExifTags.Base.Orientation, 1) > 4
     return (width, height) if is_turned else (height, width)

@@ -41,7 +41,7 @@ from ..order import Chosen
 from ..work import Work, train
 
 Size = tuple[int, int, int]
-TEST_TOKENS = 2**15  # in an evaluation batch
+TEST_TOKENS = 2**15  # tokens in an evaluation batch
 TEST_SEED = 1  # seed of the test clips, combined with their size; training uses other seeds
 
 
