@@ -99,7 +99,8 @@ class DiT(nn.Module):
         mlp, mlp_ratio: type of the MLPs, "gelu", "gelu_tanh" (with the tanh approximation) or "swiglu", and their
             hidden width as a multiple of embed_dim.
         norm: "layer" (LayerNorm without weights) or "rms" (RMSNorm with weights).
-        qk_norm: "head" or "heads" applies RMSNorm to q and k over each head or over all heads. "none" disables it.
+        qk_norm: "head" or "heads" applies RMSNorm to q and k over each head or over all heads. "none" disables the
+            norm.
         modulation: with "block", each block has its own MLP that computes shifts, scales and gates from the time. With
             "shared", all blocks share one MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv
             2310.00426).
@@ -114,8 +115,9 @@ class DiT(nn.Module):
             sequence that repeats over the blocks, such as ("linear", "linear", "linear", "softmax"). Linear layers
             default to act="relu". With normalizer="none", linear layers add an RMSNorm after the attention.
             Cross-attention always uses softmax.
-        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". This requires
-            videos (``num_axes=3``) and text_attention="cross", because text in the sequence would also be forgotten.
+        memory: a :class:`lrpe_md.Memory` with directions="both" to define how linear layers forget other frames. This
+            requires videos (``num_axes=3``) and text_attention="cross", because text in the sequence would also be
+            forgotten.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Use an encoder from :mod:`lrpe_md.models.text` (for captions, class labels or

@@ -48,14 +48,14 @@ class LmConfig:
             override the scheme if they differ from their defaults.
         act: activation before the map. encoding="cosine" with act="softplus" and a phase is PoPE (arXiv 2509.10534).
         phase: whether to learn a phase for each layer, key head and channel. The phase only applies to keys, because
-            the same phase on q would cancel out.
+            the same phase on q and k would cancel out.
         learnable: whether to learn the frequencies, separately for each layer and key head.
         base: base of the geometric series of frequencies.
         attention: "softmax" or "linear" for all layers, or a sequence of these that repeats over the layers. "linear"
             uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so features
             may be negative.
-        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU, the slower
-            reference computes the gradient of learned decays.
+        memory: a :class:`lrpe_md.Memory` with a decay to define how linear layers forget earlier tokens. On a GPU, the
+            slower reference computes the gradient of learned decays.
         keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:

@@ -131,9 +131,9 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
             "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory`. This requires joint attention. Use
-            directions="forward" with causal="frames", and "both" for other models. Class and register tokens are added
-            to the state before the first frame, so they also decay.
+        memory: a :class:`lrpe_md.Memory` to define how linear layers forget other frames. This requires joint
+            attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
+            tokens are added to the state before the first frame, so they also decay.
         space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, .. attend within
             each frame, and blocks 1, 3, .. attend along time at each location (Latte, arXiv 2401.03048, variant 1).
             Each frame or location then gets its own copy of the prefix tokens, and the copies are averaged afterwards
@@ -494,7 +494,7 @@ def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert the weights of an image model, or a video model with another position embedding, for a video model.
+    """Convert weights for a video model, from an image model or a video model with another position embedding.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except

@@ -4,9 +4,10 @@
     lrpe-md bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
     lrpe-md bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
 
-This takes about a minute and works like `bench operators` and `bench linear`. Each result is checked against float64
-before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get precomputed
-tables. The results are written to a CSV (two with --linear), with versions, GPU and commit in each row, and to a plot.
+The comparison takes about a minute, and works like `bench operators` and `bench linear`. Each result is checked against
+float64 before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get
+precomputed tables. The results are written to a CSV (two with --linear), with versions, GPU and commit in each row, and
+to a plot.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, counting the bytes that must be moved. In
-units of the size of q and k, these are 2 for the forward pass (read and write), 3 for the backward pass (which also
-reads the outputs' gradients), and 5 for both. The pass "backward" computes the gradients of q, k and γ, and
+units of the size of q and k, the forward pass moves 2 (read and write), the backward pass moves 3 (it also reads the
+outputs' gradients), and both together move 5. The pass "backward" computes the gradients of q, k and γ, and
 "backward_omega" also computes the gradient of ω. Before timing, values and gradients of a small case are checked
 against float64. Implementations with wrong results are not timed.
 """

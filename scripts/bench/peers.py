@@ -1,7 +1,7 @@
 """Inputs for ``scripts.bench operators``, calls of lrpe-md's operators, and adapters for other implementations.
 
 All peers compute the same function of the same inputs. For rotate, q and k (B, H, N, D) are slices of a packed
-projection (B, N, 3, H, D). With grouped queries, they come from separate projections (B, N, H, D). For cosine, x is
+projection (B, N, 3, H, D). With grouped queries, q and k come from separate projections (B, N, H, D). For cosine, x is
 contiguous. If a peer needs tables, they are computed once before timing. If a peer needs contiguous tensors, the copies
 are timed.
 """

@@ -157,7 +157,7 @@ def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -
     """Alternate between training and the bare loop, and then time the loader.
 
     Args:
-        config: training options. Their number of steps is replaced.
+        config: training options, except that the number of steps is replaced.
         steps: number of steps per turn.
         turns: number of turns of each loop.
         seconds: how long to time the loader, in seconds.

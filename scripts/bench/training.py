@@ -19,7 +19,7 @@ vit_s (timm's ViTs) and video (a layer of a video transformer) have these encodi
     axial, mixed, cosine that ViT with `models.vit.adapt`: rotate on a fixed axial omega, rotate on an omega learned
                          for each layer and head, and the cosine map                            (compared with none)
     axial-again, ..      the same three in ViTs with `keep_encoded=False`                      (compared with none)
-    timm-none            timm's RoPE-ViT without its rope: a ViT with LayerScale, of timm's Eva (compared with none)
+    timm-none            timm's RoPE-ViT without its rope: an Eva ViT with LayerScale           (compared with none)
     timm-axial           timm's RoPE-ViT; in the video layer `apply_rot_embed_cat` with a table
                          for each token                             (compared with timm-none; in the layer with none)
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)

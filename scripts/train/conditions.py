@@ -235,7 +235,7 @@ class FeatureFolder:
 
 @dataclass(frozen=True)
 class Features:
-    """Precomputed features of captions. Their encoder is not trained.
+    """Precomputed features of captions. The encoder that computed the features is not trained.
 
     Args:
         names: captions of the samples.

@@ -34,7 +34,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def build_transform(size: int | tuple[int, int], policy: str, scale: float) -> Any:
-    """Return timm's random resized crop and automatic augmentation. It turns RGB images into uint8 (3, height, width).
+    """Return timm's random resized crop and automatic augmentation, which outputs uint8 (3, height, width).
 
     Args:
         size: height and width, or one number for both.

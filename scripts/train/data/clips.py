@@ -44,7 +44,7 @@ class Sampling:
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return frame numbers (B, frames) for videos of the given lengths. ``places`` (B,) are random, in [0, 1).
+        """Return frame numbers (B, frames) for videos of the given lengths, from random ``places`` (B,) in [0, 1).
 
         If a video is too short, "dense" repeats the last frame, and "uniform" repeats several frames.
         """

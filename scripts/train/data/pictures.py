@@ -95,8 +95,8 @@ def open_pictures(
 
     Args:
         path: images with captions (see ``REMEDY`` of :mod:`.captions`), CLASS/*.png, train/CLASS/*.png and
-            val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), only images, or
-            a path for :func:`.streams.open_source`.
+            val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), images without
+            captions or labels, or a path for :func:`.streams.open_source`.
         split: how many images to use, and which to hold out.
         condition: one of ``CONDITIONS``. "auto" uses captions if there are any, or else classes if there are any.
         without: boolean field of the caption table. Rows in which this field is true are left out.

@@ -171,7 +171,7 @@ def load_source(
 
     Args:
         sizes: sizes of the images.
-        encoding: encoders of the conditions.
+        encoding: encoders for the conditions.
 
     Raises:
         typer.BadParameter: if the data can't be used.
