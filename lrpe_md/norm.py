@@ -32,8 +32,8 @@ class Norm(NamedTuple):
         offset: number to add to the weight, such as 1 for models that store γ - 1 (Gemma).
 
     Arithmetic is in float32, or in float64 for float64 x, regardless of the weight's dtype, and only the final result
-    is rounded. Norms are differentiable with respect to weight and bias, whose gradients are deterministic and have the
-    same dtype.
+    is rounded. Norms are differentiable with respect to weight and bias. These gradients are deterministic, and have
+    the dtype of weight and bias.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467); Ba et al., Layer Normalization
     (arXiv 1607.06450); for norms of q and k, Henry et al., Query-Key Normalization (arXiv 2010.04245).

@@ -5,8 +5,8 @@ an axial omega, each channel depends on a single axis. In a dense omega, each ch
 are float64 by default, and differentiable with respect to tensor arguments.
 
 omega is built from theta, a one-dimensional series of frequencies. The functions in :mod:`.scalings` change theta to
-extend a trained model to longer inputs. :func:`axial_omega` then assigns each channel an axis, and :func:`dense_omega`
-assigns it a direction.
+extend a trained model to longer inputs. :func:`axial_omega` then assigns each channel an axis, or :func:`dense_omega`
+assigns each channel a direction.
 """
 
 from .axial import AXIS_MAPS as AXIS_MAPS

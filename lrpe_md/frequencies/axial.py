@@ -187,8 +187,8 @@ def axial_omega(
               means h w h w .. and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w
               h w (MM-RoPE).
         sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
-            their sum are not rotated. By default, ``"block"`` uses all of theta for each axis and stops at C channels.
-            The other maps use equal sections by default, and the first axis gets the remainder.
+            the sum of the sections are not rotated. By default, ``"block"`` uses all of theta for each axis and stops
+            at C channels. The other maps use equal sections by default, and the first axis gets the remainder.
         gaps: numbers of unrotated channels before, between and after the blocks, one more number than there are blocks.
             ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
         num_heads: number of heads for ``"head"``. Default: the sum of the sections.

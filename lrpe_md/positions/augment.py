@@ -24,8 +24,8 @@ class AugmentPositions(nn.Module):
     Call this once per step, so that all layers use the same positions. All samples of a batch share the random numbers.
     First, ``perturb`` moves each token separately, which turns a grid into a table. Then all tokens are shifted, each
     axis is stretched, and finally all axes are stretched by the same factor. These last three steps turn a grid into
-    another grid. Its scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can trace the random
-    numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
+    another grid. The new grid's scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can trace
+    the random numbers, but a CUDA graph cannot capture them, so call this module outside of graphs.
 
     Args:
         shift: maximum shift s, in units of position. Each axis is shifted by U(-s, s). Pass one number, or one per

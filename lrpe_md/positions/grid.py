@@ -53,9 +53,10 @@ class Grid(Rules):
         shift: like ``scale``, but the default is 0.
         start: first token of this shard, counted from the first prefix token. Shards are used in sequence parallelism
             and decoding.
-        length: number of tokens in this shard. By default, it extends to the end.
-        origin: integer tensor (K,), or (B, K) if samples differ, on x's device, such as the current cache length in
-            decoding. The kernel reads it there, so a new value needs no synchronisation, copy or recompile.
+        length: number of tokens in this shard. By default, the shard extends to the end.
+        origin: first integer coordinates, such as the current cache length in decoding, as an integer tensor (K,), or
+            (B, K) if samples differ, on x's device. The kernel reads the tensor, so a new value needs no
+            synchronisation, copy or recompile.
 
     Raises:
         ValueError: if a size is negative or not an integer, a scale, shift or origin has the wrong number of axes, or a

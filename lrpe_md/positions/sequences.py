@@ -63,7 +63,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class After:
-    """A grid that continues after the preceding segments. The running position is added to its positions.
+    """A grid that continues after the preceding segments. The running position is added to the grid's positions.
 
     Args:
         grid: a grid with positions from 0 on, or a table (N, K), for example of reordered tokens. For a table on a GPU,
@@ -139,7 +139,7 @@ def compose(
         num_axes: number of axes K. It is required if no grid determines it.
         num_tokens: total number of tokens to check for. None skips this check.
         start: first token of this shard of the sequence. Shards are used in sequence parallelism and decoding.
-        length: number of tokens in this shard. By default, it extends to the end.
+        length: number of tokens in this shard. By default, the shard extends to the end.
         order: indices of the segments in the order in which p visits them. The default is token order. With (1, 0),
             text after an image gets the earlier positions (Z-Image).
         device, dtype: device and dtype of the positions. float32 can represent all integers up to 2^24.
