@@ -176,7 +176,7 @@ class TextEncoder(nn.Module):
 
 
 class LabelEncoder(nn.Module):
-    """Encoder of class labels (B,) as a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
+    """Encoder that turns class labels (B,) into a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
         num_classes: number of classes. Labels range from 0 to num_classes - 1. The embedding table has one more row,

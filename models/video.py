@@ -494,7 +494,7 @@ def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert weights for a video model, from an image model or a video model with another position embedding.
+    """Convert weights of an image model, or of a video model with another position embedding, for use in ``model``.
 
     The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
     over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except

@@ -67,7 +67,7 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
 
 
 def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
-    """Build a NaFlexViT with a rotary encoding. ``kwargs`` are further arguments of timm."""
+    """Build a NaFlexViT with a rotary encoding. ``kwargs`` are passed to timm."""
     shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
     return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
 

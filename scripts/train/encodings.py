@@ -1,4 +1,4 @@
-"""Encodings by name, for all tasks, including all presets and registered schemes."""
+"""Encodings of all tasks by name. These include all presets and registered schemes."""
 
 from __future__ import annotations
 
