@@ -309,7 +309,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens, or None if one is missing or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens. Return None if one is missing or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

@@ -450,7 +450,7 @@ class Trainer:
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
     def _continue(self, steps: int) -> None:
-        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run has the same learning rates."""
+        """Extend a run of ``steps`` steps to ``config.steps``. Warn unless one long run would have the same rates."""
         config = self.config
         before = replace(config, steps=steps).build_schedule().list_rates(config.lr, self.step)
         same = before == self.schedule.list_rates(config.lr, self.step)

@@ -286,7 +286,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
         )
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
-    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some set them anyway
+    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some models set these
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
     return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
