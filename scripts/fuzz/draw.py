@@ -187,7 +187,7 @@ def draw_linear(d: Dice, seed: int) -> LinearConfig:
 
 
 def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
-    """Draw a decay, the delta rule and the directions."""
+    """Draw the decay, the update rule and the directions."""
     v = d.variant
     c = replace(
         c, decay=v.choice(("none", "heads", "one", "blocks", "shared")), decay_dtype=pick(v, "float32", c.dtype)

@@ -132,7 +132,7 @@ class RecallTraining(Training):
 
 
 def model_arguments(config: RecallTraining) -> dict[str, Any]:
-    """Return the arguments of :func:`..memory.build_model`."""
+    """Return the arguments for :func:`..memory.build_model`."""
     frames, *image = config.size
     return {
         "img_size": image, "patch_size": 1, "num_frames": frames, "tubelet_size": 1,
