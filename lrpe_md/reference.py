@@ -6,12 +6,12 @@
     rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
 
 Channels that are not mapped become x̄. An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens. Callers may pass
-tables of cos Θ and sin Θ instead. Rotation tables with one entry per channel map a pair (a, b) to
-(a cos_a - b sin_a, a sin_b + b cos_b).
+tables of cos Θ and sin Θ instead. Rotation tables with one entry per channel map a pair (a, b) to (a cos_a - b sin_a, a
+sin_b + b cos_b).
 
 In shapes, B is the batch size, and H, N and K are the numbers of heads, tokens and axes. D is head_dim, and C is the
 number of mapped channels (cosine) or pairs (rotate). Angles and the sums of their gradients are float64. x is upcast to
-at least float32, and sine and cosine have the same dtype. The result has x's dtype.
+at least float32, and cos Θ and sin Θ have the dtype of the upcast x. The result has x's dtype.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Spec(NamedTuple):
 
 
 def widen(omega: Tensor) -> Tensor:
-    """Cast frequencies that q and k share to float64, so that their gradients are summed before they are rounded.
+    """Cast frequencies that q and k share to float64, so that the gradients from q and k are summed before rounding.
 
-    The gradients of a rotation from q and from k partly cancel each other.
+    For a rotation, these two gradients partly cancel each other.
     """
     return omega.to(torch.float64)
 
@@ -103,7 +103,7 @@ def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ActivationFunction(NamedTuple):
-    """Activation function x̄ = act(x). Kernels have a branch for each function in ``engine/kernels/activations.py``.
+    """Activation function x̄ = act(x). ``engine/kernels/activations.py`` has a branch for each one.
 
     Softmax is not elementwise, so its kernels are in ``engine/kernels/softmax.py``.
     """
@@ -137,7 +137,7 @@ NORMS = ("rms", "layer")
 
 
 class Scales(NamedTuple):
-    """Weight γ and bias β of one tensor, each (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
+    """Weight γ and bias β of one tensor, of shape (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -217,7 +217,7 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 
 
 class Map(NamedTuple):
-    """Map from x̄ to y. The kernels have a branch for each map except "none" in ``engine/kernels/encode.py``."""
+    """Map from x̄ to y. ``engine/kernels/encode.py`` has a branch for each map except "none"."""
 
     channels: Callable[[int], int]  # C, from the number of mapped channels
     out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C
@@ -238,7 +238,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # no angles: for linear attention, and for its norm over all heads
+    "none": Map(  # no angles: for linear attention and its norm over all heads
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,

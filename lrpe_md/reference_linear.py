@@ -3,9 +3,9 @@
     q̄ = act(norm(q)), q̂ = map(q̄), the same for k        S = Σ_m β_m k̂_m v_mᵀ                o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 if |z| < eps    "none" 1
 
-The mask decides over which tokens m the sums run. For "full", they run over all tokens, for "causal" over m ≤ n, and
-for "block" over the block of n and all earlier blocks. Causal and block states may decay, and block states may follow
-the delta rule. Both are described in reference_memory.py.
+The mask selects the tokens m of the sums: all tokens for "full", all m ≤ n for "causal", and the tokens in n's block
+and in all earlier blocks for "block". Causal and block states may decay, and block states may follow the delta rule.
+Both are described in reference_memory.py.
 
 In shapes, B is the batch size, H_q and H_k are the numbers of heads of q and of k and v, N is the number of tokens, D
 is head_dim, Ê is the width of q̂ and k̂, and D_v is the width of v. Query head h reads key head h // (H_q / H_k).
@@ -46,12 +46,12 @@ class Attention(NamedTuple):
 
     @property
     def forgets(self) -> bool:
-        """Return whether the state is more than a sum over tokens, as described in reference_memory.py."""
+        """Return whether the state is more than a plain sum over tokens (see reference_memory.py)."""
         return self.memory != "sum"
 
     @property
     def rule(self) -> str:
-        """Return "delta" if the old values of a block's keys are removed before new ones are added, or "add"."""
+        """Return "delta" if a block's keys replace old values in the state, or "add" if new values are only added."""
         return "delta" if self.memory.startswith("delta") else "add"
 
     @property
@@ -80,7 +80,7 @@ class Features(NamedTuple):
 class Normalizer(NamedTuple):
     """Definition of the normaliser z."""
 
-    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's; None: z is 1
+    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's features; None if z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
 
 
@@ -112,7 +112,7 @@ def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales =
 
 
 def zero_gated_tokens(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Set each x to 0 for tokens with gate 0, so that they get no gradient and NaN values do not spread."""
+    """Set each x to 0 for tokens with gate 0. These tokens then get no gradient, and their NaN values do not spread."""
     if gate is None:
         return xs
     out = (gate.logical_not() if gate.dtype == torch.bool else gate == 0)[..., None]
@@ -153,14 +153,16 @@ def attend(
         q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v). N_q may differ from N_k with mask "full".
         q_angles, k_angles: angles of q and of k, or None if there is no map.
         scales: weights of the norm for q and for k.
-        gate: β (B, H_k or 1, N_k), float or bool. 0 removes a token, even if it is NaN, and gets no gradient.
+        gate: β (B, H_k or 1, N_k), float or bool. A gate of 0 removes a token, even one that contains NaN, and gets no
+            gradient.
         decay: g for each head (H_k or 1,), or for each block of the grid (B or 1, H_k or 1, F). With mask "causal",
             each token is a block. The state does not decay in prefix and suffix.
-        cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other.
-            B must be 1, and mask "block" is not supported.
+        cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other. B
+            must be 1, and mask "block" is not supported.
         state: sums before the first token, which are (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), and
-            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, the sums of the reverse
-            direction after the last token follow, and those before the first token are returned.
+            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, the reverse direction's
+            sums after the last token follow. The returned state then also contains the reverse direction's sums before
+            the first token.
         ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
         operands: dtype to which both factors of each product are rounded, also in the backward. Used by tests.
     """
@@ -254,7 +256,7 @@ def attend_encoded(
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
-    """Return the state before the first token, which is 0 if none is passed."""
+    """Return the state before the first token, or zeros if no state is passed."""
     if state:
         products, *features = state
         return _State(products, features[0] if features else None).map(lambda t: t.to(terms.k.dtype))
@@ -308,7 +310,7 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # Always pad by at least one token, because a pad of 0 would be traced as another graph.
+        # Always pad by at least one token, because padding by 0 tokens would be traced as another graph.
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
@@ -327,7 +329,7 @@ def _attend_causal(
 
 
 def _accumulate(before: _State, parts: _State) -> _State:
-    """Return the state before each part and after the last one, (B, H, C + 1, ..), given parts (B, H, C, ..)."""
+    """Return the states (B, H, C + 1, ..) before each part and after the last one, given parts (B, H, C, ..)."""
 
     def sums(first: Tensor, each: Tensor) -> Tensor:
         first = first.unsqueeze(2)
@@ -372,7 +374,7 @@ def _within_chunks(
 
 
 def _share_decay(t: Tensor, heads: int) -> Tensor:
-    """Repeat the decays of key heads to match the query heads, unless all heads share one (B, 1, ..)."""
+    """Repeat the decays of key heads to match the query heads, unless all heads share one decay (B, 1, ..)."""
     return t if t.shape[1] == 1 else _share(t, heads)
 
 
@@ -392,7 +394,7 @@ def _attend_blocks(
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
     """Return the prefix (one block), the blocks of the grid, and the suffix (one block) as (B, H, blocks, tokens, ·).
 
-    Calls that only compute a state may have no queries.
+    There may be no queries, because some calls only compute a state.
     """
     prefix, suffix = ends
     num_blocks = (terms.k.shape[2] - prefix - suffix) // size
@@ -488,9 +490,9 @@ _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _atte
 class _Chunks(NamedTuple):
     """Layout of packed tokens in chunks, where each sequence starts a new chunk."""
 
-    source: Tensor  # (C L,): the token in each slot, or N if it is empty
+    source: Tensor  # (C L,): the token in each slot, or N for empty slots
     place: Tensor  # (N,): the slot of each token
-    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs if it has none
+    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs for chunks without a sequence
 
 
 def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
@@ -549,7 +551,8 @@ def _attend_packed_decaying(
     weights, by_chunk = multiply_decay(logs), logs.sum(-1)
     parts = _sum_decayed(terms, weights, operands)
     same = sequence[:, None] == sequence
-    # Chunk c sees part c' decayed over the chunks in between, and its initial state decayed over all chunks before it.
+    # Chunk c sees part c' after the decay of the chunks in between. It sees the initial state of its sequence after the
+    # decay of all earlier chunks of the sequence.
     between = torch.where(same, multiply_decay(by_chunk)[..., :-1, 1:], 0)
     from_start = sum_after(by_chunk.flip(-1), sequence.flip(0)).flip(-1).exp()
 
@@ -587,7 +590,7 @@ def _add_to(total: Tensor | None, parts: Tensor | None, sequence: Tensor) -> Ten
 def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
     """Return, for each part, the sum (1, H, C, ..) of all earlier parts of its sequence.
 
-    The sums don't come from differences of larger sums, which would lose precision.
+    The sums are not computed as differences of larger sums, because this would lose precision.
     """
     size = parts.shape[2]
     reach, total = 1, parts

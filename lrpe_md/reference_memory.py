@@ -26,7 +26,7 @@ def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor
 
 
 def multiply_decay(log_decay: Tensor) -> Tensor:
-    """Return the weights (.., F + 1, F + 1) of block j in the state after block i, from log g (.., F).
+    """Return the weights (.., F + 1, F + 1) of block j in the state after block i, given log g (.., F).
 
     The weight is the product of g over blocks j + 1 to i, and block 0 is the initial state. Each product has its own
     sum of logarithms, because a difference of two cumulative sums would lose precision if the decay is strong.
@@ -39,7 +39,7 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 
 
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
-    """Return the states before each block and after the last one, (B, H, F + 1, ..), for rule "add".
+    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "add".
 
     ``before`` has shape (B, H, ..), and ``parts`` has shape (B, H, F, ..). ``weights`` come from
     :func:`multiply_decay`.
@@ -50,7 +50,7 @@ def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: Tensor) -> Tensor:
-    """Return the states before each block and after the last one, (B, H, F + 1, ..), for rule "delta".
+    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "delta".
 
     ``transitions`` contains A (B, H, F, E, E), and ``decay`` has shape (B or 1, H or 1, F).
     """

@@ -17,7 +17,7 @@ __all__ = ["product"]
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Disable autocast and TF32, and bfloat16 products on a CPU, so that float32 products have full precision."""
+    """Disable autocast, TF32 and (on a CPU) bfloat16 products, so that float32 products have full precision."""
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
@@ -84,8 +84,8 @@ def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
     """Multiply a (.., M, K) and b (.., K, N) in their own dtype, regardless of autocast and TF32.
 
-    operands: dtype to round both factors to first, also in the derivatives. The rounding passes gradients through
-    unchanged.
+    If ``operands`` is set, both factors are first rounded to this dtype, also in the derivatives. Gradients pass
+    through the rounding unchanged.
     """
     if torch.compiler.is_compiling():  # the settings at tracing time apply to the whole graph
         with no_autocast(a):

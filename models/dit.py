@@ -17,8 +17,9 @@ D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,8 +49,9 @@ from .blocks import (
 )
 from .text import Text, TextFeatures, replace_texts
 
-__all__ = ["SIZES", "DiT", "patchify", "unpatchify"]
+__all__ = ["SIZES", "DiT", "TrainedGrids", "patchify", "unpatchify"]
 
+Reference = Sequence[int | None] | None
 AXES = {2: ("h", "w"), 3: ("t", "h", "w")}
 SIZES = {  # DiT, arXiv 2212.09748, table 1
     "S": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -85,6 +87,29 @@ def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
         f"x: expected (B, {in_chans}, {', '.join(['frames', 'height', 'width'][-num_axes:])}), got {tuple(x.shape)}"
         + ("" if axis is None else f"; if axis {axis} has the channels, pass x.movedim({axis}, 1)")
     )
+
+
+@dataclass(frozen=True)
+class TrainedGrids:
+    """Rule for ``DiT.reference``: map positions onto a grid with the image's aspect ratio and the trained area.
+
+    Images that are larger than in training are mapped onto the largest trained area, and smaller ones onto the
+    smallest. Areas between keep one unit per patch, and so do frames.
+
+    Args:
+        sides: sides of the square training images, in patches.
+    """
+
+    sides: tuple[float, ...]
+
+    def __call__(self, shape: Sequence[int]) -> Reference:
+        """Return the reference for a patch grid ([frames,] height, width)."""
+        *frames, height, width = shape
+        side = math.sqrt(height * width)
+        trained = min(max(side, min(self.sides)), max(self.sides))
+        if height == width == trained:
+            return None
+        return *(None for _ in frames), *(max(1, round(trained * n / side)) for n in (height, width))
 
 
 class DiT(nn.Module):
@@ -140,7 +165,11 @@ class DiT(nn.Module):
 
     Attributes:
         reference: size of the grid to which positions are interpolated: None, one number, or one entry per axis. None
-            extrapolates with one unit per patch, or with the preset's rule. You can change it at any time.
+            extrapolates with one unit per patch, or with the preset's rule. You can also set a function from the shape
+            of the patch grid to such a value, for example a :class:`TrainedGrids`. You can change the reference at any
+            time.
+        prediction: what the model predicts, "velocity", "noise" or "sample". The losses and samplers in :mod:`.flow`
+            use this prediction by default. You can change it at any time.
         grad_checkpointing: whether to recompute the blocks in the backward pass.
 
     Raises:
@@ -192,7 +221,8 @@ class DiT(nn.Module):
         self.num_axes, self.in_chans, self.out_chans = num_axes, in_chans, in_chans if out_chans is None else out_chans
         self.patch_size = _check_patch_size(num_axes, patch_size)
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.reference: tuple[int | None, ...] | None = None
+        self.reference: Reference | Callable[[Sequence[int]], Reference] = None
+        self.prediction: Literal["velocity", "noise", "sample"] = "velocity"
         self.grad_checkpointing = False
 
         texts = repeat_over_layers("text_attention", text_attention, depth, ("joint", "cross", "single"))
@@ -392,7 +422,7 @@ class DiT(nn.Module):
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
-        placed = stack.lay_out(shape, before, after=self.image_after, reference=self.reference, device=device)
+        placed = stack.lay_out(shape, before, after=self.image_after, reference=self._refer(shape), device=device)
         if self.image_after and mask is not None and not isinstance(placed, Grid):
             placed = _move_image(placed, self.image_after, length, mask)
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
@@ -484,11 +514,16 @@ class DiT(nn.Module):
         shift, scale = self.modulation(c).chunk(2, dim=-1)
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
+    def _refer(self, shape: Sequence[int]) -> Reference:
+        """Return the interpolation size of a patch grid."""
+        return self.reference(shape) if callable(self.reference) else self.reference
+
     def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Embed x, and return the register and patch tokens (B, R + N, C)."""
         tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # residuals keep x's dtype, even under autocast
         if self.sincos is not None:
-            grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
+            reference = self._refer(shape)
+            grid = Grid(shape) if reference is None else Grid(shape).interpolate(reference)
             ones = torch.ones(1, 1, tokens.shape[1], self.embed_dim // 2, dtype=x.dtype, device=x.device)
             table = self.sincos(ones, positions=grid)[0]  # [cos Θ, sin Θ], each with the last axis first
             if self.absolute == "sincos_dit":

@@ -1,8 +1,9 @@
 """Losses, guidance and sampling for flow matching.
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They predict v by
-default, ε with ``prediction="noise"``, and x with ``prediction="sample"``.
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. With
+``prediction="noise"``, they predict ε, and with ``prediction="sample"``, they predict x. The default is the attribute
+``model.prediction``. Models without this attribute predict v.
 
 B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
 """
@@ -51,6 +52,13 @@ def _check_prediction(prediction: str) -> None:
         raise ValueError(f"prediction: expected 'velocity', 'noise' or 'sample', got {prediction!r}")
 
 
+def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
+    """Return the prediction, or that of the model, which may be inside DistributedDataParallel."""
+    found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
+    _check_prediction(found)
+    return found
+
+
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
     """Convert a model's output at z and t (B,) to a velocity.
 
@@ -71,7 +79,7 @@ def flow_matching_loss(
     noise: Tensor,
     *,
     drop: Tensor | None = None,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Return the mean squared error (B,) of the model's prediction for each sample, in at least float32.
 
@@ -81,10 +89,10 @@ def flow_matching_loss(
         t: times (B,), from 0 (image) to 1 (noise).
         noise: noise ε, with x's shape.
         drop: mask (B,) of the samples whose text is replaced by the empty condition. To use guidance later, drop about
-            a tenth of the texts in training.
-        prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x).
+            a tenth of the texts in training. prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or
+            "sample" (x). The default is ``model.prediction``, or "velocity" for a model without this attribute.
     """
-    _check_prediction(prediction)
+    prediction = _prediction_of(model, prediction)
     z = torch.lerp(x, noise, _like(t, x))
     wanted = {"velocity": lambda: noise - x, "noise": lambda: noise, "sample": lambda: x}[prediction]()
     return _mean_square(model(z, t, text, **_dropped(drop)), wanted)
@@ -180,7 +188,8 @@ def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "he
     two calls per step).
     """
     if method not in ("euler", "heun"):
-        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
+        others = "; dpm++ and unipc are only samplers of `lrpe-md train sample`" if method in ("dpm++", "unipc") else ""
+        raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}{others}")
     times = times.to(z.device, torch.promote_types(z.dtype, torch.float32))[:, None].expand(-1, z.shape[0])
     for now, then in pairwise(times):
         step = _like(then - now, z)
@@ -202,22 +211,24 @@ def sample(
     steps: int = 50,
     method: Method = "euler",
     shift: float = 1.0,
-    prediction: Prediction = "velocity",
+    prediction: Prediction | None = None,
 ) -> Tensor:
     """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
 
-    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, and
-    :func:`integrate` documents method. Pass the same ``prediction`` as in training. A noise prediction does not
-    determine the image at t = 1, so sampling starts at ``NOISE_START`` instead. A sample prediction does not determine
-    the noise at t = 0, so the last step uses Euler's method.
+    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
+    :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``, which
+    must be the same as in training. A noise prediction does not determine the image at t = 1, so sampling starts at
+    ``NOISE_START`` instead. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's
+    method.
     """
+    found = _prediction_of(model, prediction)
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 
     def velocity(z: Tensor, t: Tensor) -> Tensor:
-        return velocity_of(predict(z, t), z, t, prediction)
+        return velocity_of(predict(z, t), z, t, found)
 
-    if prediction == "noise":
+    if found == "noise":
         times = times.clamp(max=NOISE_START)
-    if prediction == "sample":
+    if found == "sample":
         return integrate(velocity, integrate(velocity, noise, times[:-1], method), times[-2:], "euler")
     return integrate(velocity, noise, times, method)

@@ -118,7 +118,7 @@ def describe_usage() -> str:
 
 @contextmanager
 def reword_warnings() -> Iterator[None]:
-    """Print each of the library's warnings on one line, without source code, and name options instead of arguments."""
+    """Print each of the library's warnings once, on one line, without code, and with options instead of arguments."""
     roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
 
     def show(message: Any, category: Any, filename: str, *place: Any) -> None:
@@ -127,8 +127,11 @@ def reword_warnings() -> Iterator[None]:
             return
         from .common.options import in_shell_terms
 
-        print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
+        if str(message) not in printed:
+            printed.add(str(message))
+            print(f"Warning: {in_shell_terms(message)}", file=sys.stderr)
 
+    printed: set[str] = set()
     shown, warnings.showwarning = warnings.showwarning, show
     try:
         yield

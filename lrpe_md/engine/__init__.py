@@ -1,4 +1,4 @@
-"""Code between the public functions and the kernels or the reference.
+"""Code between the public functions and the kernels (or the reference implementation).
 
 In this folder, each of these words has one meaning:
 
@@ -15,9 +15,9 @@ In this folder, each of these words has one meaning:
 - tile: an array (tokens, channels) in the registers of a program. A row may have several tiles.
 - block: the tokens of a tile.
 - part: the rows of a group that one program processes.
-- walk: the loop of a program over blocks and rows.
-- plan: division of the work among programs (``plan.py`` of each operator).
-- launch: a plan with its numbers and its compiled kernel (``encode.launch.Launch``).
+- walk: a program's loop over blocks and rows.
+- plan: division of the work among programs (each operator has a ``plan.py``).
+- launch: a plan with its numeric arguments and its compiled kernel (``encode.launch.Launch``).
 - theta: frequencies from which ω is built.
 - angles: Θ, the sum over axes of positions times ω, plus any phase.
 

@@ -106,19 +106,24 @@ def default_shape(made: Preset) -> tuple[int, ...]:
     that of an image. If the scheme does not accept this shape, return another one.
 
     Raises:
-        ValueError: if the scheme accepts none of the default shapes.
+        ValueError: if the scheme accepts none of the default shapes. The message says why it rejects the first.
     """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
     is_video = made.num_axes > 2 and (scheme.apart is not None or text_first)
     first = 2 if is_video else min(made.num_axes, 3)
+    errors = []
     for number in sorted(SHAPES, key=lambda n: abs(n - first)):
         try:
             made.positions(SHAPES[number])
-        except (ValueError, IndexError):
+        except ValueError as error:
+            errors.append(error)
             continue
         return SHAPES[number]
-    raise ValueError(f"shape: expected a shape, because {made.name} fits none of {tuple(SHAPES.values())}, got None")
+    raise ValueError(
+        f"shape: expected a shape, because {made.name} supports none of {tuple(SHAPES.values())}, got None. For "
+        f"{SHAPES[first]}: {errors[0]}"
+    ) from errors[0]
 
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -263,26 +268,31 @@ def aliased(layout: TokenLayout, omega: Tensor) -> bool:
 def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    The angles that they span over the grid are evenly spaced on a logarithmic scale. If some channels make less than a
-    quarter of a turn, the even spacing stops there, and the slowest channel is added. Among similar channels, the axes
-    alternate. All channels rotate, and no two have the same frequencies.
+    First, each axis gets the channel whose wavelength is closest to its size, the longest axis first. The other
+    channels are chosen so that the logarithms of their angles over the grid are spread widely, and so that axes
+    alternate if possible. Channels that make less than a quarter of a turn are only added if there are no other
+    channels, the fastest first. All channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
-    turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
+    angle = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
     speed, axis = step.norm(dim=-1), step.argmax(-1).tolist()
     distinct = {tuple(row): c for c, row in reversed(list(enumerate(omega.tolist()))) if speed[c] > 0}
-    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), -float(turned[c]), c))
-    if len(ranked) <= number:
-        return ranked
-    chosen = [ranked[0], ranked[-1]][:number]
-    first, last = math.log(turned[ranked[0]]), math.log(turned[ranked[-1]])
-    quarter = math.log(math.pi / 2)
-    gap = (quarter - first) / max(number - 2, 1) if last < quarter < first else (last - first) / max(number - 1, 1)
-    for i in range(1, number - 1):
-        away = {c: abs(math.log(turned[c]) - (first + i * gap)) for c in ranked if c not in chosen}
-        near = [c for c in away if away[c] <= max(abs(gap) / 2, min(away.values()))]
+    ranked = sorted(distinct.values(), key=lambda c: (-float(speed[c]), -float(angle[c]), c))
+    turned = {c: math.log(angle[c]) for c in ranked}
+    chosen: list[int] = []
+    for j in sorted(set(axis), key=lambda j: -layout.sizes[j]):
+        size = 2 * math.pi / layout.sizes[j]
+        nearest = sorted((c for c in ranked if axis[c] == j), key=lambda c: abs(math.log(speed[c] / size)))
+        chosen += nearest[:1]
+    chosen = chosen[:number]
+    rest = [c for c in ranked if c not in chosen]
+    while rest and len(chosen) < number:
+        fast = [c for c in rest if turned[c] >= math.log(math.pi / 2)] or rest[:1]
+        away = {c: min((abs(turned[c] - turned[other]) for other in chosen), default=0.0) for c in fast}
+        far = [c for c in fast if away[c] >= 0.8 * max(away.values())]
         used = [axis[c] for c in chosen]
-        chosen.append(min(near, key=lambda c: (used.count(axis[c]), away[c])))
+        chosen.append(min(far, key=lambda c: (used.count(axis[c]), -away[c])))
+        rest.remove(chosen[-1])
     return sorted(chosen, key=ranked.index)
 
 

@@ -18,8 +18,24 @@ CALLED = ("grid", "omega", "scaling", "series", "tokens_start")  # fields that h
 
 
 def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
-    names = {function: name for name, function in {**FUNCTIONS, **(functions or {})}.items()}
+    names = {function: name for name, function in _add_functions(functions).items()}
     return _write_fields(scheme, names)
+
+
+def _add_functions(functions: Functions | None) -> Functions:
+    """Return the library's functions and the caller's own by name.
+
+    Raises:
+        ValueError: an own function with the name of another function of the library; a file would not say which one it
+            means.
+    """
+    for name, function in (functions or {}).items():
+        if FUNCTIONS.get(name, function) is not function:
+            raise ValueError(
+                f"functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got {name!r} for a function "
+                f"of your own; choose another name, such as 'my_{name}'"
+            )
+    return {**FUNCTIONS, **(functions or {})}
 
 
 def _write_fields(value: Any, names: Mapping[Any, str]) -> dict[str, Any]:
@@ -60,7 +76,7 @@ def _write(name: str, value: Any, names: Mapping[Any, str]) -> Any:
 
 
 def read_scheme(data: Mapping[str, Any], functions: Functions | None, classes: Mapping[str, Any]) -> Any:
-    known = {**FUNCTIONS, **(functions or {})}
+    known = _add_functions(functions)
     if not isinstance(data, Mapping):
         raise ValueError(f"data: expected a dict, as returned by to_dict, got {type(data).__name__}")
     values = dict(data)

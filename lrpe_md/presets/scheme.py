@@ -329,7 +329,7 @@ class Scheme:
         functions: your own functions by name. You don't need to pass the library's own functions.
 
         Raises:
-            ValueError: if a function has no name.
+            ValueError: if a function has no name, or has the name of one of the library's functions.
         """
         return write_scheme(self, functions)
 
@@ -338,8 +338,8 @@ class Scheme:
         """Build a scheme from the output of :meth:`to_dict`, with the library's functions and those in ``functions``.
 
         Raises:
-            ValueError, TypeError: if a field or function is unknown or missing, a value is invalid, or the frequencies
-                are invalid for the scheme's own head_dim.
+            ValueError, TypeError: if a field or function is unknown or missing, one of your functions has the name of
+                one of the library's, a value is invalid, or the frequencies are invalid for the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -448,16 +448,7 @@ class Preset:
                 first = scheme.tokens.start if scheme.tokens_start is None else scheme.tokens_start(shapes)
                 parts.append(replace(scheme.tokens, length=segment, start=first))
             elif isinstance(segment, (tuple, list)):
-                grid = scheme.grid(tuple(segment), **options)
-                if not isinstance(grid, (Grid, Coordinates)):
-                    raise TypeError(
-                        f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
-                        f"{self.name}'s {scheme.grid}"
-                    )
-                if grid.num_axes != self.num_axes:
-                    raise ValueError(
-                        f"shape: {self.name} expects a shape with {count_axes(self.num_axes)}, got {segment}"
-                    )
+                grid = self._place(tuple(segment), options)
                 if reference is not None:
                     if not isinstance(grid, Grid):
                         raise ValueError(
@@ -480,6 +471,27 @@ class Preset:
         if whole is not None and (start, length) == (0, None):
             return whole.to(device)
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
+
+    def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
+        """Call the scheme's grid function and check its result."""
+        try:
+            grid = self.scheme.grid(shape, **options)
+        except IndexError as error:
+            raise ValueError(f"shape: {self.name}'s grid function doesn't support {shape}: {error}") from error
+        if not isinstance(grid, (Grid, Coordinates)):
+            raise TypeError(
+                f"grid: expected a function that returns a Grid or Coordinates, got {type(grid).__name__} from "
+                f"{self.name}'s {self.scheme.grid}"
+            )
+        if grid.num_axes == self.num_axes:
+            return grid
+        axes = count_axes(self.num_axes)
+        if len(shape) == self.num_axes:
+            raise ValueError(
+                f"grid: expected positions with {axes}, as many as {self.name}'s frequencies have, got "
+                f"{grid.num_axes} from its grid function for shape {shape}; change the grid function or the frequencies"
+            )
+        raise ValueError(f"shape: {self.name} expects a shape with {axes}, got {shape}")
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:

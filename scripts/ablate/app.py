@@ -36,10 +36,10 @@ from lrpe_md.presets.registry import REGISTERED
 from ..common.devices import choose_device, turn_of
 from ..common.folder import missing, open_folder, parse_shard, require_checkout, shown
 from ..common.markdown import PAGES
-from ..common.options import choose, group_options, warn_of_smoke
+from ..common.options import Command, choose, group_options, warn_of_smoke
 from ..common.provenance import environment
 from .report import check_task, choose_baseline, folders, task_of, write_pages, write_report
-from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
+from .tasks import TASKS, Comparison, Task, options_as_set, overrides, record_warnings, train
 
 
 class Commands(TyperGroup):
@@ -63,7 +63,7 @@ PANELS = {
 }  # fmt: skip
 
 
-@app.command(epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
+@app.command(cls=Command, epilog="Example: lrpe-md ablate run image FASHION_MNIST -e rotate -e dinov3 --out runs/image")
 @group_options(PANELS)
 def run(
     context: typer.Context,
@@ -95,7 +95,8 @@ def run(
         str | None, typer.Option(help="Encoding that the report compares the others with. (default: rotate)")
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Training option, as NAME=VALUE; repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Option of `lrpe-md train TASK`, as NAME=VALUE, such as lr=1e-3; repeatable."),
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Train tiny models for a few steps.")] = False,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
@@ -121,7 +122,7 @@ def run(
     )  # fmt: skip
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
-    with options_as_set(chosen):
+    with options_as_set(chosen), record_warnings() as warned:
         for job in todo.values():  # check that the model supports all encodings before training with the first
             comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
@@ -133,7 +134,7 @@ def run(
     console.print(f"{out}: {where}, {len(mine)} of {len(todo)} remaining runs in this process, {workers} in parallel")
     try:
         with options_as_set(chosen):
-            show_results(console, train_all(comparison, mine, workers, turn), len(mine), chosen.measure)
+            show_results(console, train_all(comparison, mine, workers, turn, warned), len(mine), chosen.measure)
     except KeyboardInterrupt:
         console.print(
             "Interrupted. Finished runs are saved; to resume from the last checkpoint, run the same command with "
@@ -215,17 +216,17 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 
 
 def train_all(
-    comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None
+    comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None, warned: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run all jobs, and yield each result as soon as it is saved."""
+    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not repeated."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(
-        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes) for file, job in jobs.items()
+        joblib.delayed(train)(comparison, file, job, workers == 1, turn, schemes, warned) for file, job in jobs.items()
     )
 
 
-@app.command(epilog="Example: lrpe-md ablate report image --folder runs/image")
+@app.command(cls=Command, epilog="Example: lrpe-md ablate report image --folder runs/image")
 def report(
     task: Annotated[
         list[str] | None, typer.Argument(help=f"Tasks to report: {', '.join(TASKS)}. (default: all)")

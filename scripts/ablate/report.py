@@ -97,7 +97,7 @@ def write_report(folder: Path, baseline: str | None) -> None:
         text += (
             f"\nNo differences are listed, because {chosen} was not trained; choose another encoding with --baseline."
         )
-    print(f"\n{text}", *(folder / name for name in ("results.csv", *task.plots)), sep="\n")
+    print(f"\n{text}", *(folder / name for name in ("table.md", "results.csv", *task.plots)), sep="\n")
 
 
 def committed(task: str) -> Path:
@@ -128,7 +128,7 @@ def render(folder: Path) -> str:
     shown = "\n\n".join(f"![{text}]({PICTURES}/{folder.name}/{file})" for text, file in pictures)
     text = (folder / "table.md").read_text(encoding="utf-8")
     note = read_json(folder / "config.json").get("note", "")  # results of an earlier version have a note
-    return page(f"Comparison: {name}", COMMAND, shown, f"{text.rstrip()}\n\n{note}\n" if note else text)
+    return page(f"Comparison: {name}", COMMAND, note, shown, text)
 
 
 def write_pages(to: Path) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 from ..common.markdown import table
 from ..common.plots import STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
-from .report_sizes import count_seeds
+from .report_sizes import count_seeds, describe_training
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
@@ -52,8 +52,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seconds = results.drop_duplicates(["encoding", "seed"]).train_seconds
     lines = [
         f"The table lists bits per byte of held-out text: {scheme}. Each column is a length in bytes, and rows are "
-        f"sorted by the longest. Models were trained at length {trained} for {training['steps']:,} steps, with "
-        f"{training['batch']} windows per step. Each length is evaluated on the same {training['test_bytes']:,} bytes. "
+        f"sorted by the longest. {describe_training(settings)} Training windows have {trained} bytes. Each length is "
+        f"evaluated on the same {training['test_bytes']:,} bytes. "
         f"For + linear, + ntk and + yarn, frequencies are scaled for a context that is length / {trained} times as "
         "long, without further training.",
         "",
@@ -109,6 +109,7 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
         for axis in axes[:, 0]:
             axis.set_yticks(shown, [f"{n:g}" for n in shown])
             axis.minorticks_off()
-        figure.suptitle(f"dotted: length in training, {trained:,} bytes", fontsize=10)
+        spread = "; mean ± standard deviation" if results.seed.nunique() > 1 else ""
+        figure.suptitle(f"dotted: length in training, {trained:,} bytes{spread}", fontsize=10)
         add_legend(figure)
         save(figure, path)

@@ -14,7 +14,7 @@ from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, plt, save
 from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
-from .report_sizes import KEYS, count_seeds, difference, how_long, how_run, sizes, summarize_trainings
+from .report_sizes import KEYS, count_seeds, describe_training, difference, sizes, summarize_trainings
 
 MEMORY = "add"  # other memories are compared with this one
 LINES = 6  # maximum number of lines that can be labelled in a panel
@@ -75,14 +75,12 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seeds, number = count_seeds(results, KEYS)
     interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
     scheme = interval if seeds > 1 else "one seed"
-    precision = {"no": "float32"}.get(training["precision"], training["precision"])
     offsets = ", ".join(f"({t}, {h}, {w})" for t, h, w in OFFSETS)
     lines = [
         f"The tables list the accuracy in % of questions about symbols in earlier frames: {scheme}. Chance is "
         f"{100 / training['values']:g}%. Each column is a clip size, frames × height × width tokens. The first is "
         f"the training size, and rows are sorted by the longest. In longer clips, only the last {frames_of(trained)} "
-        f"frames count. Each model was trained for {how_long(training)}, at batch size {training['batch']} in "
-        f"{precision}{how_run(training)}.",
+        f"frames count. {describe_training(config['settings'])}",
         "",
         f"In each frame, {training['writes']} tokens write one of {training['values']} values with one of "
         f"{training['keys']} keys. Up to {training['questions']} tokens ask for the latest value of a key, and "
@@ -103,11 +101,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         for kind, rows in compared.items():
             lines += [f"Questions {kind}:", "", *rows] if rows else []
     order: Any = results.drop_duplicates(KEYS)[KEYS]
-    lines += [
-        "The table lists medians over all runs, and the largest rise in training loss in any run.",
-        "",
-        *summarize_trainings(results, [tuple(key) for key in order.to_numpy()]),
-    ]
+    lines += summarize_trainings(results, [tuple(key) for key in order.to_numpy()])
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 

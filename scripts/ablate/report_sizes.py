@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,19 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
+from ..common.folder import show_value
 from ..common.markdown import table
 from ..common.plots import OKABE_ITO, STYLE, WIDTH, add_legend, choose_looks, plt, save, set_title, split_series
 from ..common.provenance import describe_environments
 from .tasks import TASKS
 
 KEYS = ["encoding", "attention"]
+RISE = "largest rise in loss"
+# Columns of results.csv that may be empty.
+SOURCES = {
+    "final loss": "loss", RISE: "loss_rise", "ms per step": "step_ms", "million tokens per second": "step_ms",
+    "peak memory, GiB": "peak_mib",
+}  # fmt: skip
 POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "mapped onto the training grid"}
 
 
@@ -83,7 +91,10 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns."""
+    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns.
+
+    Columns without values are left out.
+    """
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -92,42 +103,69 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
     def cell(value: float, form: str) -> str:
         return "" if pd.isna(value) else format(value, form)
 
-    rows = []
+    def speed(value: float) -> str:
+        return cell(value, ".2f" if value >= 0.1 else ".2g")
+
+    columns: dict[str, list[str]] = {}
     for key in ranking:
         row: Any = found.loc[key]
-        rows.append(
-            [*key, f"{row.params:,.0f}", cell(row.loss, ".3f"), cell(row.loss_rise, ".3f"), cell(row.step_ms, ".1f"),
-             cell(row.tokens / row.step_ms / 1000, ".2f"), cell(row.peak_mib / 1024, ".2f"), f"{row.train_seconds:.0f}"]
-        )  # fmt: skip
-    if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
-        for more, name in zip(rows, ranking, strict=True):
-            of = groups.get_group(name)
+        cells = {
+            "parameters": f"{row.params:,.0f}", "final loss": cell(row.loss, ".3f"), RISE: cell(row.loss_rise, ".3f"),
+            "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
+            "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": f"{row.train_seconds:.0f}",
+        }  # fmt: skip
+        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
+            of = groups.get_group(key)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
-            more += [f"{of.steps.median():,.0f}", f"{least:.1f} to {most:.1f}"]
-    head = [
-        *KEYS, "parameters", "final loss", "largest rise in loss", "ms per step", "million tokens per second",
-        "peak memory, GiB", "s per training",
-    ]  # fmt: skip
-    head += ["steps", "seconds counted"] if rows and len(rows[0]) > len(head) else []
-    return table(head, rows, len(KEYS))
+            cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
+        for name, text in cells.items():
+            columns.setdefault(name, []).append(text)
+    measured = runs.columns[runs.notna().any()]  # without peak memory on a CPU
+    columns = {name: cells for name, cells in columns.items() if SOURCES.get(name, "params") in measured}
+    single = len(runs) == runs[KEYS].drop_duplicates().shape[0]
+    text = f"The table lists {'each run' if single else 'medians over all runs'}"
+    if RISE in columns:
+        text += "" if single else ", and the largest rise in training loss in any run"
+        text += ". If a rise is far above the others, the learning rate was too high for that encoding"
+    rows = [[*key, *(cells[i] for cells in columns.values())] for i, key in enumerate(ranking)]
+    return [f"{text}.", "", *table([*KEYS, *columns], rows, len(KEYS))]
 
 
-def how_long(training: dict[str, Any]) -> str:
+def describe_training(settings: dict[str, Any]) -> str:
+    """Return sentences about the training: its length, the optimiser, and other settings that are not the default."""
+    training = settings["training"]
     seconds = training.get("seconds")
-    return f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
+    length = f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
         f"{training['steps']:,} steps"
     )  # fmt: skip
-
-
-def how_run(training: dict[str, Any]) -> str:
+    precision = {"no": "float32"}.get(training["precision"], training["precision"])
     graphs = " and CUDA graphs" if training.get("cuda_graphs") else ""
-    return f" with `torch.compile`{graphs}" if training["compile"] else ""
+    compiled = f" with `torch.compile`{graphs}" if training["compile"] else ""
+    text = (
+        f"Each model was trained for {length}, at batch size {training['batch']} and learning rate {training['lr']:g}, "
+        f"in {precision}{compiled}."
+    )
+    changed = find_changes(settings)
+    return f"{text} Settings that differ from the defaults of the task: {', '.join(changed)}." if changed else text
+
+
+def find_changes(settings: dict[str, Any]) -> list[str]:
+    """Return the settings that differ from the task's defaults as "name value", without those that the text names."""
+    task, training = TASKS[settings["task"]], settings["training"]
+    free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name != "weights"}  # no effect on results
+    defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
+    named = ("steps", "seconds", "batch", "lr", "precision", "compile", "cuda_graphs")
+    return [
+        f"`{name}` {show_value(training[name])}"
+        for name, default in defaults.items()
+        if name in training and name not in {*named, *free} and str(training[name]) != str(default)
+    ]
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
     """Render the tables, sorted by the result at the training size."""
     settings = config["settings"]
-    task, training = TASKS[settings["task"]], settings["training"]
+    task = TASKS[settings["task"]]
     digits = 1 if task.higher else 4
     trained = results[results["size"] == sizes(results)[0]]
     means: Any = trained.groupby(KEYS)["value"].mean()
@@ -135,18 +173,19 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
     seeds, number = count_seeds(results, KEYS)
     scheme = f"mean ± standard deviation over {number} seeds" if seeds > 1 else "one seed"
     measure = task.measure.replace(", %", " in %")
-    precision = {"no": "float32"}.get(training["precision"], training["precision"])
     lines = [
         f"The tables list the {measure} on {' and '.join(settings['data'])}: {scheme}. The first column is the "
-        "training size; the models never saw the other sizes in training. Rows are sorted by that column. Each model "
-        f"was trained for {how_long(training)}, at batch size {training['batch']} in {precision}{how_run(training)}.",
+        "training size; the models never saw the other sizes in training. Sizes are height x width. Rows are sorted by "
+        f"the first column. {describe_training(settings)}",
         "",
     ]
     for positions, meaning in POSITIONS.items():
         part: Any = results[results.positions == positions]
         lines += [f"{positions.capitalize()} positions: {meaning}.", "", *_accuracy(part, ranking, digits)]
-    if task.note:
-        lines += [task.note, ""]
+    whole = [] if settings["training"].get("limit") else settings["data"]
+    shown = {*results.encoding, *whole}
+    notes = [note for about, note in task.notes.items() if about in shown]
+    lines += [" ".join(notes), ""] if notes else []
     if baseline in set(results.encoding) and results.encoding.nunique() > 1:
         what = "with the same attention, paired by seed"
         if seeds > 1:
@@ -158,12 +197,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
         if (difference(results, baseline)["pairs"] == 2).any():
             what += ". Two seeds tell you little: the interval is ± 12.7 standard errors; with three seeds it is ± 4.3"
         lines += [f"**Difference from {baseline}** {what}.", "", *_differences(results, ranking, baseline, digits)]
-    lines += [
-        "The table lists medians over all runs, and the largest rise in training loss in any run. If a rise is far "
-        "above the others, the learning rate was too high for that encoding.",
-        "",
-        *summarize_trainings(results, ranking),
-    ]
+    lines += summarize_trainings(results, ranking)
     return "\n".join([*lines, f"Measured on {describe_environments(config['environments'])}."]) + "\n"
 
 
@@ -207,8 +241,9 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
                 axis.set_xticks(range(len(order)), order, fontsize=8, rotation=30)
         add_legend(figure)
         for axis in axes[-1]:
-            axis.set_xlabel("size (dotted: in training)")
-        figure.supylabel(task.measure, fontsize=10)
+            axis.set_xlabel("height x width (dotted: in training)")
+        spread = "\n(mean ± standard deviation)" if results.seed.nunique() > 1 else ""
+        figure.supylabel(f"{task.measure}{spread}", fontsize=10)
         save(figure, path, dpi=120)
 
 

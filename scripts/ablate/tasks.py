@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -21,6 +22,7 @@ import typer
 from lrpe_md import Scheme, register_scheme
 from lrpe_md.checks import suggest
 
+from ..cli import reword_warnings
 from ..common.folder import read_json, save_whole, write
 from ..train.config import Training, settings_of
 from ..train.encodings import fingerprint_scheme, split_options
@@ -71,7 +73,7 @@ class Task:
         full: settings for the longer comparison, if there is one.
         data: default data.
         kept: files in a run's folder that the report needs.
-        note: line below the tables.
+        notes: sentences to print below the tables. The keys are the encodings or data that the sentences are about.
     """
 
     config: type[Training]
@@ -90,7 +92,7 @@ class Task:
     full: Full | None = None
     data: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    note: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def encodings(self) -> list[str]:
@@ -136,6 +138,7 @@ MORE_DIGITS = (
     *DIGITS, "rotate:base=100", "rotate-learnable", "cosine-relu", "cosine-learnable", "cosine-mixed",
     "cosine-mixed-learnable", "cosine-softplus-phase",
 )  # fmt: skip
+MODEL = ("depth", "dim", "heads", "patch", "qk_norm")  # options of models that digits doesn't have
 MEMORIES = ("add", "decay", "delta")
 TASKS = {
     "digits": Task(
@@ -144,11 +147,13 @@ TASKS = {
         plots={"accuracy.png": "trained", "resolution.png": "sizes"},
         full=Full(dict.fromkeys(("softmax", "linear"), MORE_DIGITS), 5, {"steps": 2100}),
         data=("digits",),
-        note=(
-            "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm. The "
-            "sin-cos table is only resampled for rescaled positions. With 450 test images, "
-            "the standard error is 1.0 at an accuracy of 95%."
-        ),
+        notes={
+            "learned": (
+                "Learned position tables are resampled to the image's grid for both kinds of positions, as in timm."
+            ),
+            "sincos": "The sin-cos table is only resampled for rescaled positions.",
+            "digits": "With 450 test images, the standard error is 1.0 at an accuracy of 95%.",
+        },
     ),
     "image": Task(
         image.ImageTraining, image.run,
@@ -161,10 +166,10 @@ TASKS = {
         },
         {**TINY, "heads": 2, "size": 28, "patch": 2, "test_sizes": "20,28x40"},
         accuracy, "accuracy, %", True, on_gpu=FAST,
-        note=(
-            "Learned position tables are resampled to the image's grid for both kinds of positions, and the sin-cos "
-            "table only for rescaled positions."
-        ),
+        notes={
+            "learned": "Learned position tables are resampled to the image's grid for both kinds of positions.",
+            "sincos": "The sin-cos table is only resampled for rescaled positions.",
+        },
     ),
     "video": Task(
         video.VideoTraining, video.run,
@@ -180,7 +185,7 @@ TASKS = {
             "parts": 4, "test_samples": 8,
         },
         accuracy, "accuracy, %", True, defaults={"task": "order", "steps": 3000}, on_gpu=FAST,
-        note="Learned position tables are resampled to the clip's grid for both kinds of positions.",
+        notes={"learned": "Learned position tables are resampled to the clip's grid for both kinds of positions."},
     ),
     "recall": Task(
         recall.RecallTraining, recall.run,
@@ -199,7 +204,8 @@ TASKS = {
                     ("none", "rotate", "rotate-numerator", "rotate-both", "cosine-silu"),
                 ),
             },
-            5, {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000},
+            5,
+            {"depth": 4, "dim": 64, "heads": 4, "keys": 16, "values": 16, "batch": 64, "steps": 1000, "warmup": 50},
         ),
     ),
     "diffusion": Task(
@@ -232,6 +238,20 @@ TASKS = {
 }  # fmt: skip
 
 
+def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) -> str:
+    """Return a suggestion for an unknown option, or the tasks that have it."""
+    others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
+    if not others:
+        return suggest(name, known)
+    text = f". {name} is an option of {', '.join(others)}"
+    if config is digits.DigitsTraining and name in MODEL:
+        text += (
+            f"; digits has a fixed model ({digits.VIT['depth']} layers of {digits.VIT['embed_dim']} channels). Use "
+            "another task, or your own model as in docs/examples/ablate_own_model.py"
+        )
+    return text
+
+
 def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
     """Parse NAME=VALUE strings into fields of a configuration."""
     hints = get_type_hints(config)
@@ -244,7 +264,8 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name not in known:
             raise typer.BadParameter(
-                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}{suggest(name, known)}"
+                f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}"
+                f"{_explain_unknown(config, name, known)}"
             )
         kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of X | None
         try:
@@ -273,6 +294,34 @@ def options_as_set(task: Task) -> Iterator[None]:
     except typer.BadParameter as error:
         text = re.sub(r"(?<!--set )--([a-z][a-z-]*[a-z])( \d[\w.,x]*)?", reword, error.message)
         raise typer.BadParameter(text) from error
+
+
+@contextlib.contextmanager
+def record_warnings() -> Iterator[list[str]]:
+    """Yield a list that collects the texts of warnings, which are still shown."""
+    texts: list[str] = []
+    show = warnings.showwarning
+
+    def record(message: Any, *more: Any) -> None:
+        texts.append(str(message))
+        show(message, *more)
+
+    warnings.showwarning = record
+    try:
+        yield texts
+    finally:
+        warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def hide_warnings(texts: Iterable[str]) -> Iterator[None]:
+    """Hide warnings with these texts."""
+    hidden, show = set(texts), warnings.showwarning
+    warnings.showwarning = lambda message, *more: None if str(message) in hidden else show(message, *more)
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 @dataclass(frozen=True)
@@ -370,10 +419,12 @@ def train(
     progress: bool = True,
     turn: Path | None = None,
     schemes: dict[str, Scheme] | None = None,
+    shown: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process.
+    ``schemes`` contains schemes to register first, if this is a new process, and ``shown`` the warnings that the user
+    has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -382,7 +433,7 @@ def train(
     if not (folder / "checkpoint.pt").exists():  # a new run, or a finished one whose result was deleted
         shutil.rmtree(folder, ignore_errors=True)
     torch.compiler.reset()  # otherwise many models would exceed the recompilation limit
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), reword_warnings(), hide_warnings(shown):
         result = task.run(comparison.config(folder, *job, progress=progress, turn=turn))
     result = {**result, "values": task.values(result)}
     for name in task.kept:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from lrpe_md.checks import suggest
 
 __all__ = [
     "LIMIT",
     "SEEDS",
+    "Command",
     "choose",
     "describe_command",
     "finite",
@@ -28,6 +30,27 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
+
+
+class Command(TyperCommand):
+    """A command that rejects a repeated option if the option accepts one value.
+
+    Don't use it for training commands: to resume or vary a run, people append options to an earlier command.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line.
+
+        Raises:
+            typer.BadParameter: a repeated option. By default, all but its last value would be ignored.
+        """
+        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        single = [each for each in order if each.param_type_name == "option" and not (each.multiple or each.is_flag)]
+        for option in single:
+            if (number := single.count(option)) > 1:
+                name = max(option.opts, key=len)
+                raise typer.BadParameter(f"{name}: expected one value, got {number}; pass {name} once", ctx=ctx)
+        return super().parse_args(ctx, args)
 
 
 def positive(value: float | None) -> float | None:

@@ -36,8 +36,9 @@ VARIANTS: dict[str, tuple[Any, str]] = {
     "learnable": (":", "d"), "phase": ("--", "p"), "fixed": ("-.", "h"), "linear": (":", "<"), "ntk": ("--", ">"),
     "yarn": ("-.", "d"),
 }  # fmt: skip
-OTHER_VARIANTS = [((0, (5, 1)), "h"), ((0, (1, 3)), "8"), ((0, (5, 5)), "H"), ((0, (3, 1, 1, 1)), "+"),
-                  ((0, (8, 2)), "x"), ((0, (2, 2)), "1"), ((0, (1, 1)), "2"), ((0, (9, 1, 2, 1)), "3")]  # fmt: skip
+OTHER_VARIANTS = [((0, (5, 1)), "x"), ((0, (1, 3)), "8"), ((0, (5, 5)), "+"), ((0, (3, 1, 1, 1)), "H"),
+                  ((0, (8, 2)), "1"), ((0, (2, 2)), "2"), ((0, (1, 1)), "h"), ((0, (9, 1, 2, 1)), "3")]  # fmt: skip
+PALE = ("grey", "yellow", "sky")  # used last for encodings without a colour of their own
 # The same library also has the same colour in every plot.
 LIBRARIES = {
     "lrpe-md": "blue", "flash-attn": "orange", "liger, in place": "green", "liger": "yellow", "xopes": "black",
@@ -73,17 +74,20 @@ def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> No
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a colour, marker and line style for each encoding, for use in all plots.
 
-    Unknown encodings get the colours of known encodings that are not in ``names``. Encodings that only differ in their
-    options get shades of the same colour.
+    Unknown encodings get the colours of known encodings that are not in ``names``, with pale colours last. Encodings
+    that only differ in their options get shades of the same colour.
     """
     bases = {name: _base(name) for name in names}
-    unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)
+    used = {ENCODINGS[base] for base in bases.values() if base is not None}
+    unused = sorted(OKABE_ITO.keys() - used, key=lambda color: (color in PALE, list(OKABE_ITO).index(color)))
     others = [name for name, base in bases.items() if base is None]
     looks, unknown = {}, iter(OTHER_VARIANTS * len(names))
     for name, base in bases.items():
-        color = unused[others.index(name) % len(unused)] if base is None else ENCODINGS[base]
+        number = others.index(name) if base is None else 0
+        color = (unused or list(OKABE_ITO))[number % len(unused or OKABE_ITO)] if base is None else ENCODINGS[base]
         rest = name.removeprefix(base or "").strip(" +-:")
-        line, marker = ("-", MARKERS[color]) if base == name else VARIANTS.get(rest) or next(unknown)
+        is_solid = base == name or (base is None and number < len(unused))
+        line, marker = ("-", MARKERS[color]) if is_solid else VARIANTS.get(rest) or next(unknown)
         alike = [each for each in names if ":" in each and bases[each] == base]
         share = alike.index(name) / len(alike) if name in alike else 0.0
         looks[name] = {"color": _mix_with_white(OKABE_ITO[color], 0.8 * share), "marker": marker, "linestyle": line}

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..common.options import group_options
+from ..common.options import Command, group_options
 
 app = typer.Typer(add_completion=False)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -54,7 +54,7 @@ class Result(NamedTuple):
     mean: tuple[float, str] = (0.0, "")
 
 
-@app.command(epilog="Example: lrpe-md fuzz --impl reference --count 100")
+@app.command(cls=Command, epilog="Example: lrpe-md fuzz --impl reference --count 100")
 @group_options(PANELS)
 def main(
     impl: Annotated[str, typer.Option(help="Implementation to check: reference or triton.")] = "triton",

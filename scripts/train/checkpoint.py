@@ -43,7 +43,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling other data can raise any exception
-        raise typer.BadParameter(f"{path} can't be read ({first_line(error)}); delete it to start over") from error
+        raise typer.BadParameter(f"{path} can't be read ({first_sentence(error)}); delete it to start over") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise typer.BadParameter(f"{path} is not a checkpoint from this version; choose another --out")
     if state.pop("digest", None) != digest_of(state):
@@ -60,9 +60,9 @@ def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
     return model.eval()
 
 
-def first_line(error: Exception) -> str:
-    """Return the type and the first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def first_sentence(error: Exception) -> str:
+    """Return the type and the first sentence of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
 
 def write_checkpoint(state: dict[str, Any], path: Path) -> None:

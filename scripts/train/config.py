@@ -70,7 +70,10 @@ class Training:
     seconds: float = option(
         0.0, "Time budget in seconds, instead of --steps; 0 trains for --steps.", least=0, off=True, panel=RUN
     )
-    batch: int = option(64, "Samples per step, over all processes and micro-batches.", least=1, panel=OPTIMISER)
+    batch: int = option(
+        64, "Samples per step, over all processes and micro-batches; at most the number of training samples.", least=1,
+        panel=OPTIMISER,
+    )  # fmt: skip
     accumulate: int = option(1, "Micro-batches per step.", least=1, panel=OPTIMISER)
     opt: str = option("adamw", "Optimiser: the name of any timm optimiser.", panel=OPTIMISER)
     lr: float = option(1e-3, "Learning rate after the warm-up.", least=0, panel=OPTIMISER)
@@ -82,7 +85,7 @@ class Training:
         "cosine", "Learning rate schedule: cosine, constant, or wsd (warm-up, stable, decay).", panel=OPTIMISER
     )
     warmup: int = option(
-        100, "Warm-up steps; with cosine and wsd, reduced to a tenth of --steps unless the run is longer.", least=0,
+        100, "Warm-up steps; with cosine, at most a tenth of the steps (with --seconds, a fifth).", least=0,
         off=True, panel=OPTIMISER,
     )  # fmt: skip
     cooldown: float = option(
@@ -160,6 +163,11 @@ class Training:
             )
 
     @property
+    def is_new(self) -> bool:
+        """Return whether --out has no checkpoint. Otherwise changed settings are reported before their consequences."""
+        return not (self.out / "checkpoint.pt").exists()
+
+    @property
     def dynamic_shapes(self) -> bool | None:
         """Argument ``dynamic`` for torch.compile: False if all steps have the same shape, and None otherwise."""
         return False
@@ -173,11 +181,16 @@ class Training:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps, or a tenth of the steps if the run is shorter than the warm-up.
+        """Number of warm-up steps. With a cosine, it is at most a tenth of the steps.
 
-        With a constant schedule, the warm-up does not depend on the number of steps, so that you can extend the run.
+        The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
+        is a fifth, because the run is planned after a tenth of its time. So that you can extend the run, the warm-up
+        does not depend on the number of steps with a constant schedule. With wsd, it does so only if the run is shorter
+        than the warm-up.
         """
-        return self.warmup if self.schedule == "constant" or self.warmup < self.steps else self.steps // 10
+        if self.schedule == "constant" or (self.schedule == "wsd" and self.warmup < self.steps):
+            return self.warmup
+        return min(self.warmup, self.steps // (5 if self.seconds else 10))
 
     def build_schedule(self) -> Schedule:
         """Return the learning rate schedule."""

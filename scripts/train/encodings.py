@@ -75,6 +75,18 @@ def has_coordinates(arguments: dict[str, Any]) -> bool:
     return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
 
 
+def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
+    """Return the --reference that maps positions onto the training grid of a run of `train image` or `train video`.
+
+    frames: if not 0, the number of frames instead of the run's, for a model that can't rescale time.
+    """
+    found = str(settings.get("reference") or settings["size"])
+    if "tubelet" not in settings:
+        return found
+    trained, _, size = found.rpartition("x")
+    return f"{frames or trained or settings['frames']}x{size}"
+
+
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
     """Split a string such as "rotate:base=100,split=2,3,3" into a name and options.
 
@@ -188,7 +200,7 @@ def parse_memory(text: str) -> Memory | None:
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Convert the plain values in a checkpoint to the model arguments that they represent."""
     memory = arguments.get("memory")
-    return {**arguments, "memory": None if memory is None else Memory(**memory)}
+    return {**arguments, "memory": Memory(**memory) if isinstance(memory, dict) else memory}
 
 
 @dataclass(frozen=True)

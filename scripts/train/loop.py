@@ -59,9 +59,9 @@ from torch.distributed.checkpoint.state_dict import (
 from ..common.devices import choose_device
 from ..common.folder import flat, show_value
 from ..common.options import plural
-from .checkpoint import FORMAT, first_line, read_checkpoint, save_checkpoint
+from .checkpoint import FORMAT, first_sentence, read_checkpoint, save_checkpoint
 from .config import DATA, MODEL, Training, find_panel, parse_betas
-from .encodings import has_coordinates
+from .encodings import find_reference, has_coordinates
 from .history import HISTORY, HistoryFile
 from .interruption import Interrupted, Interruption
 from .order import DataError, Steps, derive_seed, divide, prepare_ahead, prepare_in_processes
@@ -438,11 +438,13 @@ class Trainer:
     def _advise_on_size(self, there: dict[str, Any]) -> str:
         """If the sizes differ, explain how to fine-tune the run with the settings ``there`` at this run's size."""
         here, out = self.settings, self.config.out
-        if not {"size", "reference"} <= here.keys() & there.keys() or here["size"] == there["size"]:
+        sizes = [name for name in ("size", "frames") if name in here]
+        if not {"reference", *sizes} <= here.keys() & there.keys() or all(here[name] == there[name] for name in sizes):
             return ""
-        has_positions = has_coordinates(here["model"])
-        reference = f" --reference {there['reference'] or there['size']}" if has_positions else ""
-        return f". To fine-tune it at another size, pass --weights {out}{reference} and another --out"
+        advice = find_reference(there, here["frames"] if here.get("causal") else 0)
+        reference = f" --reference {advice}" if has_coordinates(here["model"]) else ""
+        what = "length or size" if "frames" in here else "size"
+        return f". To fine-tune it at another {what}, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
         """Return the option for a setting. Settings of the model and the data have no option."""
@@ -472,7 +474,7 @@ class Trainer:
             self._take(state)
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
             raise typer.BadParameter(
-                f"{self.path} does not fit this model ({first_line(error)}); choose another --out"
+                f"{self.path} does not fit this model ({first_sentence(error)}); choose another --out"
             ) from error
 
     def _take(self, state: dict[str, Any]) -> None:

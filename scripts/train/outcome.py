@@ -16,6 +16,7 @@ from ..common.devices import gpu_name
 from ..common.folder import flat, write
 from ..common.options import plural
 from ..common.provenance import git_commit, versions
+from .data.records import LISTED
 from .history import HISTORY
 from .loop import Trainer
 from .weights import EXPORT
@@ -80,9 +81,9 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
 
 
 def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
-    """Summarise the main numbers and the evaluations in a result as a table."""
+    """Summarise a result's main numbers and evaluations as a table, leaving out evaluations of too many classes."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
-    evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
+    evaluations = {name: value for name, value in result.items() if isinstance(value, dict) and len(value) <= LISTED}
     columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
     table.add_column()
     for _ in columns or ("value",):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ...models.dit import DiT
+from ...models.dit import DiT, TrainedGrids
 from ...models.text import Text, tokenize
 from ..common.folder import save_whole
 from ..common.options import choose, plural
@@ -126,13 +126,6 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
             )
 
 
-def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return a grid that has as many patches as in training, and the aspect ratio of the image."""
-    side = math.sqrt(grid[0] * grid[1])
-    height, width = (max(1, round(trained * n / side)) for n in grid)
-    return height, width
-
-
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
     """Draw noise (num, *shape). Sample i uses seed + i, so the noise does not depend on the device or on ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
@@ -140,8 +133,12 @@ def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def build_model(settings: dict[str, Any]) -> DiT:
-    """Build the model of a run from its settings."""
-    return DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
+    """Build the model of a run from its settings. At other sizes, it rescales positions to those of the training."""
+    model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
+    multiple = settings["patch"] * settings.get("latents", {}).get("factor", 1)
+    model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))
+    model.prediction = settings["prediction"]
+    return model
 
 
 class Painter:
@@ -160,6 +157,7 @@ class Painter:
         self.settings, self.step, self.device = state["settings"], state["step"], device
         self.condition: dict[str, Any] = self.settings["condition"]
         self.model = restore(build_model(self.settings), state).to(device)
+        self.grids = self.model.reference
         latents = self.settings.get("latents")
         self.decoder, self.factor = None, 1
         if latents is not None:
@@ -169,28 +167,10 @@ class Painter:
         if self.condition["kind"] == "features" and encoder is not None:
             self.encoder = load_encoder(encoder, self.condition["length"], device)
 
-    @property
-    def multiple(self) -> int:
-        """Height and width of a patch, in pixels."""
-        return self.settings["patch"] * self.factor
-
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape (C, [frames,] height, width) of a sample for an image size in pixels."""
         frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
-
-    def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
-        """Return the grid to which positions are rescaled for an image size, or None for one unit per patch.
-
-        If the area is between the smallest and the largest training area, this is the image's own grid.
-        """
-        sizes: list[int] = self.settings["train_sizes"]
-        area = math.sqrt(size[0] * size[1])
-        nearest = min(max(area, min(sizes)), max(sizes))
-        if size == (nearest, nearest):
-            return None
-        found = lay_over(nearest / self.multiple, (size[0] // self.multiple, size[1] // self.multiple))
-        return (None, *found) if self.model.num_axes == 3 else found
 
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, class names or class numbers) to the model's text input.
@@ -235,7 +215,7 @@ class Painter:
         ``text`` is a result of :meth:`encode`, with one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
-        self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
+        self.model.reference = self.grids if sheet.positions == "rescaled" else None
         sampling = Sampling(sheet.sampler, sheet.steps, sheet.scale, self.settings["prediction"])
         negative = None if sheet.negative is None else self.encode([sheet.negative], "--negative")
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.settings["precision"])

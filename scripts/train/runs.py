@@ -11,15 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...models.video import lrpe_video_tiny_patch16_224
 from .checkpoint import read_checkpoint, restore
-from .encodings import restore_arguments
 from .memory import build_model as build_recall
 from .prompts import build_model as build_diffusion
 from .tasks import image, lm, vae, video
 from .weights import EXPORT
 
-__all__ = ["load_clip", "load_run", "task_of"]
+__all__ = ["load_clip", "load_frames", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
@@ -46,7 +44,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "vae": lambda settings: vae.Autoencoder(settings["model"]),
     "lm": lm.build_model,
     "recall": lambda settings: build_recall(**settings["model"]),
-    "video": lambda settings: lrpe_video_tiny_patch16_224(**restore_arguments(settings["model"])),
+    "video": lambda settings: video.build_model(**settings["model"]),
     "image": lambda settings: image.build_model(settings["model"], keep_table="weights" in settings),
 }
 
@@ -92,10 +90,40 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
         ValueError: if the run was not made by `lrpe-md train video`.
         VideoError: if the video can't be read.
     """
+    return video.read_clip(Path(path), _read_video_settings(folder))
+
+
+def load_frames(folder: str | Path, path: str | Path) -> Tensor:
+    """Read a whole video with the frame size and the distance between frames of a run of `lrpe-md train video`.
+
+    A model trained with ``--causal`` reads it in chunks of whole tubelets, such as ``frames.split(1, dim=2)``.
+
+    Args:
+        folder: output folder of the training.
+        path: video file.
+
+    Returns:
+        (1, 3, frames, size, size), on the CPU. The last frames are left out if they do not fill a tubelet.
+
+    Raises:
+        FileNotFoundError: the folder has no weights, or is a file.
+        ValueError: the run is not one of `lrpe-md train video`, or its clips span the whole video.
+        VideoError: the video can't be read.
+    """
+    settings = _read_video_settings(folder)
+    if settings["task"] == "labels" and settings["sampling"] == "uniform":
+        raise ValueError(
+            f"folder: expected a run with --sampling dense, got {folder} with uniform, whose clips span the whole "
+            "video; use load_clip"
+        )
+    return video.read_clip(Path(path), settings, whole=True)
+
+
+def _read_video_settings(folder: str | Path) -> dict[str, Any]:
     settings = _read(Path(folder), average=True)["settings"]
     if task_of(settings) != "video":
         raise ValueError(f"folder: expected a run of `lrpe-md train video`, got {folder}, which another script wrote")
-    return video.read_clip(Path(path), settings)
+    return settings
 
 
 def _read(folder: Path, average: bool) -> dict[str, Any]:

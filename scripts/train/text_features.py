@@ -22,7 +22,7 @@ from ...models.text import PretrainedEncoder
 from ..common.devices import choose_device
 from ..common.folder import new_folder
 from ..common.options import choose, plural
-from .checkpoint import digest_of, first_line
+from .checkpoint import digest_of, first_sentence
 from .conditions import FEATURES, FORMAT
 from .data.footage import find_films, is_footage
 from .data.pictures import open_pictures
@@ -54,7 +54,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     except Exception as error:  # hub, JSON, safetensors and tokenizers raise various errors
         raise typer.BadParameter(
             f"--encoder {name}: expected a transformers text model with its tokenizer (a folder or a hub id), found "
-            f"none ({first_line(error)}); pass another path"
+            f"none ({first_sentence(error)}); pass another path"
         ) from error
     return PretrainedEncoder(model.to(device), tokenizer, length)
 

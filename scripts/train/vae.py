@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor
 
-from .checkpoint import digest_of, first_line
+from .checkpoint import digest_of, first_sentence
 
 BATCH = 64  # number of images to encode or decode at a time
 
@@ -32,7 +32,7 @@ def load_vae(name: str) -> Any:
             found: Any = AutoencoderKL.from_pretrained(name, subfolder=subfolder or None, torch_dtype=torch.float32)
             return found.requires_grad_(False).eval()
         except Exception as error:  # hub, JSON and safetensors raise various errors
-            errors.append(first_line(error))
+            errors.append(first_sentence(error))
     raise typer.BadParameter(
         f"--vae {name}: expected an AutoencoderKL from diffusers (a folder, a run of `train vae`, or a hub "
         f"id), got none ({errors[0]}); pass another path"

@@ -24,8 +24,8 @@ from lrpe_md.modules.base import FrequencyModule
 from ...models.lm import CausalLm
 from ...models.video import LrpeVideoTransformer, inflate_unchecked
 from ..common.folder import save_whole
-from .checkpoint import digest_of, first_line, read_checkpoint
-from .encodings import has_coordinates
+from .checkpoint import digest_of, first_sentence, read_checkpoint
+from .encodings import find_reference, has_coordinates
 from .loop import WHOLE, Trainer
 
 EXPORT = "model.safetensors"
@@ -107,16 +107,27 @@ def start_from(
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
     """Describe the patch grids if those of the runs differ and this run has no --reference. Otherwise, return None."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
-    if not known or settings.get("reference") != 0:
+    if not known or settings.get("reference") not in (0, ""):
         return None
-    trained = (before.get("reference") or before["size"]) // before["patch"]
-    number = settings["size"] // settings["patch"]
-    if trained == number:
+    trained, grid = _find_grid(before), _find_grid(settings)
+    if len(grid) == 3 and (settings["causal"] or len(trained) == 2):  # time can't be rescaled, or is new
+        trained = grid[0], *trained[-2:]
+    if trained == grid:
         return None
+    units = [settings["tubelet"], settings["patch"]] if len(grid) == 3 else [settings["patch"]]
+    reference = "x".join(str(n * unit) for n, unit in zip(trained[:-1], units, strict=True))
+    trained_text, grid_text = ("×".join(map(str, each)) for each in (trained, grid))
     return (
-        f"trained with {trained}×{trained} patches; this training has {number}×{number}. To map their positions onto "
-        f"the trained grid, pass --reference {trained * settings['patch']}"
+        f"trained with {trained_text} patches; this training has {grid_text}. To map their positions onto the trained "
+        f"grid, pass --reference {reference}"
     )
+
+
+def _find_grid(settings: dict[str, Any]) -> tuple[int, ...]:
+    """Return the patch grid ([time,] height, width) that the positions of a run of images or videos cover."""
+    frames, _, size = find_reference(settings).rpartition("x")
+    side = int(size) // settings["patch"]
+    return (int(frames) // settings["tubelet"], side, side) if frames else (side, side)
 
 
 def _count_heads(model: nn.Module) -> int | None:
@@ -168,7 +179,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except Exception as error:  # readers can raise any exception for unsupported data
         raise typer.BadParameter(
             f"--weights {path}: expected named tensors, as saved by timm or a training run, got a file that "
-            f"can't be read ({first_line(error)})"
+            f"can't be read ({first_sentence(error)})"
         ) from error
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise typer.BadParameter(f"--weights {path}: expected named tensors, as saved by timm")

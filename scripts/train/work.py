@@ -55,8 +55,7 @@ def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dic
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:
         typer.echo(
-            f"--warmup {config.warmup} reduced to {config.warmup_steps}, because the run has only "
-            f"{plural(config.steps, 'step')}",
+            f"--warmup {config.warmup} reduced to {config.warmup_steps}, a tenth of the {plural(config.steps, 'step')}",
             err=True,
         )
     console.print("Reading the data, building the model")

@@ -1,12 +1,14 @@
 """Plot encodings: angles over the grid, the similarity of one token to all others, and wavelengths.
 
     lrpe-md visualize --preset wan --preset dinov3
+    lrpe-md visualize --preset wan --preset dinov3 --compare
     lrpe-md visualize --preset ours.json
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
 There is one figure per encoding. The top of the figure shows Θ of a few pairs over the grid. Below are the similarity
-of the marked token to all others for each map and axis order, slices through this similarity, and the wavelengths.
+of the marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. With
+--compare, there is a single figure with a row per encoding, and all rows share the scale of the similarity.
 :mod:`lrpe_md.picture.data` computes the data and explains the assumptions behind similarity.
 """
 
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from lrpe_md import Scheme, Tokens, axial_omega, geometric_theta, list_presets
@@ -32,7 +35,7 @@ from lrpe_md.frequencies.axial import AXIS_ORDERS, AxisOrder
 from lrpe_md.modules.base import DEFAULT_BASES
 from lrpe_md.picture import data
 from lrpe_md.picture.data import NO_ORDER, Subject
-from lrpe_md.picture.figure import View, draw, make_view
+from lrpe_md.picture.figure import View, draw, draw_comparison, make_view
 from lrpe_md.presets import Axial, Dense, Preset
 
 from ..common.folder import unused_path
@@ -43,7 +46,7 @@ FORMATS = ("png", "pdf", "svg")
 FREQUENCIES = tuple(DEFAULT_BASES)
 PANELS = {
     "Encoding": "preset frequencies map axis_order base head_dim heads seed",
-    "Picture": "shape reference text token head channel maps", "Output": "out format dpi dark",
+    "Picture": "compare shape reference text token head channel maps", "Output": "out format dpi dark",
 }  # fmt: skip
 
 
@@ -93,7 +96,11 @@ def build_view(
         typer.BadParameter: if an option does not fit the subject.
     """
     made = subject.preset
-    size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
+    if shape is None:
+        with _name_option("--shape"):
+            size = data.default_shape(made)
+    else:
+        size = numbers("--shape", shape, least=1)
     options: dict[str, Any] = {}
     if reference is not None:
         sizes = numbers("--reference", reference, least=1, gaps=True)
@@ -165,7 +172,11 @@ def _blocks(num_axes: int, order: str, channels: int, heads: int, base: float, g
 def main(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Preset to plot, a JSON file of a scheme, or all; repeatable."),
+        typer.Option(
+            "--preset", "-p",
+            help="Preset to plot, all, the name of your own scheme (with --import MODULE), or a JSON file of a scheme; "
+            "repeatable.",
+        ),
     ] = None,
     frequencies: Annotated[
         str | None,
@@ -190,6 +201,9 @@ def main(
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Index of the head to plot.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=SEEDS - 1, help="Seed for random directions.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw one figure with a row for each preset, instead of one figure each.")
+    ] = False,
     shape: Annotated[
         str | None,
         typer.Option(help="Grid shape: N, HxW or TxHxW. (default: 64, 18x28 or 9x18x28)"),
@@ -210,7 +224,7 @@ def main(
     dark: Annotated[
         bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
     ] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plot angle maps, similarity and wavelengths of encodings, one figure per encoding."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
@@ -218,7 +232,10 @@ def main(
     if preset:
         for option, value in (("--map", map), ("--axis-order", axis_order)):
             if value is not None:
-                raise typer.BadParameter(f"{option}: expected no value with --preset, which sets it, got {value!r}")
+                raise typer.BadParameter(
+                    f"{option}: expected no value with --preset, which sets it, got {value!r}; leave it out, because "
+                    "figures of presets also show the similarity for the other map and axis order"
+                )
         schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
         with _name_option("--preset"):
             subjects = [data.published(scheme, head_dim, heads, base, seed, name) for name, scheme in schemes.items()]
@@ -237,14 +254,20 @@ def main(
             subjects = [custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
+    if compare and len(views) < 2:
+        raise typer.BadParameter(
+            "--compare: expected several presets, got one; pass --preset for each, or leave it out"
+        )
     out.mkdir(parents=True, exist_ok=True)
+    if compare:
+        save_figure(draw_comparison(views), unused_path(out / f"comparison.{format}"), dpi, dark)
+        return
     for view in views:
-        save_view(view, unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+        save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
 
 
-def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
-    """Draw and save a figure, optionally with a copy for dark pages, and print the figure's path."""
-    figure = draw(view)
+def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
+    """Save and close a figure, optionally with a copy for dark pages, and print the figure's path."""
     if dark:
         save(figure, path, dpi=dpi)
     else:

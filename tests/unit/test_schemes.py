@@ -260,6 +260,17 @@ def test_custom_functions():
         replace(OWN, grid=partial(doubled, (1, 2))).to_dict(names)
 
 
+def test_own_functions_need_names_of_their_own():
+    """Otherwise, a file would be read with the library's function, without an error."""
+    message = "functions: expected other names than those of lrpe_md.presets.FUNCTIONS, got 'centred' .* 'my_centred'"
+    with pytest.raises(ValueError, match=message):
+        OWN.to_dict({"centred": doubled})
+    data = replace(OWN, grid=FUNCTIONS["cells"]).to_dict({"cells": FUNCTIONS["cells"]})  # the same function
+    assert data["grid"] == "cells"
+    with pytest.raises(ValueError, match=message):
+        Scheme.from_dict({**data, "grid": "centred"}, {"centred": doubled})
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [
@@ -364,6 +375,16 @@ def test_positions_that_a_scheme_does_not_support():
     assert skip.positions(1, (3, 4)) == Grid((3, 4), prefix=1)
     with pytest.raises(TypeError, match=r"fps: .* grids accept no options, got 3; leave it out, or use a Scheme whose"):
         module.positions((3, 4), fps=3)
+
+
+def test_errors_of_a_grid_function_are_not_blamed_on_the_shape():
+    with pytest.raises(
+        ValueError, match=r"^grid: expected positions with 2 axes, .* got 3 from .* for shape \(3, 4\);"
+    ):
+        preset(replace(OWN, grid=FUNCTIONS["centred"])).positions(1, (3, 4))
+    last = preset(replace(OWN, grid=lambda shape: Grid((shape[0], shape[1]))))
+    with pytest.raises(ValueError, match=r"^shape: .*grid function doesn't support \(3,\): tuple index out of range"):
+        last.positions(1, (3,))
 
 
 def test_drawing_a_custom_preset(tmp_path):

@@ -27,7 +27,10 @@ AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of l
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
-    """Check a norm, also for cached calls. Return the options with the norm's options added, and the norm's weights."""
+    """Check a norm, even for a cached call.
+
+    Return the norm's weights, and the options with the norm's options filled in.
+    """
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
     kind, weight, bias, eps, over, offset = norm
@@ -62,7 +65,7 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:
-    """Return the weights for a call on only one tensor, which is q if i is 0 and k if i is 1."""
+    """Return the weights for a call on a single tensor: q if i is 0, and k if i is 1."""
     return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
 
 
@@ -135,7 +138,7 @@ def apply_norm(
 
 
 def _make_layout(positions: Any, num_tokens: int) -> Layout:
-    """Return a layout with the prefix and suffix of unvalidated positions."""
+    """Return a layout with the prefix and the suffix of positions that haven't been validated yet."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):

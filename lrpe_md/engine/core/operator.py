@@ -58,7 +58,7 @@ def is_direct(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
-    """Return whether any tensor is a DTensor. This check doesn't import ``torch.distributed``."""
+    """Return whether any tensor is a DTensor, without importing ``torch.distributed``."""
     return any(hasattr(t, "placements") for t in tensors)
 
 
@@ -80,7 +80,8 @@ def cache_call(key: Hashable, call: AnyCall) -> AnyCall:
 def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
     """Make a cache key from positions (a Grid or other constants) and the shapes, dtypes and devices of tensors.
 
-    Return None if a value isn't a dense tensor, or if the grid has a scale or shift, from which tensors are created.
+    Return None if any of the tensors isn't dense. Also return None if the grid has a scale or shift, because validation
+    then creates new tensors.
     """
     fields: list[Any] = [positions]
     if type(positions) is Grid:
@@ -185,8 +186,8 @@ class Part(NamedTuple):
     """A NamedTuple whose fields are separate arguments of a registered operator."""
 
     kind: Any
-    prefix: str = ""  # prefix of the arguments' names
-    integer: str = "int"  # or "SymInt", for sizes that a compiler may not know
+    prefix: str = ""  # prefix of the names of the arguments
+    integer: str = "int"  # or "SymInt" for sizes that may be unknown to a compiler
 
     def declare(self) -> str:
         """Return the declarations of the arguments for an operator's schema."""
@@ -210,26 +211,26 @@ class Operator(ABC):
     """Forward and backward operators with their kernels, reference, fake implementations and derivatives.
 
     The first inputs are the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. The
-    backward operator returns the gradients of the rows. They are followed by the gradients of the learned tensors that
-    need one, in the order of :meth:`list_learned`.
+    backward operator returns the gradients of the rows first. Then it returns the gradients of those learned tensors
+    that need one, in the order of :meth:`list_learned`.
     """
 
-    num_rows = 0  # the first num_rows inputs are rows; 0: all
-    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # selects a call's launcher
+    num_rows = 0  # number of inputs that are rows, which come first; 0 means all
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # key of a call's launcher
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
 
         Args:
             prefix: prefix of the operators' names.
-            inputs: declarations of the inputs, followed by that of the tensors saved for the backward.
+            inputs: declarations of the inputs and, at the end, of the tensors saved for the backward.
             parts: parts of a call.
             options: NamedTuple class whose fields select what a forward returns besides the outputs, or None.
-            needs: NamedTuple class whose fields select the learned tensors whose gradients a backward computes.
+            needs: NamedTuple class with flags that select the gradients of learned tensors to compute in a backward.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
-        self.launchers: dict[str, Any] = {}  # by launcher_key
+        self.launchers: dict[str, Any] = {}  # keyed by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*input_arguments, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -256,7 +257,7 @@ class Operator(ABC):
 
     @abstractmethod
     def import_launcher(self, call: Any) -> Any:
-        """Import the launcher module when it is first needed, because it imports triton."""
+        """Import the launcher module on first use, because the module imports triton."""
 
     @abstractmethod
     def split(self, call: Any) -> tuple[Any, ...]:
@@ -314,11 +315,11 @@ class Operator(ABC):
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return a pair for the gradient of each row tensor: a tensor with the same memory order, and the width."""
+        """Return a pair for each row gradient: a tensor with the same memory order, and the gradient's width."""
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save for a backward with the needed gradients, and the other values of the call."""
+        """Return the tensors to save and the call's other values, for a backward that computes the needed gradients."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
@@ -369,7 +370,7 @@ class Operator(ABC):
     def run_kernels(
         self, call: Any, inputs: Any, learned: tuple[Tensor | None, ...], direct: bool, options: Any = ()
     ) -> tuple[Tensor, ...]:
-        """Run the kernels, with autograd if needed. The reference computes higher derivatives."""
+        """Run the kernels, under autograd if needed. The reference computes higher derivatives."""
         rows = inputs[: self.num_rows or None]
         if torch.is_grad_enabled():
             tensors = (*rows, *learned)
@@ -417,7 +418,10 @@ class Operator(ABC):
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Return the gradients. With ``direct``, the gradients of the rows are written to ``outs`` if it is passed."""
+        """Return the gradients.
+
+        If ``direct`` is set and ``outs`` is passed, write the gradients of the rows to ``outs``.
+        """
         if direct:
             return self.launch_backward(call, grads, inputs, saved, needs, outs)
         input_arguments, call = self.write_inputs(inputs), self.flatten(call)
@@ -428,8 +432,8 @@ class Operator(ABC):
     ) -> list[Tensor]:
         """Compute the gradients with the reference.
 
-        The reference runs on views of the saved tensors. On the saved tensors themselves, autograd would also follow
-        the user's graph, for example if k was computed from q.
+        The reference runs on views of the saved tensors. If it ran on the saved tensors themselves, autograd would
+        continue into the graph that computed them, for example if k was computed from q.
         """
         leaves: list[Tensor] = []
 
@@ -438,7 +442,7 @@ class Operator(ABC):
             return leaves[-1]
 
         with torch.enable_grad():
-            # If the map is linear in x, no x was saved, and any values will do.
+            # If the map is linear in x, the gradients don't depend on x. So x wasn't saved, and any values will do.
             rows = inputs[: self.num_rows or None] or [
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]
@@ -559,7 +563,7 @@ class _Run(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
             gradients = operator.differentiate(call, inputs, grads, needs, create_graph=True)
         elif not compiling and (is_transforming() or any(is_legacy_batched(g) for g in grads)):
-            # A transform started after the forward: the gradients are dual, or batched (is_grads_batched).
+            # A function transform began after the forward: gradients are dual numbers, or batched (is_grads_batched).
             gradients = operator.differentiate(call, inputs, grads, needs)
         else:
             direct = direct and is_plain(grads)

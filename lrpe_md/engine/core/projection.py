@@ -1,4 +1,4 @@
-"""Split a projection into q, k and v, with gradients that are written directly into the projection's gradient."""
+"""Split a projection into q, k and v, whose gradients are written directly into the gradient of the projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ProjectionGradient", "Split", "TracedSplit", "find_split", "join"]
 
 
 class ProjectionGradient:
-    """Buffer for the gradient of a projection, which backward passes write to."""
+    """Buffer for the gradient of a projection. Backward passes write dq, dk and dv to it."""
 
     __slots__ = ("buffer", "num_key_heads", "shape")
 
@@ -55,7 +55,10 @@ class Split(torch.autograd.Function):
 
 
 class TracedSplit(torch.autograd.Function):
-    """Variant of :class:`Split` for compiled code. Its backward is one operator, lowered in inductor/lowering.py."""
+    """Variant of :class:`Split` for compiled code.
+
+    Its backward is a single operator, lowered in inductor/lowering.py.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -68,7 +71,7 @@ class TracedSplit(torch.autograd.Function):
 
 
 def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    """Join dq, dk and dv (B, H, N, D) into the gradient of their projection."""
+    """Join dq, dk and dv (B, H, N, D) into the gradient of the projection."""
     combine = torch.stack if num_key_heads is None else torch.cat
     return combine([g.transpose(1, 2) for g in grads], dim=2)
 

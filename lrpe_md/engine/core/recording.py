@@ -15,8 +15,8 @@ from .call import Variant
 
 __all__ = ["COMPILER_OPTIONS", "KernelLaunch", "Record", "UnrecordableError", "is_recording", "launch_kernel", "record"]
 
-# Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, all kernels
-# round the formula in the same way.
+# Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, the same
+# formula is rounded identically in all kernels.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -33,7 +33,7 @@ class KernelLaunch(NamedTuple):
 class Record(NamedTuple):
     """Launches and allocations that a launcher made on meta tensors."""
 
-    launches: list[KernelLaunch]  # in launch order
+    launches: list[KernelLaunch]  # in the order of the launches
     allocations: dict[int, Tensor]  # keyed by storage
 
 

@@ -1,4 +1,4 @@
-"""Validate calls of an encoding, or look them up in the cache, and run them."""
+"""Validate calls to encodings, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_encoding(
 
 
 def _are_packed(xs: tuple[Any, ...]) -> bool:
-    """Return whether the first tensor has packed tokens, (N, H, D). encode_packed checks the others."""
+    """Return whether the first tensor has packed tokens, (N, H, D). :func:`encode_packed` checks the other tensors."""
     return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
@@ -92,7 +92,7 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
 ) -> tuple[bool, Hashable | None]:  # fmt: skip
-    """Return the result of :func:`is_direct` and the cache key, which covers everything :func:`validate` depends on.
+    """Return the result of :func:`is_direct`, and a cache key of everything that :func:`validate` depends on.
 
     The key is None if the call must be validated every time. This is the case for calls that aren't direct, for
     positions other than a Grid or tables, and for arguments from which validation creates tensors.
@@ -122,9 +122,9 @@ def is_laid_out(amplitude: Any) -> bool:
 def run_call(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call with the kernels or the reference, depending on ``impl`` and the inputs.
+    """Run a validated call. ``impl`` and the inputs determine whether it runs the kernels or the reference.
 
-    Each group of phases runs separately. The outputs of the groups are concatenated along the channels.
+    Each group of phases runs separately. The outputs of the groups are then concatenated along the channels.
     """
     if phase is not None:
         if phase.ndim == 3:
@@ -140,7 +140,10 @@ def run_call(
 def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_call`, and write its outputs to a target, directly or with a copy."""
+    """Run a validated call like :func:`run_call`, and return its outputs in the target.
+
+    Kernels write to the target directly if they can. Otherwise, the outputs are copied.
+    """
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
@@ -218,7 +221,7 @@ def _run_each(
     ]
     for call, inputs, phi, _, direct, x_target, _ in jobs:  # check all targets before any launch
         _check_call_target(call, inputs, phi, direct and is_plain(x_target.tensors), x_target, groups)
-        if options.impl != "triton":  # kernels skip tokens that don't fit
+        if options.impl != "triton":  # kernels skip tokens that don't fit, without an error
             check_places(x_target, [inputs[0].shape[2]])
     for job in jobs:
         ys += _run_with_target(*job)
@@ -239,7 +242,7 @@ def _encode_views(
 
 
 def _count_groups(phase: Any) -> int:
-    """Return the number of groups of phases. Raise an error if q and k have different numbers."""
+    """Return the number of groups of phases. Raise an error if this number differs between q and k."""
     group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(group_counts) > 1:
         raise ValueError(
@@ -258,7 +261,10 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Apply the cosine map to the channels that ``rotary_dim`` selects. The channels before and after become x̄."""
+    """Apply the cosine map to the channels that ``rotary_dim`` selects.
+
+    The channels before and after them become x̄.
+    """
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
@@ -273,7 +279,7 @@ def run_part(
     act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
-    # A norm or softmax over features needs all channels, so it comes first, in the accumulator's dtype.
+    # A norm or softmax over features needs all channels. So both are applied first, in the accumulator's dtype.
     activates_first, wide_xs = dim == -1 or norm is not None, xs
     if norm is not None:
         with_norm, weights = take_norm(options, norm, len(xs))

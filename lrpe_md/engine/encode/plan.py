@@ -18,7 +18,7 @@ __all__ = [
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DOMEGA = "domega"  # a backward with gradients of frequencies, phase or weights
+    DOMEGA = "domega"  # a backward that computes gradients of frequencies, phase or weights
 
 
 class Work(NamedTuple):
@@ -36,21 +36,21 @@ class Work(NamedTuple):
     samples: int = 1  # samples with their own coordinates; 1 if all share them
     step: int = 1  # the number of programs along the tokens must be a multiple of this
     interpreting: bool = False  # for Triton's interpreter
-    rows_per_weight: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
+    rows_per_weight: int = 0  # if nonzero: number of adjacent rows that share weights, as the rows of a program must
     tables: str = "none"  # Variant.tables
 
 
 class Plan(NamedTuple):
     """Division of the work among programs. A compiled kernel only depends on the first six fields."""
 
-    block_r: int  # rows (heads of samples) per step, whose loads are in flight together
+    block_r: int  # number of rows (heads of samples) that are loaded together in a step
     block_n: int  # tokens of a tile
     num_warps: int
-    max_registers: int | None  # per thread; fewer leave room for more warps
-    stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
+    max_registers: int | None  # per thread; fewer registers leave room for more warps
+    stages: int  # in the walk with dω, the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
-    token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
-    rows_per_program: int  # rows of a program, which share its angles
+    token_programs: int  # T: each program walks over every T-th block of tokens; the last, partial round is shared
+    rows_per_program: int  # rows of a program, all with the same angles
 
 
 class Tile(NamedTuple):
@@ -108,7 +108,7 @@ NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Return the tile for this work. It depends on the width, but not on other sizes, which avoids recompilation."""
+    """Return the tile for this work. The width is the only size that affects it, to avoid recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
@@ -134,8 +134,9 @@ def plan(work: Work) -> Plan:
     elif work.interpreting:
         token_programs, rows_per_program = work.step, max(1, work.rows)
     else:
-        # Start only as many programs as can run at once. Each has a long walk, because its partial sums are written
-        # and read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory suffices.
+        # Start only as many programs as can run at once. Each program has a long walk, because it writes partial sums
+        # that must be read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory
+        # suffices.
         programs = _count_resident_programs(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, rows_per_program = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
@@ -178,7 +179,7 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """Divide rows like :func:`cut_rows`, but so that the rows of a program divide ``work.rows_per_weight`` evenly.
+    """Divide rows like :func:`cut_rows`, but let the rows per program be a divisor of ``work.rows_per_weight``.
 
     There may be more programs than can run at once. Some programs then wait for others to end.
     """
@@ -216,7 +217,7 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        target_parts = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
+        target_parts = -(-row_blocks // (blocks - 1))  # the smallest number of parts with one block fewer each
     return best
 
 

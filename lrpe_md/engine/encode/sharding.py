@@ -33,9 +33,9 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     """Run a call on the local shards. Return DTensors with the placements of xs.
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
-    their rows of tables. Other tensors are sharded like xs along dimensions that they share, and replicated otherwise.
-    Plain tensors count as replicated. Gradients are those of the unsharded computation, and have the placements of
-    their tensors. If only xs were sharded, the gradients of other tensors are summed over the ranks.
+    their rows of tables. Other tensors are sharded like xs along shared dimensions, and replicated along all others.
+    Plain tensors count as replicated. Gradients are the same as without sharding. Each gradient has the placements of
+    its tensor. Where only xs are sharded, the gradients of other tensors are summed over the ranks.
 
     Raises:
         TypeError: if plain tensors are mixed with DTensors.
@@ -49,7 +49,7 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
     check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
-        # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
+        # With one replicated key head, q's and k's gradients of the frequencies are summed over different ranks.
         q, k = xs
         weight, bias, weight_k, bias_k = call.weights
         q_call, k_call = (
@@ -77,10 +77,10 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
 
 
 def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
-    """Return the layout of x's shard, and its part of the caller's tables.
+    """Return the layout of x's shard, and the shard's part of the caller's tables.
 
-    DTensor tables with sharded rows and a row for each token are sharded along the tokens. Other tables keep all rows,
-    and the layout's start is the row where the shard begins.
+    DTensor tables are sharded along the tokens if their rows are sharded and every token has a row. Other tables keep
+    all rows, and the layout's start is the row where the shard begins.
     """
     start, length = local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2
@@ -98,11 +98,11 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
 
 
 def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return this rank's part of a table. It is a view if the table is a plain tensor that needs no gradient."""
+    """Return this rank's part of a table. The part is a view if the table is a plain tensor that needs no gradient."""
     if is_sharded(t) or t.requires_grad:
         return take_local(t, x, dims)
     for dim, table_dim in dims.items():
         start, length = local_part(x, dim)
-        heads_per_row = x.shape[dim] // t.shape[table_dim]  # heads of x that share rows
+        heads_per_row = x.shape[dim] // t.shape[table_dim]  # number of adjacent heads of x that share rows
         t = t.narrow(table_dim, start // heads_per_row, length // heads_per_row)
     return t

@@ -18,7 +18,7 @@ from ..inductor.private import is_exporting, is_transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
-# Function that takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
+# Takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
 Encode = Callable[..., Any]
 
 
@@ -27,7 +27,7 @@ def encode_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode q and k of a joint projection. Return q, k and the unchanged v in the projection's layout.
 
-    The layout is (B, N, H, D) or (N, H, D). ``out`` holds destinations for q and k in the same layout.
+    The layout is (B, N, H, D) or (N, H, D). ``out`` holds tensors in this layout that receive q and k.
     """
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
@@ -44,10 +44,10 @@ def encode_qkv(
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Split (B, N, 3, H, D) or, with num_key_heads, (B, N, H_q + 2 H_k, D) into views q, k and v (B, H, N, D).
 
-    The backward writes gradients directly into the gradient of the projection. :func:`lrpe_md.rotate` and
-    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. :func:`lrpe_md.linear_attention` writes all
-    three. This works in eager mode, and in Inductor's code if sizes are static. With ordinary PyTorch views, all three
-    gradients would be copied.
+    In eager mode, and in Inductor's code if sizes are static, gradients are written directly into the gradient of the
+    projection. :func:`lrpe_md.linear_attention` writes all three gradients. :func:`lrpe_md.rotate` and
+    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With ordinary PyTorch views, all three gradients
+    would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
         if is_direct((qkv,)):
@@ -101,14 +101,14 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
-    """Convert destinations for packed tokens to views (B or 1, H, N, D). Return others unchanged."""
+    """Convert output tensors for packed tokens to views (B or 1, H, N, D). Return other arguments unchanged."""
     if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
         return out
     return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
 
 
 def order_heads(out: Any) -> Any:
-    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged, to be rejected later."""
+    """Apply :func:`_put_heads_first` to 3-D and 4-D tensors. Return anything else unchanged, to be rejected later."""
     is_valid = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
     return _put_heads_first(out) if is_valid else out
 

@@ -5,15 +5,15 @@ lowerings with Inductor. A lowering runs the operator's launcher on meta tensors
 and adds each launch to Inductor's graph.
 
 If the launcher does anything else, the lowering falls back to calling the operator. This happens if tables are created
-or changed before a kernel reads them, if there are states, and if packed or causal attention has several pieces. The
+or changed before a kernel reads them, if there are states, or if packed or causal attention has several pieces. The
 lowering also falls back for symbolic sizes, for tensors that are not on a GPU, and for sums over rows that are not
-16-byte aligned. Before torch 2.15, Inductor can't limit registers. In these versions, Inductor's Python code lets
-Triton launch kernels that need a limit. In its C++ code, these kernels remain operators. Export, ONNX and other
-``torch.compile`` backends only see the operator.
+16-byte aligned. Before torch 2.15, Inductor can't limit registers. Kernels that need a limit are then launched by
+Triton in Inductor's Python code, and remain operators in its C++ code. Export, ONNX and other ``torch.compile``
+backends only see the operator.
 
 If gradients belong to one projection (core/projection.py), the operator writes them directly into the buffer for the
-projection's gradient. v's gradient comes from elsewhere. If it is already in memory, extra programs of the same launch
-copy it into the buffer. Otherwise, the lowering of the join copies it.
+projection's gradient. Encodings compute no gradient of v. If v's gradient is already in memory, extra programs of the
+encoding's launch copy it into the buffer. Otherwise, the lowering of the join copies it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["SOURCE", "register", "register_join"]
 def _hash_source() -> str:
     """Return a hash of the engine's source code.
 
-    Compilers cache generated code by the arguments of an operator. So each operator has this hash as an argument.
+    An operator's arguments are part of the cache keys of compiled code. So each operator has this hash as an argument.
     """
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -55,13 +55,13 @@ SOURCE = _hash_source()
 
 
 def register(operator: Any) -> None:
-    """If Inductor is already imported, register the lowerings of an :class:`Operator`."""
+    """Register the lowerings of an :class:`Operator`, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register(operator)
 
 
 def register_join() -> None:
-    """If Inductor is already imported, register the lowering of the operator that joins gradients."""
+    """Register the lowering of the operator that joins gradients, if Inductor is already imported."""
     if "torch._inductor.lowering" in sys.modules:
         _register_join()
 
@@ -106,7 +106,10 @@ class FallBackToOperator(Exception):
 
 
 def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | None) -> list[Any]:
-    """Add an operator's launches to Inductor's graph. Return its outputs. Joined outputs are views of one buffer."""
+    """Add an operator's launches to Inductor's graph, and return the outputs.
+
+    Joined outputs are views of one buffer.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from ..core.launching import INTERPRETING
@@ -141,7 +144,7 @@ def _lower(run: Callable[..., list[Tensor]], args: Sequence[Any], join: _Join | 
 
 
 def _plan_copy(launch: KernelLaunch, v_gradient: Tensor | None, views: Sequence[Tensor]) -> Any:
-    """Plan the copy of v's gradient, or return None if its rows or their destinations are not 16-byte aligned."""
+    """Plan the copy of v's gradient. Return None if rows of the source or the destination are not 16-byte aligned."""
     from ..core.launching import in_eights
     from ..kernels.fixed import Copy
 
@@ -152,7 +155,7 @@ def _plan_copy(launch: KernelLaunch, v_gradient: Tensor | None, views: Sequence[
     return Copy(v_gradient, views[-1], launch.programs, launch.options.get("num_warps", 4))
 
 
-_LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs that the tiles of linear attention are chosen for
+_LARGEST_SHARED = 227 * 1024  # bytes per program, on the GPUs for which the tiles of linear attention are chosen
 
 
 def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None:
@@ -162,7 +165,7 @@ def _check_compilable(launch: KernelLaunch, device: torch.device | None) -> None
     if V.graph.cpp_wrapper and _needs_launcher(launch):
         raise FallBackToOperator
     if _sums_rows(launch.variant) and not launch.variant.aligned:
-        raise FallBackToOperator  # constant strides would change how a row is distributed over threads, and so its sums
+        raise FallBackToOperator  # constant strides would distribute rows differently over threads, which changes sums
     if launch.variant.num_features:
         properties = torch.cuda.get_device_properties(device)
         if getattr(properties, "shared_memory_per_block_optin", 0) < _LARGEST_SHARED:
@@ -189,8 +192,8 @@ class _Inputs:
     """Arguments of an operator, with meta tensors instead of Inductor's tensors."""
 
     def __init__(self) -> None:
-        self.boxes: dict[int, tuple[Any, int]] = {}  # storage of a meta tensor -> compiler's tensor, storage offset
-        self.tensors: dict[int, Tensor] = {}  # id of a compiler's tensor -> meta tensor
+        self.boxes: dict[int, tuple[Any, int]] = {}  # storage of a meta tensor -> Inductor's tensor, storage offset
+        self.tensors: dict[int, Tensor] = {}  # id of Inductor's tensor -> meta tensor
         self.device: torch.device | None = None
 
     def read(self, value: Any) -> Any:
@@ -255,7 +258,7 @@ class _Boxes:
         return self.buffers[key]
 
     def find(self, t: Tensor) -> tuple[Any, Any]:
-        """Return Inductor's tensor that begins where t begins and, if it is part of an output, the whole output."""
+        """Return Inductor's counterpart of t and, if t is part of an output, also that of the whole output."""
         key = get_storage_id(t)
         if key in self.input_boxes:
             box, begin = self.input_boxes[key]
@@ -272,17 +275,17 @@ class _Boxes:
 
 # --- gradients of a projection ---------------------------------------------------------------------------------------
 
-_JOIN_STATE = "lrpe_md joined"  # metadata of a join's node: the joined buffer, and how many gradients are already in it
+_JOIN_STATE = "lrpe_md joined"  # metadata of a join node: the joined buffer, and the number of gradients already in it
 
 
 class _Join(NamedTuple):
-    """Node that joins dq, dk and dv. The node being lowered computes the first ``num_joined`` of these."""
+    """Node that joins dq, dk and dv. The node being lowered computes the first ``num_joined`` of these gradients."""
 
     node: Any
     num_joined: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    v_gradient: Any  # v's gradient, if another node computes it and it is in memory
+    v_gradient: Any  # v's gradient, if another node has already written it to memory
 
     def split_views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return views of the joined buffer for dq, dk and dv."""
@@ -355,9 +358,9 @@ def _is_aligned(box: Any) -> bool:
 def _find_predecessors(inputs: _Inputs) -> set[str]:
     """Return the names of buffers that must exist before the outputs are allocated.
 
-    These are the inputs. If all of them are inputs of the graph, the result also includes the other tensors that are
-    read by the first nodes to use the outputs. An example is the incoming gradient, if an encoding is recomputed in the
-    backward of attention.
+    These are the operator's input buffers. If all of them are inputs of the graph, any other tensors that the first
+    users of the outputs read are also included. An example is the incoming gradient, if the backward of attention
+    recomputes an encoding.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
@@ -385,9 +388,9 @@ def _find_predecessors(inputs: _Inputs) -> set[str]:
 def _allocate(like: Tensor, device: torch.device | None, predecessors: set[str]) -> Any:
     """Allocate an output, but not before the buffers ``predecessors`` exist.
 
-    Inductor searches for the order of nodes that needs the least memory, but it assumes that a storage shared by
-    several inputs is freed with each of them. So it may move allocations that depend on nothing, or only on saved
-    tensors, before all layers. This could cost all the memory that recomputing an encoding saves.
+    Inductor reorders nodes to save memory, but it assumes that a storage shared by several inputs is freed with each of
+    them. So if an allocation depends on nothing, or only on saved tensors, Inductor may move it before all layers. This
+    could cost as much memory as recomputing an encoding saves.
     """
     from torch._inductor.virtualized import V
 
@@ -418,7 +421,8 @@ def _node_type() -> Any:
     class Launch(ir.UserDefinedTritonKernel):
         """Launch of one of our kernels, with the tensors that it writes.
 
-        Inductor would treat x as written too, because kernels pass pointers to x and to the outputs in one tuple.
+        By default, Inductor would assume that x is also written, because one tuple holds the pointers to x and to the
+        outputs.
         """
 
         def __init__(
@@ -436,7 +440,7 @@ def _node_type() -> Any:
             self.kernel_idx = kernel_side_table.add_kernel(tuned_kernel)
             self.grid = [(launch.programs + fixed_kernel.programs, 1, 1)]
             self.device = device
-            self.launch_kwargs = tuple(options)  # used since torch 2.15; earlier compilers accept no other options
+            self.launch_kwargs = tuple(options)  # used by torch 2.15 or later; earlier versions accept no other options
             self.kwargs |= options if _takes_options() else {}
             self.ordered_kwargs_for_cpp_kernel = list(arguments)
             self.mutable_args = list(written_boxes)
@@ -471,11 +475,11 @@ def _node_type() -> Any:
 
 @contextmanager
 def _define_fixed(wrapper: Any, by_torch: bool) -> Iterator[None]:
-    """Define kernels with COMPILER_OPTIONS, which versions of Inductor without ``launch_kwargs`` would ignore.
+    """Define kernels with COMPILER_OPTIONS, which Inductor would ignore in versions without ``launch_kwargs``.
 
-    With ``by_torch``, Inductor launches them like its own kernels, with its C++ launcher. By default, it launches user
-    kernels with Triton's launcher, because they may be autotuned. Triton's launcher takes twice as long, and is passed
-    our constants at each launch. Our kernels have a single configuration, so they can use the C++ launcher.
+    If ``by_torch`` is set, Inductor uses its C++ launcher, as for its own kernels. By default, it launches user kernels
+    with Triton's launcher, because they may be autotuned. Triton's launcher takes twice as long, and needs our
+    constants at each launch. Our kernels have a single configuration, so they can use the C++ launcher.
     """
     define = wrapper.define_kernel
 

@@ -1,7 +1,7 @@
-"""Wrap private names of torch, which may change without notice. lowering.py uses private names of torch's compiler.
+"""Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
 ``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py and
-core/recording.py. A test resolves all names, and reports any that a new version of torch has removed. The attributes
+core/recording.py. A test looks up all names, and reports any that a new version of torch has removed. The attributes
 ``_cdata`` and ``_backward_cls`` are not listed. If torch removes a name that is bound at module level, the import
 fails. If it removes any other name, calls fail.
 """
@@ -68,20 +68,23 @@ def is_transforming() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. In torch 2.11, torch's is_exporting() is also true in torch.compile."""
+    """Return whether torch.export is tracing.
+
+    In torch 2.11, torch's own is_exporting() is also true under torch.compile.
+    """
     return torch.compiler._is_exporting_flag
 
 
 def has_static_value(size: Any) -> bool:
     """Return whether the value of a size is known at compile time."""
-    # Imported here, because it imports sympy, which takes longer than this whole library.
+    # This import takes longer than importing this whole library, because it also imports sympy.
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes.has_static_value(size)
 
 
 def get_storage_id(t: Tensor) -> int:
-    """Return an id of a tensor's storage. All views share it, and it is unique while the storage exists."""
+    """Return an id of a tensor's storage. All views share the id, which is unique while the storage exists."""
     return t.untyped_storage()._cdata
 
 

@@ -5,12 +5,12 @@
 - angles, tables: cos Θ and sin Θ, computed from token indices or loaded from the caller's tables.
 - activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
 - features: q̂ and k̂ of linear attention.
-- linear, linear_causal: linear attention without and with a causal mask.
+- linear, linear_causal: linear attention without a causal mask, and with a causal mask.
 - decay: states that decay from token to token.
 - memory: states that decay or follow the delta rule from block to block.
 - reduce: sums of the partial gradients of ω, φ and a norm's weights.
 - rows, tiles, signature: arithmetic on rows, loads and stores, and the choice of specialised arguments.
-- fixed: kernels with their numbers compiled in, for compilers.
+- fixed: kernels with numeric arguments compiled in, for compilers.
 
 The formulas are the same as in ``reference.py``. Names have the prefix p_ for a pointer, o_ for offsets and m_ for a
 mask. Tiles in registers have no prefix. s is a position and w a frequency. V holds all compile-time settings

@@ -1,10 +1,11 @@
 """Decay from token to token for linear attention with a causal mask: S_n = g_n S_{n−1} + β_n k̂_n v_nᵀ.
 
-Within a block of tokens, a query weights a key by the product of the decays after the key, up to and including the
-query's. It weights the state before the block by the product of all decays up to its own. Keys are added to the state
-with the product of the decays after them, up to the end of the block. Products are exponentials of sums of log g, or of
-log₂ g if operands are rounded, because exp2 is a single instruction. Names are the same as in linear.py. In addition, L
-is the running sum of log g in a block.
+Within a block of tokens, the weight of a key for a query is the product of the decays after the key, up to and
+including the query's own decay. The weight of the state before the block is the product of the block's decays up to and
+including the query's own. When a key is added to the state, its weight is the product of the decays after the key, up
+to the end of the block. Products are computed as exponentials of sums of log g, or of log₂ g if operands are rounded,
+because exp2 is a single instruction. Names are the same as in linear.py. In addition, L is the running sum of log g in
+a block.
 """
 
 import triton
@@ -43,7 +44,10 @@ from .tiles import move_tokens
 
 @triton.jit
 def locate_decay(decay, b, h, V: tl.constexpr):
-    """Load log g of a head if all tokens share it. Otherwise, return ``decay``, a pointer and strides."""
+    """Load log g of a head if all of its tokens share it.
+
+    Otherwise, return ``decay`` (a pointer and strides) unchanged.
+    """
     if V.decay_per_head:
         p, strides = decay
         stride_b, stride_h, _ = unpack_numbers(strides)
@@ -58,7 +62,6 @@ def locate_decay(decay, b, h, V: tl.constexpr):
 def convert_logs(logs, V: tl.constexpr):
     """Convert log g to the dtype and base in which it is summed.
 
-
     Differences of L lose precision if decays are strong, so L is float64 unless operands are rounded anyway.
     """
     if V.operand == "same":
@@ -70,14 +73,15 @@ def convert_logs(logs, V: tl.constexpr):
 
 @triton.jit
 def load_decay(decay, place, end, V: tl.constexpr):
-    """Return the sums of log g of a block up to each token (L), after each token, and over the block.
+    """Return three sums of log g in a block: up to each token (L), after each token, and over the whole block.
 
     ``decay`` is the result of :func:`locate_decay`, and ``end`` is the end of the piece.
     """
     b, h, n0, o_n, m_n = place
     if V.decay_per_head:
         count = tl.minimum(end - n0, V.block_n)
-        # Depends on the block, as count does. Otherwise, the loop would keep all of fade_pairs in registers.
+        # This must depend on the block, as ``count`` does. Otherwise, the loop would keep all of fade_pairs in
+        # registers.
         tokens = tl.minimum(o_n + 1, count)
         return tokens * decay, (count - tokens) * decay, count * decay
     else:
@@ -97,7 +101,7 @@ def fade(logs, V: tl.constexpr):
 
 @triton.jit
 def fade_pairs(L, V: tl.constexpr):
-    """Return the decay between each key (column) and each query (row) of a block. It is 0 for later keys."""
+    """Return the decay from each key (column) to each query (row) of a block, or 0 for later keys."""
     o_n = tl.arange(0, V.block_n)
     return fade(tl.where(o_n[:, None] >= o_n[None, :], L[:, None] - L[None, :], float("-inf")), V=V)
 
@@ -111,7 +115,7 @@ def fade_pairs_transposed(L, V: tl.constexpr):
 
 @triton.jit
 def sum_crossing(products, V: tl.constexpr):
-    """For each token, sum the products of earlier keys (columns) with the token's own and later queries (rows)."""
+    """For each token, sum the products of earlier keys (columns) with the queries (rows) at or after the token."""
     o_n = tl.arange(0, V.block_n)
     if V.operand == "same":
         products = products.to(tl.float64)
@@ -151,10 +155,7 @@ def sum_decaying_keys(k, v, gates, side, walk, V: tl.constexpr):
 
 @kernel
 def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state at the end of each piece of the tokens, with shape (P, B G, D_v Ê + sums).
-
-    ``gates`` is (β, log g).
-    """
+    """Compute the states (P, B G, D_v Ê + sums) at the end of each piece of the tokens. ``gates`` is (β, log g)."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_decaying_keys(k, v, gates, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -166,7 +167,7 @@ def linear_decay_state_kernel(k, v, gates, side, p_states, pieces: "sizes", size
 def linear_decay_query_state_kernel(
     q, do, decay, side, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute the contributions of each piece and query head to dS and dZ before the piece.
+    """Compute the contribution of each piece to dS and dZ before the piece, for each query head.
 
     The layout of p_scales is described in :func:`point_to_scales`.
     """

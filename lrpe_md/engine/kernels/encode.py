@@ -5,10 +5,10 @@ or of k. The program starts to load its rows, computes the angles of the block i
 row with cos Θ and sin Θ in registers. If frequencies or weights need a gradient, there are fewer programs, and each one
 loops over many blocks and rows. This is a single loop, so that the rows of the next block can be prefetched.
 
-The channels of a row are a tuple of tiles (tokens, channels). The mapped channels come first, as one tile for the
-cosine map, or as two tiles with both halves of the pairs. The other channels follow, and pass through as x̄. Loops over
-rows are unrolled. If rows were a dimension of the tile, they would be distributed over threads, which would all compute
-the same angles.
+The channels of a row are stored as a tuple of tiles (tokens, channels). The mapped channels come first: one tile for
+the cosine map, or two tiles for the first and second channels of pairs. The other channels follow, and pass through as
+x̄. Loops over rows are unrolled. If rows were a dimension of the tile, they would be distributed over threads, which
+would all compute the same angles.
 """
 
 import triton
@@ -75,7 +75,7 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def apply_map_backward(dy, cos, sin, V: tl.constexpr):
-    """Return dx̄, which is dy_cos cos Θ + dy_sin sin Θ for the cosine map, or dy rotated by -Θ."""
+    """Return dx̄: dy_cos cos Θ + dy_sin sin Θ for the cosine map, or dy rotated by -Θ for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return (dy_cos * cos + dy_sin * sin,)
@@ -90,7 +90,7 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
-    """Return dΘ, which is x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, or a db̄ - b dā for a rotation."""
+    """Return dΘ: x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, or a db̄ - b dā for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return x_bar[0] * (dy_sin * cos - dy_cos * sin)
@@ -114,7 +114,7 @@ def find_halves(V: tl.constexpr):
 
 @triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the mapped channels of a row of x as two tiles, or as the same tile twice."""
+    """Load the mapped channels of a row of x as two tiles, or return the same tile twice."""
     if V.map == "cosine":
         x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
@@ -124,7 +124,7 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the gradient of the map's output from a row of dy as two tiles, or as the same tile twice."""
+    """Load the gradient of the map's output from a row of dy as two tiles, or return the same tile twice."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
         dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
@@ -198,8 +198,8 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Return dΘ if it is needed, and the row's contributions to dγ and dβ. row_weights is (weights, dweights_before). The
-    row's contributions are added to dweights_before, unless it is ().
+    Return dΘ if it is needed, and the row's contributions to dγ and dβ, added to dweights_before unless that is ().
+    row_weights is (weights, dweights_before).
     """
     weights, dweights_before = row_weights
     xa, xb, ga, gb, place, token_range = loaded_row
@@ -265,10 +265,13 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 
 @triton.jit
 def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
-    """Move an output row to the start of its sample. Return the row and the range (low, high) of tokens that fit.
+    """Move an output row to the first output token of its sample.
 
-    ``start`` holds a pointer to the first output token of each sample, and packed numbers. These are the lengths of the
-    outputs for q and for k, which are 0 for outputs that begin at token 0, and the stride between samples.
+    Return the row and the range (low, high) of tokens that fit.
+
+    ``start`` is (pointer, packed numbers). The pointer locates the index of the first output token of each sample. The
+    numbers are the length of q's output, the length of k's output, and the stride between samples. The length is 0 for
+    an output that begins at token 0.
     """
     p_start, numbers = start
     length0, length1, step = unpack_numbers(numbers)
@@ -288,10 +291,10 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
     """Load x and dy of V.block_r rows, starting at row r0. Return them with the location of each row.
 
-    If only one of x and dy is needed, it is returned for both of them. ``tensors`` is (x, dy, output, statistics
-    of softmax over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of
-    groups, heads). The location consists of the rows of x, dy and the output, the number of tokens, and pointers to the
-    statistics. If V.has_start is set, the range of tokens to write follows.
+    If only one of x and dy is needed, that one is returned twice. ``tensors`` is (x, dy, output, statistics of softmax
+    over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of groups, heads).
+    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. After
+    each location comes the range of tokens to write, which is only set with V.has_start.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -334,13 +337,13 @@ def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, W
 
     Args:
         positions: see :func:`find_coordinate`.
-        tables: pointers to the mask of rotated tokens and to the amplitudes, cos and sin from :func:`point_to_tables`,
-            the grid index (or table row) of token 0, and the number of grid tokens.
+        tables: a pointer to the mask of rotated tokens, a pointer to the amplitudes, the result of
+            :func:`point_to_tables`, the grid index (or table row) of token 0, and the number of grid tokens.
         WIDE: see :func:`load_flags`.
     """
     p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
-    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative numbers become large
+    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative indices become large
     if p_rotated is not None:
         m_g = m_g & load_flags(p_rotated + o_g, m_g, WIDE=WIDE)
     o_g = tl.where(m_g, o_g, 0)
@@ -361,7 +364,7 @@ def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, W
 def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
     """Map the rows from :func:`fetch_rows`, and add dΘ and the gradients of the weights to ``sums``.
 
-    cos_sin is (cos Θ, sin Θ). ``norm`` holds the weights, which all rows share, and the token groups.
+    cos_sin is (cos Θ, sin Θ). ``norm`` is (weights, token groups). All rows share the weights.
     """
     ROWS: tl.constexpr = V.block_r
     cos, sin = cos_sin
@@ -385,7 +388,10 @@ def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
 
 @triton.jit
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
-    """Return the factors of dΘ for each token, in float64: s_j for dω_j, and 1 for dφ. All are 0 off the grid."""
+    """Return float64 factors for each token: dΘ is multiplied by s_j for dω_j, and by 1 for dφ.
+
+    Off the grid, all are 0.
+    """
     weights = ()
     K: tl.constexpr = V.num_axes
     for j in tl.static_range(K):
@@ -400,10 +406,10 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
 def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
     """Plan the loop of program t over blocks of tokens and, within each block, over V.block_r rows at a time.
 
-    First, as long as there is a block for every program, the program processes every T-th block on its own. Programs
-    with the same channels (every V.flat-th program, if V.flat is set) then share the remaining blocks evenly. Return
-    the number of steps before the shared blocks, the total number of steps, and the block and row where the program's
-    part of the shared blocks begins.
+    First, the program processes every T-th block on its own, as long as there is a block for every program. Then
+    programs with the same channels (all programs or, if V.flat is set, every V.flat-th one) share the remaining blocks
+    evenly. Return the number of steps before the shared blocks, the total number of steps, and the block and row where
+    the program's part of the shared blocks begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
@@ -427,7 +433,7 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 
 @triton.jit
 def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
-    """Store a program's sums over its tokens for dω and dφ, with shape (J, C)."""
+    """Store a program's sums (J, C) over its tokens, for dω and dφ."""
     C: tl.constexpr = V.num_channels
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
@@ -466,9 +472,9 @@ def lrpe_kernel(
 
     All programs are on the x axis of the launch grid. Their number is T (programs for the token blocks) times G (groups
     of heads that share frequencies) times the number of parts of a group's rows. There are P runs of M parts, or P runs
-    per sample with V.by_sample. The order follows memory, with either tokens or the groups and parts of a sample first.
-    A group has group0 heads of q and group1 heads of k, and its ``span`` rows are these heads, sample by sample. A part
-    has ``per`` rows.
+    per sample with V.by_sample. Programs are ordered as in memory: either tokens come first, or the groups and parts of
+    a sample. A group has group0 heads of q and group1 heads of k. Its ``span`` rows are these heads, sample by sample.
+    A part has ``per`` rows.
 
     Args:
         p_x0, p_dy0, p_o0, p_stat0: input (B, H, N, D), gradient (B, H, N, D or 2D), output (y or dx), and maximum and
@@ -478,9 +484,10 @@ def lrpe_kernel(
             and shift (K, 2), and the mask of rotated tokens (.., num_grid), with one byte per token.
         tables: the tables of :func:`point_to_tables`, or None.
         p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
-        extras: None or, with a norm, pointers to the weight and bias of q and of k and to the partial sums of their
-            gradients, followed by the numbers of q's parts per sample and of runs of parts. All rows of a part share
-            their weights. With V.has_start, a pair of these values and ``start`` of :func:`move_output`.
+        extras: with a norm, pointers to the weight and bias of q and of k, a pointer to the partial sums of their
+            gradients, and two packed numbers: q's parts per sample, and runs of parts. All rows of a part share their
+            weights. Without a norm, None. With V.has_start, a pair of these extras and ``start`` of
+            :func:`move_output`.
         first_index: grid index of token 0, which is negative if there are prefix tokens.
         V: compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """
@@ -560,7 +567,7 @@ def lrpe_kernel(
     if not (V.need_dangles or V.need_dweight):
         loaded_rows = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
-            tl.debug_barrier()  # keeps the compiler from moving loads across
+            tl.debug_barrier()  # keeps the compiler from moving loads past this point
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         cos, sin, _, _ = form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V)
         row_weights = (weights, 0)
@@ -574,14 +581,14 @@ def lrpe_kernel(
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
+        EVERY: tl.constexpr = V.flat if V.flat else 1  # distance between blocks with the same channels
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
         if V.need_dangles:
             for _ in tl.static_range(J):
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
-        # Initial values. The first step of each block sets these.
+        # These are initial values, which the first step of each block replaces.
         cos = zero_cos_sin(V=V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)

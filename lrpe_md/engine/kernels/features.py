@@ -1,13 +1,13 @@
-"""Compute q̂ and k̂ of linear attention from q and k, on tiles (tokens, channels) in registers, and their gradients.
+"""Compute q̂ and k̂ of linear attention from q and k, forward and backward, on tiles (tokens, channels) in registers.
 
 The features of a row are a tuple of tiles. The output of the map comes first, with both halves interleaved. The
 channels that the map leaves unchanged follow as x̄ (see encode.py). Some widths that are not powers of two are split
 into several tiles, both for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If
-they were in a single tile, sums over the channels of a row might involve all warps.
+all channels were in a single tile, sums over the channels of a row might involve all warps.
 
-A "side" (q or k) has two parts. The first part consists of the frequencies, positions and tables that encode its
-tokens, which q and k often share. The second part is the norm: None, or γ, β, partial sums for their gradients, and the
-grid indices of the tokens.
+A "side" (q or k) has two parts. The first part consists of the frequencies, positions and tables for its tokens. q and
+k often share the first part. The second part is the norm: None, or γ, β, partial sums for their gradients, and the grid
+indices of the tokens.
 """
 
 import triton
@@ -45,14 +45,17 @@ def multiply(a, b, acc, V: tl.constexpr):
     elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
         return tl.dot(a, b, acc)
     else:
-        # More accurate than matrix units, which round down. The compiler would fuse a plain + into the product.
+        # This is more accurate than matrix units, which round down. The compiler would fuse a plain + into the product.
         product = tl.dot(a, b, input_precision="ieee")
         return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round x to the operands' dtype. For 16-bit inputs, this is bfloat16, whose range is large enough for sums."""
+    """Round x to the dtype of operands.
+
+    For 16-bit inputs, operands are bfloat16, whose range is large enough for sums.
+    """
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
@@ -75,7 +78,7 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 def load_side(side, b, g, h, V: tl.constexpr):
     """Load the tables for a sample and for key head g, and return them together with h.
 
-    Callers pass the result on together with the side's pointers, which a Triton function can't return if one is None.
+    Callers also pass on the side's pointers, because a Triton function can't return a pointer that is None.
     """
     return load_tables(side, b, g, V=V), h
 
@@ -92,7 +95,7 @@ def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
 
 @triton.jit
 def load_tables(side, b, h, V: tl.constexpr):
-    """Load the frequencies of a head, and return the offsets of its amplitudes, positions and rotation mask."""
+    """Load the frequencies of a head. Return them with the offsets of its amplitudes, positions and rotation mask."""
     if V.map == "none":
         return 0
     else:
@@ -227,7 +230,7 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
-    """Load γ and β of tokens n0 + o_n, and the token groups. Reloading them for each block avoids register spills."""
+    """Load γ and β of tokens n0 + o_n, and the token groups. Loading γ and β for each block avoids register spills."""
     pointers, head_tables = side
     _, h = head_tables
     _, norm = pointers
@@ -321,12 +324,12 @@ def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def join_halves(first, second, V: tl.constexpr):
-    """Join two tiles (tokens, channels) into one, alternating runs of V.run channels from each."""
+    """Interleave two tiles (tokens, channels) in runs of V.run channels, and return a single tile."""
     BLOCK_N: tl.constexpr = V.block_n
     WIDTH: tl.constexpr = 2 * V.block_c
     if V.run == 1:
         return tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH])
-    else:  # after a join, Triton 3.6 assumes packed elements, and reads operands in pieces of 8 bytes
+    else:  # after a join, Triton 3.6 assumes that elements are packed, and reads operands in pieces of 8 bytes
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
         is_second = tl.arange(0, 2)[None, None, :, None] == 1
@@ -440,7 +443,7 @@ def _empty_row(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_weight_sums(V: tl.constexpr):
-    """Return zero-filled tiles for a program's dγ and dβ, in this order for each token group.
+    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ.
 
     Tiles are (tokens, channels) in float32, or (1, channels) in float64.
     """

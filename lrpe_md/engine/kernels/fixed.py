@@ -1,4 +1,4 @@
-"""Compile a kernel's numbers into it, for compilers that know all sizes."""
+"""Compile numeric arguments into a kernel, for compilers that know all sizes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,13 @@ def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl
 
 
 class Copy(NamedTuple):
-    """A copy of rows (B, H, N, D) into a joined tensor, by extra programs of the launch that writes its other rows."""
+    """Copy of rows (B, H, N, D) into a joined tensor.
+
+    The launch that writes the other rows of the joined tensor makes the copy, in extra programs.
+    """
 
     source: Any
-    destination: Any  # the destination, with the same dtype
+    destination: Any  # has the same dtype as the source
     first: int  # number of the first extra program
     num_warps: int
 
@@ -67,7 +70,7 @@ class Copy(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Tokens per program, so that each thread copies 64 bytes of bfloat16."""
+        """Number of tokens per program. Each thread copies 64 bytes of bfloat16."""
         return max(1, 1024 * self.num_warps // self.width)
 
     @property
@@ -85,7 +88,10 @@ class Copy(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A kernel whose only arguments are tensors, ``NUMBERS``, their ``TYPES`` and ``V``, along with these values."""
+    """A kernel that takes tensors, ``NUMBERS``, ``TYPES`` and ``V``.
+
+    The values of all arguments but ``V`` are included.
+    """
 
     kernel: Any
     arguments: tuple[str, ...]  # source code of the original kernel's arguments
@@ -97,10 +103,10 @@ class Fixed(NamedTuple):
 
 
 def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
-    """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs perform it.
+    """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs make the copy.
 
-    Inductor would derive each number's type from its value, and compile in every 1. Here, numbers get the types that
-    the kernel declares. Numbers that are compiled in also add no launch time.
+    Inductor would derive the type of a number from its value, and would only compile in numbers that are 1. Here,
+    numbers have the types that the kernel declares. Compiled-in numbers also don't add to the launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []
@@ -145,7 +151,7 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
         "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n" + body
     )
     file = f"<{__name__}.{name} {hash(source):x}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads the source here
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where Triton reads the source
     namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
     if branch is not None:
         namespace["copy_rows"] = copy_rows
@@ -156,9 +162,9 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
 class Launcher:
     """Launcher of a fixed kernel in compiler-generated code, with launch options that the compiler does not support.
 
-    Its arguments can be written as source code. They are the name of the original kernel, the number of tensors, the
-    source of the kernel's arguments, the code of extra programs, the constants, the number of programs and the launch
-    options.
+    All arguments of the constructor can be written as source code. They are the name of the original kernel, the number
+    of tensors, the source of the kernel's arguments, the code of extra programs, the constants, the number of programs
+    and the launch options.
     """
 
     def __init__(

@@ -56,7 +56,10 @@ def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr):
-    """Prefetch a token's rows into the L2 cache, in lines of 128 bytes. Unlike early loads, this needs no registers."""
+    """Prefetch a token's rows into the L2 cache, in lines of 128 bytes.
+
+    Unlike early loads, prefetching needs no registers.
+    """
     if V.functions > 0:
         row = point_to_heads(tensor, token, i=0, V=V)
         LINE: tl.constexpr = 1024 // row[0].dtype.element_ty.primitive_bitwidth
@@ -70,7 +73,7 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
-    """Prefetch any rows of x and dy that this program reads next. ``counts`` is (tokens per sample, total tokens)."""
+    """Prefetch the rows of x and dy that this program reads next. ``counts`` is (tokens per sample, total tokens)."""
     N, num_items = counts
     b = item // N
     token = (is_k, b, item - b * N)
@@ -118,7 +121,7 @@ def map_back(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def centre(row, mean, m_h, V: tl.constexpr):
-    """Return x of a tile's heads. For layer norm, subtract the mean, and set missing heads and channels to 0."""
+    """Return x for the heads of a tile. For layer norm, subtract the mean, and set padding heads and channels to 0."""
     x = to_tiles(row, V=V)
     if V.norm == "layer":
         tiles = ()
@@ -171,7 +174,7 @@ def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
 
 @triton.jit
 def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
-    """Return the sums of tile i plus a token's products."""
+    """Add the products of a token to the sums of tile i, and return the new sums."""
     new_sums = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
     for j in tl.static_range(COUNT):
@@ -209,7 +212,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
-    """Compute y from ``out``, which is x̄, and store it. In the backward pass, ``out`` is dx and is stored unchanged."""
+    """Map x̄ (``out``) to y, and store y. In the backward pass, ``out`` is dx and is stored unchanged."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = cos_sin
@@ -224,7 +227,7 @@ def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
 
 @triton.jit
 def form_token_cos_sin(omega, tables, token, counts, grid, V: tl.constexpr):
-    """Return cos Θ and sin Θ of a token, with one row per head of a tile, and its factors of dΘ for dω and dφ."""
+    """Return cos Θ and sin Θ of a token, with a row for each head of a tile, and the result of :func:`weigh_tokens`."""
     p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables = tables
     _, b, n = token
     first_index, num_grid, positions_b, rotated_b = counts
@@ -311,7 +314,7 @@ def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, ou
     return dangles, new_sums
 
 
-# Gradients of the weights are summed in float32 over this many tokens. In float64 they take twice the registers.
+# Number of tokens over which the gradients of weights are summed in float32, because float64 takes twice the registers.
 TOKENS = tl.constexpr(16)
 
 
@@ -339,7 +342,7 @@ def heads_kernel(
     is_k = pid >= num_q
     H = tl.where(is_k, heads_k, heads_q)
     step = tl.where(is_k, tl.num_programs(0) - num_q, num_q)
-    # div_rn rounds the same whether H is compiled in or not.
+    # div_rn rounds in the same way whether or not H is compiled in.
     share = 1.0 / (H * V.head_dim).to(tl.float64) if V.wide else tl.div_rn(1.0, (H * V.head_dim).to(tl.float32))
     o_h = tl.arange(0, V.block_n)
     TILES: tl.constexpr = V.block_r

@@ -10,7 +10,7 @@ the tokens. Another kernel sums these states, and further programs use the sums.
 over keys and values for S, one over queries for o, one over queries and do for dq and dS, and one over keys and values
 for dk and dv.
 
-S and dS are transposed states. Z is the sum Σ β k̄, or Σ β k̂ if V.normalizer is "encoded", and dZ is its gradient.
+S and dS denote transposed states. Z is the sum Σ β k̄, or Σ β k̂ if V.normalizer is "encoded", and dZ is its gradient.
 """
 
 import triton
@@ -122,8 +122,9 @@ def transpose_tiles(x):
     return result
 
 
-# If two products share a factor, it must be the second one, which is in shared memory. The first factor may be in
-# registers. If two products read it from the same registers, results are wrong (Triton 3.6, sm_90).
+# If two products share a factor, it must be the second factor of both, which is in shared memory. The first factor may
+# be in registers. In Triton 3.6 on sm_90, results are wrong if two products read their first factor from the same
+# registers.
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def normalizer_features(x_bar, x_hat, V: tl.constexpr):
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
     """Load a block of keys and values. Return norm(k), k̄ (without β), v, β, and cos and sin.
 
-    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out those beyond the end.
+    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out tokens beyond the end.
     """
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
@@ -244,7 +245,7 @@ def invert_denominator(z, eps, V: tl.constexpr):
 
 @triton.jit
 def invert(z, V: tl.constexpr):
-    """Return 1/z, correctly rounded if operands keep their precision."""
+    """Return 1/z. With V.operand "same", it is correctly rounded."""
     if V.operand == "same" and not V.wide:
         return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), z)
     else:
@@ -264,7 +265,8 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
-        # If tokens are columns of the product, 1/z has q's layout, not o's. So scale q̂, or q̄, as the map is linear.
+        # If tokens are columns of the product, 1/z has the layout of q, not of o. So q̂ is scaled or, because the map
+        # is linear, q̄.
         if V.normalizer == "unrotated":
             scale, _is_free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
@@ -339,9 +341,9 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Return zeros for Σ s_j dΘ, one entry per tile and axis j, where s_j is a token's coordinate.
+    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
 
-    Each has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
+    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
     """
     total = ()
     if V.need_dangles:
@@ -368,7 +370,7 @@ def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_row_groups(x, V: tl.constexpr):
-    """Sum groups of V.share tokens that are in the same thread, and return shape (tokens / V.share, channels)."""
+    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
     if V.share == 1:
         return x
     else:
@@ -380,7 +382,7 @@ def sum_row_groups(x, V: tl.constexpr):
 
 @triton.jit
 def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
-    """Return ``total`` plus Σ s_j dΘ and, if there is a phase, Σ dΘ over a block of tokens."""
+    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
     if V.need_dangles:
         pointers, head_tables = side
         tables, _ = pointers
@@ -422,7 +424,7 @@ def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
-    """Store a program's sums for dω and dφ, with shape (J, C)."""
+    """Store a program's sums (J, C) for dω and dφ."""
     TILES: tl.constexpr = V.num_map_tiles
     for i in tl.static_range(TILES):
         _store_tile_total(p_partial, total, i=i, V=V)
@@ -440,7 +442,7 @@ def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """Compute and store dq of tokens [begin, end) of a head. Return ``grads`` with the sums over these tokens added.
+    """Compute and store dq of tokens [begin, end) of a head. Return ``grads`` plus the sums over these tokens.
 
     ``tensors`` is (q, do, dq), and ``state`` is (S, Z) with S as operands. ``grads`` is (tiles of dZ, sums for dω, sums
     for the norm's weights).
@@ -460,7 +462,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        dx_hat = multiply_tiles(do_block, S, V=V)  # not yet divided by z
+        dx_hat = multiply_tiles(do_block, S, V=V)  # before the division by z
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
             counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
@@ -543,7 +545,7 @@ def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V:
 def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
     """Compute and store dk, dv and dβ of tokens [begin, end) of a head.
 
-    Return the sums for dω and those for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
+    Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
     ``state`` is (dS, dZ) with dS as operands.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
@@ -675,13 +677,13 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 def locate_piece(pieces, p, heads):
     """Return the piece, sample, head, begin, end and slot of program p.
 
-    ``pieces`` is (table, (tokens per piece, N)). The table has P rows of begin, end, slot and sequence. It is None if
-    all pieces have the same length. ``heads`` is (heads per sample, P).
+    ``pieces`` is (table, (tokens per piece, N)). The table has P rows of begin, end, slot and sequence. The table is
+    None if all pieces have the same length. ``heads`` is (heads per sample, P).
     """
     p_table, sizes = pieces
     length, N = unpack_numbers(sizes)
     H, P = heads
-    # The pieces of a head are neighbouring programs.
+    # Neighbouring programs process the pieces of a head.
     row = p // P
     piece = p - row * P
     b = row // H
@@ -735,7 +737,7 @@ def linear_query_gradient_kernel(
 ):  # fmt: skip
     """Compute dq, the sums for dω, and dZ for each piece and query head.
 
-    p_dstates has shape (P, B H, D_v Ê + sums). This kernel only writes the sums, which are dZ.
+    p_dstates has shape (P, B H, D_v Ê + sums). Of each row, this kernel only writes the last part, dZ.
     """
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
@@ -766,7 +768,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS for each piece and query head. With a causal mask, use 1/z and dz in p_scales, and compute dZ too."""
+    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -807,7 +809,7 @@ def linear_key_gradient_kernel(
 
 @triton.jit
 def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
-    """Sum elements o of a row's states over all heads and pieces, with V.stages loads in flight.
+    """Sum elements o of a row's states over all heads and pieces. V.stages loads are in flight at a time.
 
     ``counts`` is (heads, pieces).
     """
@@ -862,7 +864,7 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
                 total += tl.load(p_first + state_row * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         previous_sequence = sequence
         if V.causal:
-            if (previous_slot != slot) & (sequence >= 0):  # negative in unused entries of the table
+            if (previous_slot != slot) & (sequence >= 0):  # unused rows of the table have a negative sequence
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         previous_slot = tl.where(sequence >= 0, slot, -2)
         state = p - num_missing
@@ -880,14 +882,14 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
 
 @kernel
 def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
-    """Sum the states of pieces to get the state that the tokens of each slot see.
+    """Sum the states of pieces to obtain the state that the tokens of each slot see.
 
-    The sum runs over the pieces of a sequence up to the slot's last one or, with V.causal, up to the piece before its
-    first. A backward scan sums in reverse order. Sums are float64 until they are stored.
+    The sum runs over the pieces of a sequence up to the slot's last piece. With V.causal, it ends before the slot's
+    first piece. A backward scan sums in reverse order. Sums are float64 until they are stored.
 
     Args:
-        p_states: states of the first pieces or, in a backward scan, of the last ones: (P or fewer, B G R, size). They
-            are also summed over R heads.
+        p_states: states of the first pieces or, in a backward scan, of the last ones: (P or fewer, B G R, size). The
+            sum also runs over R heads.
         slots: the outputs: S (slots, B G, D_v Ê) in the operands' dtype, and Z (slots, B G, sums).
         ends: initial and final states (B or sequences, G, size), or None.
         p_table: see :func:`locate_piece`. None if all tokens form one slot of one sequence.

@@ -192,7 +192,7 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
-    """Return z of each query, from its products with Z and with the keys in its block."""
+    """Return z of each query, from the query's products with Z and with the keys of its block."""
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
     else:
@@ -205,7 +205,10 @@ def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def mix_exactly(pairs, counts, V: tl.constexpr):
-    """Multiply pairs, of shape (tokens, tokens), by counts, and correct for rounding both factors to operands."""
+    """Multiply pairs, of shape (tokens, tokens), by counts.
+
+    Correct for the error from rounding both factors to operands.
+    """
     sums = ()
     for i in tl.static_range(len(counts)):
         sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
@@ -220,10 +223,10 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
 
 @triton.jit
 def sum_causal(counts, Z, tri, V: tl.constexpr):
-    """Return Z at each token, of shape (tokens, channels), summed over all earlier tokens and the token itself.
+    """Return Z (tokens, channels) at each token: the sum over all earlier tokens and the token itself.
 
-    Encoded features partly cancel in z, which would amplify rounding errors. So the errors of rounding them to operands
-    are added back.
+    Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
+    to operands are added back.
     """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     tri = tri.to(ACC)
@@ -345,11 +348,11 @@ def linear_causal_forward_kernel(
 def linear_causal_query_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dq, and 1/z and dz of each query, which the gradients of the state and of the keys need.
+    """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
     ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). p_scales has shape (2, B, H, N) and receives 1/z and
-    dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes from
-    the state before the block, and the result of :func:`sum_crossing`.
+    dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
+    from the state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -516,7 +519,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 @triton.jit
 def add_to_state(grads, queries, block_decay, V: tl.constexpr):
-    """Add the contribution of a block of queries to dS and dZ, which the keys of earlier blocks need."""
+    """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
@@ -570,7 +573,7 @@ def linear_causal_key_kernel(
         dv_row = move_tokens(dv_head, n0, V=V)
         dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
-        if V.has_no_gqa:  # finish dv before dk begins
+        if V.has_no_gqa:  # finish dv before starting dk
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
             dv_block = add_to_values(begin_values(k_hat, operands, block_decay, V=V), k_hat, queries, block_decay, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)

@@ -1,12 +1,11 @@
 """Kernels for states that decay or follow the delta rule from block to block: S_f = g_f (I − A_f) S_{f−1} + B_f.
 
-These kernels compute A_f = Σ β k̂ k̂ᵀ for all blocks in parallel, scan over the blocks, and backpropagate through A and B
-to the keys. The kernels in linear.py compute B_f and read the states. The scan runs in float32, because I − A would
+These kernels compute A_f = Σ β k̂ k̂ᵀ for all blocks in parallel, scan over the blocks, and backpropagate through A and
+B to the keys. The kernels in linear.py compute B_f and read the states. The scan runs in float32, because I − A would
 lose too much precision in 16 bits. If V.memory is "add", A is 0. As in linear.py, states are stored transposed. A is
-symmetric, so the rows of Sᵀ are independent of each other, and the sums of the normaliser are one more row.
+symmetric, so the rows of Sᵀ are independent of each other. The sums of the normaliser are one more row of Sᵀ.
 
-Names are the same as in linear.py. In addition, M = −g (dS Sᵀ + S dSᵀ) is the gradient of A plus its transpose, where
-S is the state before a block.
+Names are the same as in linear.py. In addition, M = dA + dAᵀ = −g (dS Sᵀ + S dSᵀ), where S is the state before a block.
 """
 
 import triton
@@ -90,7 +89,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute column tile r of A, summed over tokens [begin, end) of a head."""
+    """Compute column tile r of A from tokens [begin, end) of a head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -110,7 +109,7 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
     """Return the channel indices (1, channels) of tile i of k̂, and their mask.
 
-    With COUNTS, the tile is one of the normaliser's features.
+    With COUNTS, the tile belongs to the normaliser's features.
     """
     if COUNTS:
         return find_normalizer_channels(i=i, V=V)
@@ -229,7 +228,7 @@ def load_transition(p_transitions, f, step, width, V: tl.constexpr):
 
 @triton.jit
 def apply_transition(S, A, V: tl.constexpr):
-    """Return Sᵀ (I − A), which removes a block's keys from the state. If V.memory is "add", return Sᵀ unchanged."""
+    """Remove a block's keys from the state: return Sᵀ (I − A). If V.memory is "add", return Sᵀ unchanged."""
     if V.memory == "add":
         return S
     else:
@@ -257,18 +256,18 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
 
     In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
     they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
-    head scans its sums with their own A. To differentiate a scan, set V.adds_first, so that each part is added before
-    the state is stored, not after.
+    head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so that each part is
+    added before the state is stored, not after.
 
     Args:
         parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
             None.
         p_decay: decay factors (F, B G).
-        series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan that is differentiated,
-            and the output for partial sums of dg (programs of a head, F, B G).
+        series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
+            the output for partial sums of dg (programs of a head, F, B G).
         p_offsets: index of the first piece of each block (F + 1).
         numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
-            the sums: the number of rows, their width, and the offsets of the rows and of their A. With V.aligned,
+            the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
             widths, offsets and numbers of elements are in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
@@ -298,7 +297,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
         f = first + i * step
-        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: it takes long
+        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: loads are slow
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
         part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
         if V.adds_first:
@@ -332,7 +331,7 @@ def load_columns(p, num_rows, v0, i, V: tl.constexpr):
 
 @triton.jit
 def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
-    """Return total plus one tile of dS Sᵀ + S dSᵀ. ``tile`` is its row and column index."""
+    """Return total plus one tile of dS Sᵀ + S dSᵀ. ``tile`` is the row and column index of this tile."""
     i, j = tile
     for v0 in range(0, num_rows, V.block_r):
         dS_i = to_operand(load_columns(p_gradient, num_rows, v0, i, V=V), V=V)
@@ -346,10 +345,10 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 
 @kernel
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
-    """Compute M, of shape (F, B G, Ê²), with one program per tile.
+    """Compute M (F, B G, Ê²), with one program per tile.
 
-    ``forward`` and ``backward`` hold the states that enter each block and their gradients, each (F, B G, size). Without
-    a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
+    ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
+    size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward
@@ -392,7 +391,7 @@ def load_matrix(p, V: tl.constexpr):
 def apply_matrix(x, M, V: tl.constexpr):
     """Multiply x, of shape (tokens, features), by M.
 
-    The products have tokens as columns, for the reason given above :func:`multiply_tiles`.
+    The comment above :func:`multiply_tiles` explains why tokens are the columns of the products.
     """
     result = ()
     for i in tl.static_range(len(x)):
@@ -405,7 +404,7 @@ def apply_matrix(x, M, V: tl.constexpr):
 
 @triton.jit
 def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
-    """Multiply x̄ by the normaliser's M, which is the sum of u wᵀ + w uᵀ over pairs of vectors (u, w)."""
+    """Multiply x̄ by the normaliser's M = Σ (u wᵀ + w uᵀ), summed over pairs of vectors (u, w)."""
     result = ()
     for i in tl.static_range(len(x_bar)):
         result += (x_bar[i] * 0.0,)
@@ -432,7 +431,7 @@ def broadcast_rows(rows, like):
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
     """Compute and store dk, dv and dβ of tokens [begin, end) of a head, for the delta rule.
 
-    Return the sums for dω and those for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
+    Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
     ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm, with weights γ and β, of rows whose channels are split into several tiles.
+"""RMS norm and layer norm with weights γ and β, for rows whose channels are split into several tiles.
 
 RMS norm computes x̂ = r x, where r is the reciprocal of the root mean square. Layer norm computes x̂ = r (x - mean),
 where r is the reciprocal of the standard deviation. In memory, γ and β are (H or 1, P, D) for P groups of tokens. In
@@ -105,7 +105,7 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
 
 @triton.jit
 def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
-    """Load γ and β of head h of q or k, or of several heads h (rows, 1).
+    """Load γ and β of one head h of q or k, or of several heads h with shape (rows, 1).
 
     ``norm`` holds pointers to the weight and bias for q and for k. token_group is 0, or a column with the group of each
     token. m_row is the mask of rows, or None if all rows exist.
@@ -183,7 +183,7 @@ def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
-    """Return zero-filled tiles for a program's dγ and dβ, in this order for each token group."""
+    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):

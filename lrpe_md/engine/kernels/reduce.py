@@ -1,11 +1,12 @@
-"""Reduce the partial sums of all programs to dω, dφ and the gradients of weights, in a second pass."""
+"""Second pass: reduce the partial sums of all programs to dω, dφ and the gradients of weights."""
 
 import triton
 import triton.language as tl
 
 from .signature import kernel, unpack_numbers
 
-# CUDA's programmatic dependent launch. Triton has both functions, but in a module that other backends may lack.
+# These functions implement CUDA's programmatic dependent launch. Triton also has them, but in a module that other
+# backends may lack.
 
 
 @triton.jit

@@ -68,10 +68,10 @@ def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_strides: "strides", g_strides: "strides", dx_strides: "strides",
     B: "i32", H: "i32", N: "i32", V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum and sum over the sequence, of shape (2, B, H, D). With V.backward, compute dx instead.
+    """Compute the maximum and sum (2, B, H, D) over the sequence. With V.backward, compute dx instead.
 
-    dx is x̄ (dx̄ - Σ_n x̄ dx̄), where p_g points to dx̄. A program processes V.block_c channels of one head, in a loop over
-    the tokens. Strides are (b, h, n, d).
+    p_g points to dx̄, and dx is x̄ (dx̄ - Σ_n x̄ dx̄). A program processes V.block_c channels of one head, in a loop
+    over the tokens. Strides are (b, h, n, d).
     """
     D: tl.constexpr = V.num_channels
     BLOCK_D: tl.constexpr = V.block_c

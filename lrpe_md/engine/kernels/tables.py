@@ -24,7 +24,7 @@ def _multiply(o, stride):
 
 @triton.jit
 def _point_to_table(p, strides, sample, g, V: tl.constexpr):
-    """Return a pointer to the first row for a sample and a group of heads, and the row and entry strides."""
+    """Return a pointer to a table's first row for a sample and a group of heads, and the row and entry strides."""
     stride_b, stride_h, stride_n, stride_d = strides
     p = p + (_multiply(sample, stride_b) + _multiply(g, stride_h)) * V.table_unit
     if V.table_unit > 1:
@@ -65,7 +65,7 @@ def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
 
 @triton.jit
 def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
-    """Load cos and sin of entries o_e of rows o_r."""
+    """Load cos and sin for entries o_e of rows o_r."""
     cos_table, sin_table, _ = tables
     o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # _load_at ignores the entry stride if table_unit > 1
     return _load_at(cos_table, o_r, o_d, mask, 1.0, V=V), _load_at(sin_table, o_r, o_d, mask, 0.0, V=V)
@@ -99,7 +99,7 @@ def split_last(x):
 def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
     """Load cos and sin of rows o_r. Where m_r is False, cos is 1 and sin is 0.
 
-    If V.tables is "full", cos and sin are tuples with a tile for each channel of the pairs.
+    If V.tables is "full", cos and sin are tuples with a tile for each channel of a pair.
     """
     _, _, c0 = tables
     if V.tables == "pairs":

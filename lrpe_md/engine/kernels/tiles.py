@@ -30,8 +30,8 @@ def _step(o, stride, V: tl.constexpr):
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
     """Return a pointer to token n0 of head h of sample b, in q or in k, and the token and channel strides.
 
-    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. Those of k are ignored unless V.has_k is
-    set. V.long means that strides need 64 bits, even in units of 8.
+    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. The values for k are ignored unless
+    V.has_k is set. V.long means that strides need 64 bits, even in units of 8.
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
@@ -46,7 +46,7 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_d = tl.where(is_k, k_stride_d, stride_d)
     p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
     if V.aligned:
-        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel's argument
+        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel argument
     return p, stride_n, stride_d
 
 
@@ -80,13 +80,13 @@ def point_at(row, o_n, o_d, V: tl.constexpr):
 
 @triton.jit
 def first_channel(V: tl.constexpr):
-    """Return c0, the first channel or pair of a tile. It is 0 unless the map has several tiles."""
+    """Return c0, the first channel or pair of a tile. c0 is 0 unless the map has several tiles."""
     return tl.full([1, 1], V.first, dtype=tl.int32)
 
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n, where channels below ``width`` exist.
+    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n. Only channels below ``width`` exist.
 
     A tile either begins at channel FIRST, or is one of several that divide the width evenly.
     """
@@ -155,7 +155,7 @@ def upcast(x, V: tl.constexpr):
 
 @triton.jit
 def load_flags(p, m_n, WIDE: tl.constexpr):
-    """Load one boolean per token. It is False where m_n is False.
+    """Load one boolean per token. The result is False where m_n is False.
 
     Set WIDE if the result affects operands of matrix products. Triton 3.6 gives an operand that was loaded from single
     bytes a layout for 32 rows, so each token of a product over 16 tokens counts twice (triton-lang/triton#11691). A sum

@@ -1,4 +1,4 @@
-"""Data classes that describe a call of linear attention, as :mod:`lrpe_md.engine.core.call` does for encodings."""
+"""Data classes that describe a call to linear attention, as :mod:`lrpe_md.engine.core.call` does for encodings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]
 Rule = Literal["add", "delta"]
 Directions = Literal["forward", "both"]
-State = tuple[Tensor, Tensor | None]  # S and Σ, None for normalizer "none"
+State = tuple[Tensor, Tensor | None]  # S and Σ; Σ is None for normalizer "none"
 
 
 class LinearOptions(NamedTuple):
@@ -74,7 +74,7 @@ class Description(NamedTuple):
     amplitude: float | Tensor | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
-    norm: Norm | None = None  # the norm of the encoding's call
+    norm: Norm | None = None  # the norm that the encoding was called with
 
 
 class Sides(NamedTuple):
@@ -90,7 +90,7 @@ class LinearCall(NamedTuple):
     """A validated call, without the tensors in :class:`Operands`."""
 
     attention: Attention
-    spec: Spec  # map=None is "none", with frequencies of shape (1, 0, 0)
+    spec: Spec  # map=None becomes "none", with frequencies of shape (1, 0, 0)
     q_layout: Layout
     k_layout: Layout  # equal to q's in self-attention
     q_tables: Tables
@@ -106,7 +106,7 @@ class LinearCall(NamedTuple):
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and, if there is a normaliser, of Σ. With both directions, return them twice."""
+        """Return the shapes of S and, if there is a normaliser, of Σ. With both directions, the list is repeated."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
@@ -116,7 +116,7 @@ class LinearCall(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Further arguments of the registered operators, which the other parts of a call don't contain."""
+    """Arguments of the registered operators that aren't in the other parts of a call."""
 
     cu_seqlens: Tensor | None
     one_side: bool
@@ -126,13 +126,13 @@ class Results(NamedTuple):
     """Flags that select what a forward pass returns in addition to o."""
 
     return_state: bool = False
-    keep: bool = False  # return what the backward would otherwise recompute
+    keep: bool = False  # also return tensors that the backward would otherwise recompute
 
 
 class Operands(NamedTuple):
     """Tensor arguments that are not part of :class:`LinearCall`.
 
-    ``state`` is (S, Σ), (S,) or (). With both directions, it has twice as many tensors, as described in
+    ``state`` is (S, Σ), (S,) or (). With both directions, there are twice as many tensors, as described in
     :func:`lrpe_md.reference_linear.attend`.
     """
 
@@ -151,6 +151,6 @@ class LinearNeeds(NamedTuple):
     omega: bool = False  # summed over q and k
     phase_q: bool = False  # q's share of dφ
     phase_k: bool = False  # k's share of dφ, separate even if q and k share a phase
-    norm: bool = False  # γ and β, all that exist
+    norm: bool = False  # γ and β, if they exist
     state: bool = False  # S and Σ
     decay: bool = False

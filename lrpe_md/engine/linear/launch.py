@@ -1,4 +1,4 @@
-"""Launch the kernels of linear attention, with variants and arguments derived from shapes and strides."""
+"""Launch the kernels of linear attention. Variants and arguments are derived from shapes and strides."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from .plan import (
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
 NO_NEEDS = LinearNeeds()
-COLUMNS = 128  # from this many features on, o of a causal block is faster with tokens as columns
-WARPGROUP_ROWS = 64  # fewest rows of the first factor on Hopper's matrix units
+COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
+WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     v_dim: int
     num_features: int
     num_sums: int  # channels of the normaliser's sums over tokens
-    raw: bool  # features are the rows as they are in memory
+    raw: bool  # features are the rows of q and k, unchanged
     one_side: bool  # q and k share positions and tables
     acc: torch.dtype  # dtype of sums
     operand: torch.dtype  # dtype of matrix operands; interpreters round float32 to bfloat16 values
@@ -111,7 +111,7 @@ def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
 class Pieces(NamedTuple):
     """Division of the tokens into slots and pieces. Each program of a head processes one piece."""
 
-    table: Tensor | None  # (P, 4): begin, end, slot and sequence; None: pieces of equal length and one slot
+    table: Tensor | None  # (P, 4): begin, end, slot and sequence. None for one slot with equal pieces
     length: int
     num_pieces: int
     num_slots: int
@@ -123,7 +123,7 @@ class Pieces(NamedTuple):
 
 
 class PieceLengths(NamedTuple):
-    """Number of tokens in a piece and in each of its parts. With a causal mask, each piece is a slot."""
+    """Number of tokens in a piece, and in each part of a piece. With a causal mask, each piece is a slot."""
 
     length: int
     part: int
@@ -161,15 +161,15 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of causal pieces. The state of each needed part is computed by one program."""
+    """Parts of the pieces of a causal call. One program computes the state of each needed part."""
 
     all_parts: Pieces
-    needed_parts: Pieces  # the first parts or, backward, the last ones
+    needed_parts: Pieces  # the first parts or, in the backward, the last ones
     per_piece: int = 1
 
 
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
-    """Divide causal pieces into parts, so that there are enough programs to compute their states.
+    """Divide each piece of a causal call into parts, whose states are computed in parallel.
 
     If ``needs_all`` is False, no state is needed for the last piece or, with ``backward``, for the first piece.
     """
@@ -201,7 +201,7 @@ def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLeng
     The table has ``count`` rows, which must be enough for any lengths, so some rows may be empty. The caller must clamp
     cu_seqlens to the number of tokens.
     """
-    # Decreasing offsets would make more pieces than there is room for.
+    # Decreasing offsets would create more pieces than the table has rows for.
     cu_seqlens = cu_seqlens.long().cummax(0).values
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
@@ -271,7 +271,7 @@ def make_table(rows: list[Any], device: torch.device) -> Tensor:
 
 
 class LaunchInputs:
-    """Inputs of a call in the form that kernels read, and values that all its kernels share."""
+    """Inputs of a call in the form that kernels read, along with values that all kernels of the call share."""
 
     def __init__(
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
@@ -326,7 +326,7 @@ class LaunchInputs:
     ) -> tuple[Variant, dict[str, Any]]:
         """Return the variant and the compiler options of a kernel that reads the positions and tables of q and k.
 
-        The variant is the one for k. If q needs a different variant, it is in the field ``queries``.
+        The variant describes k. If q needs a different variant, the field ``queries`` holds that variant.
         """
         key = stage, "both", *changes.values()
         config = self.cache.get(key)
@@ -383,7 +383,7 @@ class LaunchInputs:
             output_transposed=output_transposed,
             has_no_gqa=causal and sizes.repeats == 1,
             need_dweight=self.needs.norm,
-            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may not be 0
+            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may differ from 0
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand=name_operand(self.dtype),
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
@@ -416,7 +416,7 @@ class LaunchInputs:
         return call_pieces
 
     def parts(self, needs_all: bool, backward: bool = False) -> Parts:
-        """Return the parts of the keys (with ``backward``, of the queries) whose states are summed."""
+        """Return the :class:`Parts` of the keys or, with ``backward``, those of the queries."""
         pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
             return Parts(pieces, pieces)
@@ -464,7 +464,7 @@ class LaunchInputs:
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
-    """Return a variant with some fields replaced, both in the variant and in the tiles of its map."""
+    """Return a variant with some of its fields replaced. The variants of its map tiles change in the same way."""
     variant = variant._replace(**changes)
     if variant.num_map_tiles == 1:
         return variant
@@ -509,7 +509,7 @@ def _keeps_zero(act: str) -> bool:
 
 
 def _add_zero_phase(side: Call) -> Call:
-    """Return the side with a phase of 0 if it has none."""
+    """Return the side with a phase of 0 if it has no phase."""
     tables = side.tables
     if tables.phase is not None:
         return side
@@ -542,7 +542,7 @@ def gates_with_strides(inputs: LaunchInputs) -> tuple:
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
-    """Return the packed token counts of q or k, the strides of its tables, and the numbers of its grid."""
+    """Return packed numbers for q or k: the token counts, the strides of the tables, and the numbers of the grid."""
     steps, grid = find_table_strides(side, variant), count_grid(side.layout)
     return (
         pack_numbers(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
@@ -632,7 +632,7 @@ def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
     return num_tokens <= longest
 
 
-SlotStates = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none
+SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (as operands) and Z, or () without a state
 
 
 def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
@@ -658,14 +658,17 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
-    """Return variant fields for more precise sums if ``is_exact`` is set, as for a state returned in float32."""
+    """Return variant fields for more precise sums if ``is_exact`` is set.
+
+    States that are returned in float32 need this precision.
+    """
     return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
 def sum_causal_states(
     inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
 ) -> tuple[SlotStates, list[Tensor]]:
-    """Implement :func:`sum_states` for a causal mask. If a head has a single piece, return no states."""
+    """Implement :func:`sum_states` for a causal mask. Return no states if none are needed."""
     if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(inputs, state, returns_final)
@@ -757,9 +760,9 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
     """Choose how many channels of one half of the map's output are adjacent in a tile of features.
 
     A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8 or
-    (better) 64 channels, it holds both halves of a channel, so their gradient needs no communication. Runs of 64 also
-    avoid bank conflicts in stores. Alternating halves are better for kernels that sum over channels. Set
-    ``state_stays`` if the kernel doesn't write its state to memory.
+    (better) 64 channels, a thread holds both halves of its channels, and computes their gradients without
+    communication. Runs of 64 also avoid bank conflicts in stores. Alternating halves are better for kernels that sum
+    over channels. Set ``state_stays`` if the kernel doesn't write its state to memory.
     """
     channels = spec.num_channels
     if spec.map == "none" or not (causal or (state_stays and channels % 64 == 0)):
@@ -829,7 +832,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
-    """Copy a state, with its features reordered. Compiled code needs aligned outputs that don't share memory."""
+    """Copy a state and reorder its features. Compiled code needs aligned outputs that don't share memory."""
     return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 
@@ -858,12 +861,13 @@ def backward(
     outs: Sequence[Tensor] = (),
     differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Return dq, dk and dv, followed by dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ if they are needed.
+    """Return dq, dk and dv and, if they are needed, dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
 
     Args:
         grads: gradients of o, or of o, S and Σ.
         outs: tensors to write dq, dk and dv to. By default, they are allocated.
-        differentiate_as: replacement for :func:`differentiate`. It may return further gradients after dS and dΣ.
+        differentiate_as: replacement for :func:`differentiate`. The replacement may return further gradients after dS
+            and dΣ.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -1014,7 +1018,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq to ``grads``. Return 1/z, dz and, with a decay, two sums for dg, of shape (2 or 4, B H_q, N)."""
+    """Write dq to ``grads``. Return a tensor (2 or 4, B H_q, N) of 1/z, dz and, with a decay, two sums for dg."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4
@@ -1034,7 +1038,10 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
 def differentiate_causal_keys(
     inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates, scales: Tensor, products: Tensor | None = None
 ) -> None:
-    """Write dk, dv and dβ to ``grads`` and, with a decay, one sum per key for dg to ``products`` (B, H_k, N)."""
+    """Write dk, dv and dβ to ``grads``.
+
+    With a decay, also write a term of dg for each key to ``products`` (B, H_k, N).
+    """
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     config = inputs.describe_both(
@@ -1051,7 +1058,7 @@ def differentiate_causal_keys(
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
-    """Return a view of both q's and k's partial sums, which are adjacent in memory."""
+    """Return a single view of q's and k's partial sums, which are adjacent in memory."""
     if q_part is None or k_part is None:
         return None
     return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
@@ -1081,7 +1088,7 @@ def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Return the gradients of q's and then k's norm weights if they are needed."""
+    """Return the gradients of the norm weights, first those of q and then those of k, if they are needed."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

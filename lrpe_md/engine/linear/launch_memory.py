@@ -50,11 +50,11 @@ from .plan import LinearPass
 
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
-ROWS = 32  # rows of a transposed state per program of a scan
-COLUMNS = 64, 32  # columns per tile of these rows on matrix units, and of other products
+ROWS = 32  # rows of a transposed state that a program scans
+COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
 SCAN_WARPS = 8
-ROWS_OF_GRADIENT = 16  # rows of states per product of A's gradient
-UNIT = 4  # elements, 16 bytes; the kernels have the same constant
+ROWS_OF_GRADIENT = 16  # rows of states per product in the gradient of A
+UNIT = 4  # elements (16 bytes); the kernels define the same constant
 
 
 class MemoryStates(NamedTuple):
@@ -62,8 +62,8 @@ class MemoryStates(NamedTuple):
 
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
-    series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
-    backward_series: Tensor | None = None  # states of the backward scan, each at the next index
+    series: Tensor  # states before each block and after the last one: (F + 1, B H_k, size)
+    backward_series: Tensor | None = None  # backward scan: the state that enters block f is at f + 1
     transitions: Tensor | None = None  # A of each block
 
 
@@ -137,7 +137,7 @@ def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Compute A for each block, with shape (F, B H_k, elements)."""
+    """Compute A (F, B H_k, elements) for each block."""
     sizes, call = inputs.sizes, inputs.call
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
@@ -160,12 +160,12 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
 
 
 def count_transition(sizes: Sizes, call: LinearCall) -> int:
-    """Return the number of elements in A of a block, including A of the normaliser's sums."""
+    """Return the number of elements in A of a block, including the separate A of unrotated sums."""
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
 def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
-    """Return the two parts of a state to scan: S, including any encoded sums as a last row, and any unrotated sums."""
+    """Return the two parts of a state to scan: S, with any encoded sums as its last row, and any unrotated sums."""
     sizes, normalizer = inputs.sizes, inputs.call.attention.normalizer
     width = sizes.num_features
     return (
@@ -175,7 +175,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
 
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, with shape (F, B H_k). Prefix and suffix have a decay of 1."""
+    """Return the decay (F, B H_k) of each block. The decay of the prefix and of the suffix is 1."""
     sizes = inputs.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
@@ -225,7 +225,7 @@ class Scan(NamedTuple):
         adds_first: bool = False,
         partner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a scan, and return its series of states and, with a partner, dg (F, B H_k).
+        """Run a scan. Return its series of states and, if ``partner`` is passed, dg (F, B H_k).
 
         The arguments are described in :func:`linear_memory_scan_kernel`.
         """
@@ -304,7 +304,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of :func:`engine.linear.launch.backward`, followed by that of the decay if it is needed."""
+    """Return the same gradients as :func:`engine.linear.launch.backward` and, if needed, the decay's gradient."""
     differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 
@@ -353,7 +353,7 @@ def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> MemoryStates:
 
 
 class Pair(NamedTuple):
-    """States that enter each block in a scan, and their gradients. Both have shape (F, B H_k, size)."""
+    """States that enter each block in a scan, and the gradients of these states. Both have shape (F, B H_k, size)."""
 
     states: Tensor
     gradients: Tensor
@@ -420,7 +420,7 @@ def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> T
 
 
 def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
-    """Return log g for each token of each head, with shape (B, H_k, N)."""
+    """Return log g (B, H_k, N) for each token of each head."""
     sizes, decay = inputs.sizes, operands.decay
     assert decay is not None
     logs = decay.detach().to(inputs.acc).log()
@@ -449,7 +449,7 @@ def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool)
 
 
 def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
-    """Return a scan over parts of the tokens instead of blocks. Each part has the total decay of its tokens."""
+    """Return a scan over parts of the tokens instead of blocks. A part's decay is the product of its tokens' decays."""
     sizes = inputs.sizes
     assert inputs.log_decay is not None
     assert parts.table is not None
@@ -471,9 +471,9 @@ def _count_up(count: int, device: torch.device) -> Tensor:
 
 @cache
 def _index_pieces(num_pieces: int, num_parts: int, per_piece: int, has_first: bool, device: torch.device) -> Tensor:
-    """Index the ends of pieces in a series over the needed parts, from the start of the first piece on.
+    """Return indices into a series over the needed parts: the start of the first piece, then the end of each piece.
 
-    If the first piece's parts are missing, its start gets index 0.
+    If the parts of the first piece are missing, the start of this piece gets index 0.
     """
     skipped = 0 if has_first else 1
     indices = [min(max(p - skipped, 0) * per_piece, num_parts) for p in range(num_pieces + 1)]
@@ -485,10 +485,10 @@ def differentiate_causal(
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts. The first is the product of the state before
-    the piece with its gradient. The second is a running sum over the tokens of the piece: what each key adds to later
-    blocks, minus what each query reads from earlier blocks. The third is a sum over all pairs of an earlier key and a
-    later query in the same block.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). The gradient is a sum of three terms. The first term is the product
+    of the state before the piece and the gradient of that state. The second term is a running sum over the tokens of
+    the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a
+    sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     inputs.log_decay = form_log_decay(inputs, operands)
@@ -503,7 +503,7 @@ def differentiate_causal(
             sum_query_states(inputs, scales, needed), join_state(inputs, dstate) if dstate else None, backward=True
         )
         ends = _index_pieces(pieces.num_pieces, needed.num_pieces, parts.per_piece, needs_first, inputs.device)
-        gradients = series.index_select(0, ends)  # of the state before each piece and after the last
+        gradients = series.index_select(0, ends)  # gradients of the state before each piece and after the last one
         dslot_states = split_sums(inputs, gradients[1:])
     products = None
     if needs_ddecay:
@@ -522,9 +522,9 @@ def sum_decay_gradients(
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log g (B, H_k, N) from the kernels' sums, as :func:`differentiate_causal` describes.
 
-    For each token, the running sum starts from whichever end of the piece has smaller terms up to the token. If it
-    always started from the first token, the rounding errors of large terms would persist after the state has decayed.
-    Set ``ends_in_zero`` if no gradient reaches the state after the last piece.
+    The running sum of a token starts at the first or at the last token of the piece, depending on which side has
+    smaller terms. If it always started at the first token, the rounding errors of large terms would persist after the
+    state has decayed. Set ``ends_in_zero`` if no gradient reaches the state after the last piece.
     """
     sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
     if not sizes.num_keys:
@@ -535,7 +535,7 @@ def sum_decay_gradients(
         torch.nn.functional.pad(x, (0, num_pieces * length - sizes.num_keys)).unflatten(-1, (num_pieces, length))
         for x in (products.double(), query_products)
     )
-    changes = torch.stack((keys - queries, keys.abs() + queries.abs()))  # and the magnitude of their terms
+    changes = torch.stack((keys - queries, keys.abs() + queries.abs()))  # also the magnitudes of their terms
     before = changes.cumsum(-1) - changes
     after = changes.flip(-1).cumsum(-1).flip(-1)
     begin = before.new_zeros(before.shape[1:-1])
@@ -553,7 +553,7 @@ def sum_decay_gradients(
 
 
 def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Tensor:
-    """Return the contribution of each part and query head to dS and dZ before the part."""
+    """Return the contribution of each part to dS and dZ before the part, for each query head."""
     sizes, needs = inputs.sizes, inputs.needs
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
     variant, _ = config

@@ -1,9 +1,9 @@
 """Run linear attention on DTensors. Each rank runs the same call on its shard.
 
-If tokens are sharded, each rank first computes the state of its keys in a call without queries. Without a mask, its
-queries then read the sum of all ranks' states in a call without keys. With a causal or block mask, the rank instead
-runs its tokens with the sum of the previous ranks' states as the initial state. States with decay or the delta rule
-are handled in :mod:`engine.linear.sharding_memory`.
+If tokens are sharded, each rank first computes the state of its keys in a call without queries. Without a mask, the
+rank's queries then read the sum of all ranks' states in a call without keys. With a causal or block mask, the rank
+instead runs its tokens with the sum of the previous ranks' states as the initial state. States with decay or the delta
+rule are handled in :mod:`engine.linear.sharding_memory`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ __all__ = ["run_shards"]
 def run_shards(
     run_local: Callable[..., Any], call: LinearCall, operands: Operands, return_state: bool
 ) -> tuple[Tensor, ...]:
-    """Run a call on the local shards. Return o with q's placements and, with ``return_state``, the state.
+    """Run a call on the local shards.
+
+    Return o, which has q's placements. If ``return_state`` is set, also return the state.
 
     The state is sharded like k along batch and heads, and replicated otherwise. As for encodings
     (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
@@ -51,7 +53,7 @@ def run_shards(
 
     Raises:
         TypeError: if plain tensors are mixed with DTensors.
-        ValueError: if the placements are invalid for encodings, if tokens are sharded over several mesh axes or
+        ValueError: if the placements would be invalid for an encoding, if tokens are sharded over several mesh axes or
             together with cu_seqlens, if the number of key heads isn't a multiple of the number of ranks, or if a block
             is split between shards.
     """
@@ -87,7 +89,10 @@ def run_shards(
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
-    """Run a call whose tokens are sharded over the group. Return the local part of o and the state after all tokens."""
+    """Run a call whose tokens are sharded over the group.
+
+    Return the local shard of o, and the state after all tokens.
+    """
     q, k, v, gate, before, _ = operands
     alone, given = without_queries(call, operands)
     alone = alone._replace(attention=call.attention._replace(mask="full", block=0))
@@ -224,7 +229,7 @@ def _local(x: Any, q: Any) -> Tensor:
 
     partial_axes = _find_partial_axes(q, x)
     grads = [Partial() if i in partial_axes else p for i, p in enumerate(x.placements)]
-    # Needed even if no data moves, because its backward gives the summed gradient the placements of x.
+    # This is needed even if no data moves, because its backward gives the summed gradient the placements of x.
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
 
 
@@ -288,7 +293,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
             t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
-    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples, or of sequences
+    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

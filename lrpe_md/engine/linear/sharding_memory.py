@@ -1,11 +1,12 @@
-"""Scan over ranks, for states with decay or the delta rule whose tokens are sharded.
+"""Scan over ranks, for linear attention with decay or the delta rule on sharded tokens.
 
-The tokens of a rank turn the state S before them into T S + B. In the reverse direction, S is the state after them.
-Each rank computes its T and B without queries, and gathers T and B of all ranks. It applies T and B of the preceding
-ranks in order (in the reverse direction, of the following ranks). The result is its initial state.
+The tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S is the following state. Each
+rank computes its T and B in a call without queries, and gathers T and B of all ranks. The rank then applies T and B of
+all preceding ranks in order. In the reverse direction, it applies those of all following ranks. The result is the
+initial state of the rank.
 
 With rule "add", T is the product of the rank's decays, and B is a sum over its keys, weighted by the decays of later
-blocks. With rule "delta", T = Π_f g_f (I − A_f). This is the rank's final state if its initial state is the identity
+blocks. With rule "delta", T = Π_f g_f (I − A_f). This T is the rank's final state if its initial state is the identity
 matrix and its values are 0. A_f is symmetric, so the reverse direction uses the transpose of T.
 """
 
@@ -65,7 +66,8 @@ def run_memory(
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
     """Return the state before each of the R ranks and after the last one.
 
-    ``parts`` is B of each rank, (R, B, H, ..). ``transitions`` is T, (R, B, H, E, E), or a decay factor, (R, B, H).
+    ``parts`` (R, B, H, ..) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    as decay factors (R, B, H).
     """
     series = [first]
     for part, transition in zip(parts, transitions, strict=True):
@@ -84,7 +86,7 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
     """Return B and T for rule "add", where T is the product of the decays.
 
-    In each direction, B is a sum over all keys, and the decays weight the keys as a gate does. So B needs no scan.
+    In each direction, B is a sum over all keys, in which the decays act like gates. So B needs no scan.
     """
     _, k, _, gate, _, decay = operands
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
@@ -107,7 +109,7 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
 
 
 def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
-    """Repeat the value of the prefix, of each block and of the suffix, (.., F + 2), once per token."""
+    """Repeat each slot's value, (.., F + 2), once per token. The slots are the prefix, the blocks and the suffix."""
     prefix, suffix = ends
     return torch.cat(
         [
@@ -119,7 +121,7 @@ def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
 
 
 def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and T for rule "delta". If an unrotated normaliser's features aren't k̂, also return T of its sums."""
+    """Return B and T for rule "delta". If the normaliser sums features other than k̂, also return T of these sums."""
     call, operands = without_queries(call, operands)
     _, parts = run(call, operands, True)
     normalizer = call.attention.normalizer
@@ -136,9 +138,9 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 
 
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
-    """Return T (B, H_k, E, E), the final state if the initial state is the identity matrix and all values are 0.
+    """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
 
-    If the identity matrix is too large for the kernels, each run handles as many columns of it as v has channels.
+    If the identity matrix is too large for the kernels, each run handles as many of its columns as v has channels.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -152,7 +154,10 @@ def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
 
 
 def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, Operands]:
-    """Return a call and operands without queries and initial state, to compute only the state of the keys."""
+    """Return a call and operands without queries or an initial state.
+
+    Use them to compute only the state of the keys.
+    """
     q_layout, q_tables = without_tokens(call.q_layout, call.q_tables)
     q = operands.q.new_empty((*operands.q.shape[:2], 0, operands.q.shape[3]))
     return call._replace(q_layout=q_layout, q_tables=q_tables), operands._replace(q=q, state=())
@@ -181,7 +186,7 @@ def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """All-gather tensors (..) over the R ranks of a group, and return (R, ..)."""
+    """All-gather a tensor (..) over the R ranks of a group. The result has shape (R, ..)."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -196,7 +201,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """Reduce-scatter tensors (R, ..) over the R ranks of a group, and return this rank's sum (..)."""
+    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its own sum (..)."""
 
     @staticmethod
     def forward(ctx, t, group):

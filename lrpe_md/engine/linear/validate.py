@@ -49,7 +49,7 @@ class TensorArguments(NamedTuple):
 
 
 def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> LinearCall:
-    """Check every argument, and return the validated call."""
+    """Check all arguments, and return the validated call."""
     attention = _make_attention(options, arguments)
     q, k, v = arguments.q, arguments.k, arguments.v
     has_position_pair = type(sides.positions) is tuple
@@ -176,7 +176,7 @@ def check_eps(eps: Any) -> None:
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
-    """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
+    """Raise an error for arguments that don't work with softmax over the sequence. This softmax needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets tokens see later tokens"),
         "block": (options.block is not None, "lets tokens see later tokens"),
@@ -348,7 +348,7 @@ def make_empty_frequencies(q: Tensor) -> Tensor:
 def _place_without_map(
     options: LinearOptions, arguments: TensorArguments, sides: Sides
 ) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return the spec and both sides for map=None. Positions only determine the prefix and the suffix."""
+    """Return the spec and both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:

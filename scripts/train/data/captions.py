@@ -17,6 +17,8 @@ import numpy as np
 import typer
 from PIL import Image, ImageOps
 
+from lrpe_md.checks import suggest
+
 from .streams import measure_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -63,9 +65,15 @@ def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text
     if tables:
         return _from_table(path, tables[0], files, images, without, field)
     if field != "text":
-        raise typer.BadParameter(f"--label {field}: {path} has no table with fields")
+        raise typer.BadParameter(
+            f"--label {field}: expected a table such as {TABLES[0]} with this field in --data {path}, found none; add "
+            "one, or leave out --label"
+        )
     if without:
-        raise typer.BadParameter(f"--without {without}: {path} has no table of captions with fields")
+        raise typer.BadParameter(
+            f"--without {without}: expected a table such as {TABLES[0]} with this field in --data {path}, found none; "
+            "add one, or leave out --without"
+        )
     beside = {name: PurePosixPath(name).with_suffix(".txt").as_posix() for name in sorted(images)}
     alone = [name for name, text in beside.items() if text not in files]
     if alone:
@@ -86,14 +94,18 @@ def _from_table(
     folder, pairs, skipped = PurePosixPath(table).parent, {}, set()
     for line, row in _rows(path, table, read_text(path, table, files[table])):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("file_name", field)):
-            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}")
+            close = "" if not isinstance(row, dict) or field in row else suggest(field, row)
+            raise typer.BadParameter(f"{path}: {table}, line {line}: expected file_name and {field}, got {row}{close}")
         if not all(_is_text(row[key]) for key in ("file_name", field)):
             raise typer.BadParameter(f"{path}: {table}, line {line}: expected text, got an unpaired surrogate: {row!a}")
         name = (folder / row["file_name"]).as_posix()
         if name in pairs or name in skipped:
             raise typer.BadParameter(f"{path}: {table}, line {line}: {row['file_name']} already has a caption")
         if without and without not in row:
-            raise typer.BadParameter(f"--without {without}: {table}, line {line} has only {', '.join(row)}")
+            raise typer.BadParameter(
+                f"--without {without}: {table}, line {line} has only {', '.join(row)}{suggest(without, row)}; pass one "
+                "of these fields"
+            )
         if without and str(row[without]).lower() in ("true", "1", "yes"):
             skipped.add(name)
         else:

@@ -16,6 +16,7 @@ from ...common.options import plural
 
 CONDITIONS = ("auto", "captions", "labels", "none")
 LISTED = 20  # largest number of classes to list
+FEW_OF_CLASS, FEW = 3, 10  # below these numbers of test samples, in a class and in total, results say little
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,26 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
         return text
     counts = np.bincount(labels[held_out], minlength=len(classes))
     return f"{text}: {', '.join(f'{name} {number}' for name, number in zip(classes, counts, strict=True))}"
+
+
+def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str], advice: str) -> str:
+    """Return a warning about classes with too few test samples, or "" if all have enough.
+
+    Args:
+        noun, held_out, labels, classes: see :func:`describe_held_out`.
+        advice: what to do about it.
+    """
+    if not classes:
+        return ""
+    counts = np.bincount(labels[held_out], minlength=len(classes))
+    few = [name for name, count in zip(classes, counts, strict=True) if count < FEW_OF_CLASS]
+    if not few:
+        return ""
+    more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+    return (
+        f"Classes with fewer than {FEW_OF_CLASS} test {noun}s: {', '.join(few[:5])}{more}. Their accuracy says little; "
+        f"{advice}"
+    )
 
 
 @dataclass(frozen=True)

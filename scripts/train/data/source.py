@@ -18,7 +18,7 @@ from ..order import Steps
 from .buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from .footage import Films, is_footage, open_films
 from .pictures import open_pictures
-from .records import CONDITIONS, Records, Split, choose_subset, describe_held_out
+from .records import CONDITIONS, FEW, Records, Split, choose_subset, describe_held_out
 from .streams import is_stream
 from .values import LATENTS, BucketedPixels, Clips, Decoded, Latents, Pixels, Values, hash_data, load_pixels
 
@@ -28,7 +28,11 @@ class GenerativeTraining(Training):
     """Options for training on images or videos."""
 
     data: Path = field(
-        metadata=describe("Images (a folder, a zip, an .npz, or idx files), or videos (a file or a folder).", free=True)
+        metadata=describe(
+            "Images (a folder, a zip, an .npz, or idx files), shards (.tar), a Hugging Face dataset (hf:OWNER/NAME), "
+            "or videos (a file or a folder).",
+            free=True,
+        )
     )
     condition: str = option(
         "auto", "Conditions: captions, labels, none, or auto (captions or labels if the data has them)."
@@ -109,12 +113,19 @@ class Source:
         return isinstance(self.values, Decoded)
 
     def describe_held_out(self) -> str:
-        """Describe how many samples are held out, by class if there are classes."""
+        """Describe how many samples are held out, by class if there are classes, and warn if they are too few."""
         numbers = np.concatenate([self.train, self.held_out])
         held_out = np.arange(len(numbers)) >= len(self.train)
+        labels, classes = np.zeros_like(numbers), ()
         if isinstance(self.condition, Labels):
-            return describe_held_out("sample", held_out, self.condition.labels[numbers], self.condition.classes)
-        return describe_held_out("sample", held_out, np.zeros_like(numbers), ())
+            labels, classes = self.condition.labels[numbers], self.condition.classes
+        text = describe_held_out("sample", held_out, labels, classes)
+        if len(self.held_out) >= FEW:
+            return text
+        return (
+            f"{text}\nWith fewer than {FEW} test samples, the held-out loss says little; pass a smaller --parts, or "
+            "add samples to the test part of --data if it has one"
+        )
 
     def check_batch(self, batch: int) -> None:
         """Raise an error if a batch is larger than the training set."""

@@ -549,9 +549,12 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
     return ShardSource(train, cache), ShardSource(tests, cache) if tests else None
 
 
-def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out for testing. These have a hash of 0 modulo ``parts``."""
-    return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
+def hold_out(keys: Sequence[str], parts: int, fold: int = 0) -> np.ndarray:
+    """Return a mask (N,) of the samples to hold out for testing. These have a hash of ``fold`` modulo ``parts``.
+
+    If you add samples, the existing samples stay in their parts, so classes may be held out unevenly.
+    """
+    return np.array([zlib.crc32(key.encode()) % parts == fold for key in keys], bool)
 
 
 def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:

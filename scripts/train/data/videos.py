@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from ...common.cache import digest_file, kept
 from ...common.devices import sent
+from .captions import SUFFIXES as IMAGES
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 # Some other FFmpeg demuxers (concat, hls, dash, ..) also read any file or URL to which the opened file refers.
@@ -50,7 +51,10 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
             )
         inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not inside:
-            raise VideoError(f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none")
+            raise VideoError(
+                f"--data {path}: expected videos ({', '.join(SUFFIXES)}) in the folder, found none"
+                f"{advise_on_pictures(path)}"
+            )
         found += inside
     again = {p.resolve() for p in found if [q.resolve() for q in found].count(p.resolve()) > 1}
     if again:  # otherwise, training and test clips could contain the same frames
@@ -60,6 +64,17 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
     if not found:
         raise VideoError("--data: expected video files or folders, got none")
     return found
+
+
+def advise_on_pictures(folder: Path) -> str:
+    """Return how to train on frames that are stored as pictures, to append to an error; "" if there are none."""
+    first = next((path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGES), None)
+    if first is None:
+        return ""
+    return (
+        f"; pictures such as {first.relative_to(folder)} are not read as frames: make a video of each folder of "
+        "frames, for example with ffmpeg -i %03d.png clip.mp4"
+    )
 
 
 def decoder(name: str | None = None) -> str:
@@ -297,31 +312,41 @@ class Task:
     """Task in which the model predicts the order of a clip's frames.
 
     Args:
-        num_classes: number of labels.
+        classes: name of each label.
         order: function (label, frames) that returns the indices of the clip's frames in their new order.
         multiple: divisor of the number of frames.
         source: description and reference, for the help text.
     """
 
-    num_classes: int
+    classes: tuple[str, ...]
     order: Callable[[int, int], list[int]]
     multiple: int
     source: str
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
 
 
 def _arrow(label: int, frames: int) -> list[int]:
     return list(range(frames))[:: -1 if label else 1]
 
 
-def _pieces(label: int, frames: int, pieces: int = 4) -> list[int]:
-    permutation = list(itertools.permutations(range(pieces)))[label]
-    return np.arange(frames).reshape(pieces, -1)[list(permutation)].ravel().tolist()
+def _chunks(label: int, frames: int) -> list[int]:
+    return np.arange(frames).reshape(4, -1)[list(PERMUTATIONS[label])].ravel().tolist()
 
 
+PERMUTATIONS = tuple(itertools.permutations(range(4)))  # of the chunks of a clip
 TASKS = {
-    "arrow": Task(2, _arrow, 1, "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018"),
-    "order": Task(24, _pieces, 4, "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019"),
-}
+    "arrow": Task(
+        ("forwards", "backwards"), _arrow, 1,
+        "forwards or backwards? Wei et al., Learning and Using the Arrow of Time, CVPR 2018",
+    ),
+    "order": Task(
+        tuple(",".join(str(1 + i) for i in permutation) for permutation in PERMUTATIONS), _chunks, 4,
+        "the order of four chunks? after Xu et al., Video Clip Order Prediction, CVPR 2019",
+    ),
+}  # fmt: skip
 
 
 def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:

@@ -28,7 +28,17 @@ from ...common.devices import sent
 from ...common.folder import read_json, save_whole, write
 from ...common.options import choose, in_shell_terms
 from ..conditions import Captions, EncoderSize, build_encoder
-from ..config import MODEL, OPTIMISER, RUN, check_ignored, check_model_options, check_width, describe, option
+from ..config import (
+    MODEL,
+    OPTIMISER,
+    RUN,
+    changed,
+    check_ignored,
+    check_model_options,
+    check_width,
+    describe,
+    option,
+)
 from ..data.buckets import MAX_RATIO, MIX_SIZES, Sizes, parse_mixed
 from ..data.footage import is_footage
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
@@ -60,12 +70,12 @@ class DiffusionTraining(GenerativeTraining):
     backbone: ClassVar[Backbone] = CAPTIONED
     data: Path = field(
         metadata=describe(
-            "Images (a folder, a zip, an .npz, or idx files), videos (a file or a folder), or the output folder of "
-            "`train latents`.",
+            "Images (a folder, a zip, an .npz, or idx files), shards (.tar), a Hugging Face dataset (hf:OWNER/NAME), "
+            "videos (a file or a folder), or the output folder of `train latents`.",
             free=True,
         )
     )
-    steps: int = option(2500, "Optimiser steps.", least=1)
+    steps: int = changed("steps", 2500)
     size: int = option(32, "Height and width in training, in pixels; latents have a fixed size.", least=1)
     mix_sizes: str = option("", f"{MIX_SIZES} Latents keep their own sizes.")
     max_ratio: float = option(1.0, f"{MAX_RATIO} Latents keep their own sizes.", least=1)
@@ -106,7 +116,9 @@ class DiffusionTraining(GenerativeTraining):
     checkpointing: bool = option(
         False, "Recompute the blocks in the backward pass, to save memory.", free=True, panel=MODEL
     )
-    text_dim: int = option(256, "Width of the text encoder or of class embeddings.", least=1)
+    text_dim: int = option(
+        256, "Width of the text encoder (a multiple of 2 × --heads) or of class embeddings.", least=1
+    )
     text_depth: int = option(3, "Number of blocks of the text encoder.", least=1)
     text_length: int = option(64, "Maximum length of a caption, in bytes.", least=1)
     drop_text: float = option(
@@ -282,7 +294,8 @@ def make_evaluation(
 def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
-    source.check_batch(config.batch)  # check before anything is written
+    if config.is_new:
+        source.check_batch(config.batch)  # check before anything is written
     if PartialState().is_main_process:
         typer.echo(source.describe_held_out(), err=True)
     if isinstance(source.condition, Captions) and PartialState().is_main_process:

@@ -60,7 +60,7 @@ from ..data.buckets import MAX_RATIO, MIX_SIZES, Buckets, Sizes, parse_mixed
 from ..data.captions import TABLES
 from ..data.images import ImageError, Images, Labelled, is_idx, load_images, load_stream, resized, shifted
 from ..data.pictures import load_classes
-from ..data.records import describe_held_out
+from ..data.records import describe_few, describe_held_out
 from ..data.streams import LabelledStream, is_stream
 from ..encodings import IMAGES, Backbone, has_coordinates
 from ..loop import Trainer
@@ -98,7 +98,9 @@ class ImageTraining(Training):
 
     backbone: ClassVar[Backbone] = IMAGES
     steps: int = changed("steps", 1200)
-    batch: int = changed("batch", 256, "Images per step, over all processes and micro-batches.")
+    batch: int = changed(
+        "batch", 256, "Images per step, over all processes and micro-batches; at most the number of training images."
+    )
     warmup: int = changed("warmup", 120)
     data: Path = field(
         metadata=describe("Folder of images, shards (.tar), or a Hugging Face dataset (hf:OWNER/NAME).", free=True)
@@ -389,13 +391,18 @@ def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Resize the test images to ``size``, and return the accuracy in %."""
-    right = torch.zeros((), dtype=torch.int64, device=test.labels.device)
+def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> Tensor:
+    """Resize the test images to ``size``, and return a mask (N,) of those that the model classifies correctly."""
+    right = []
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
         with autocast():
-            right += (model(resized(x, size)).argmax(-1) == labels).sum()
-    return 100 * right.item() / len(test)
+            right.append(model(resized(x, size)).argmax(-1) == labels)
+    return torch.cat(right)
+
+
+def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
+    """Return the accuracy in %, on images resized to ``size``."""
+    return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
@@ -413,7 +420,7 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 def prepare(config: ImageTraining, device: torch.device) -> Work:
     size = max(max(size) for size in config.sizes)
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
-    if config.batch > len(data.train):  # check before anything is written
+    if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
@@ -421,6 +428,8 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     if PartialState().is_main_process:
         held_out = np.arange(len(data.train) + len(data.test)) >= len(data.train)
         typer.echo(describe_held_out("image", held_out, data.labels, data.classes), err=True)
+        if few := describe_few("image", held_out, data.labels, data.classes, "add images"):
+            typer.echo(few, err=True)
     arguments, mix = model_arguments(config, data), build_mixup(config, data.num_classes)
     model, settings = build(config, arguments), {"model": arguments, "digest": data.digest}
     buckets = sort_images(config, data.train)
@@ -430,12 +439,21 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
     else:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
+    def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
+        """Return the classes, and the accuracy in % of each class with test images, at the training size."""
+        if not data.classes:
+            return {}
+        right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)
+        numbers: list[int] = test.labels.unique().tolist()
+        by_class = {data.classes[i]: 100 * right[test.labels == i].double().mean().item() for i in numbers}
+        return {"classes": list(data.classes), "accuracy_by_class": by_class}
+
     def finish(trainer: Trainer) -> dict[str, Any]:
         return {
             "encoding": config.encoding, "attention": config.attention, "seed": config.seed,
             "accuracy": evaluate(config, test, trainer), "train_images": len(data.train),
             "test_images": len(test), "chance": 100 / data.num_classes, "tokens": patches(config),
-            "read_size": size, **({"classes": list(data.classes)} if data.classes else {}),
+            "read_size": size, **evaluate_classes(trainer),
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:

@@ -94,7 +94,6 @@ class LmTraining(Training):
         1.0, "Learning rate of learned frequencies, as a fraction of --lr.", least=0, off=True, panel=OPTIMISER
     )
     weight_decay: float = changed("weight_decay", 0.1, "Weight decay, applied only to matrices.")
-    warmup: int = changed("warmup", 100, "Warm-up steps; at most a tenth of all steps with cosine and wsd.")
     ema: float = changed("ema", 0.0)
     precision: str = changed("precision", "auto")
     validate_every: int = changed("validate_every", 250)
@@ -157,11 +156,6 @@ class LmTraining(Training):
     @property
     def model(self) -> LmConfig:
         return LmConfig(**self.model_arguments)
-
-    @property
-    def warmup_steps(self) -> int:
-        """Number of warm-up steps."""
-        return self.warmup if self.schedule == "constant" else min(self.warmup, self.steps // 10)
 
     def build_schedule(self) -> Schedule:
         warmup = self.warmup_steps

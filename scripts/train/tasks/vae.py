@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ...common.folder import new_folder, save_whole
 from ..conditions import EncoderSize
-from ..config import option
+from ..config import changed, option
 from ..data.buckets import Sizes, parse_mixed
 from ..data.source import Encoding, GenerativeTraining, Source, load_source
 from ..encodings import Backbone
@@ -48,7 +48,7 @@ class VaeTraining(GenerativeTraining):
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
-    steps: int = option(2500, "Optimiser steps.", least=1)
+    steps: int = changed("steps", 2500)
     widths: str = option(
         "32,64,96", "Channels at each scale, separated by commas; each scale after the first halves the size."
     )
@@ -174,7 +174,8 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
     source = load_source(config, sizes, device, Encoding(EncoderSize(1, 1, 1, 1)))
     if source.latents is not None:
         raise typer.BadParameter(f"--data {config.data}: expected images or videos, got latents; pass their images")
-    source.check_batch(config.batch)
+    if config.is_new:
+        source.check_batch(config.batch)
     if PartialState().is_main_process:
         typer.echo(source.describe_held_out(), err=True)
 
