@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import random
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -94,8 +95,14 @@ class ModelAdapter:
         base.__init_subclass__ = classmethod(init_subclass)
 
 
+def read_versions() -> dict[str, str]:
+    """Return the versions of the imported libraries, which PYTHONPATH may take from elsewhere than the installation."""
+    libraries = {path.partition(".")[0] for path in BASES}
+    return {name: sys.modules[name].__version__ for name in sorted(libraries & sys.modules.keys())}
+
+
 class OutcomeRecorder:
-    """Records the outcome of each test, and the models that were adapted."""
+    """Records the outcome of each test, the models that were adapted, and the versions of the libraries."""
 
     def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker
@@ -117,7 +124,7 @@ class OutcomeRecorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         line = {
             "test": nodeid, "outcome": self.outcomes.get(nodeid, "failed"), "adapted": self.maker.adapted,
-            "refused": self.maker.refused,
+            "refused": self.maker.refused, "versions": read_versions(),
         }  # fmt: skip
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

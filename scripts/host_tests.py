@@ -3,13 +3,14 @@ r"""Run the model tests of diffusers and transformers on stock models and on ada
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs once with
-unmodified (stock) models, and once with models that host_plugin.py adapts after construction. A test that passes with
-stock models but not with adapted models counts as worse. If there are such tests, they are printed, and the exit status
-is 1. Slow tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set
-``RUN_SLOW=1`` to run the slow tests.
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. If the tests can't be imported
+with the installed version, add CHECKOUT/src to PYTHONPATH. Every test file runs once with unmodified (stock) models,
+and once with models that host_plugin.py adapts after construction. A test that passes with stock models but not with
+adapted models counts as worse. If there are such tests, they are printed, and the exit status is 1. Slow tests, and
+tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1`` to run the
+slow tests.
 
-The tests need ``pip install pytest parameterized peft httpx``.
+The tests need ``pip install pytest parameterized peft httpx datasets``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import astuple, dataclass, field, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,11 +47,12 @@ class HostTestsError(typer.BadParameter):
 
 @dataclass
 class Run:
-    """Test outcomes by name, tests that built adapted models, and reasons why models were not adapted."""
+    """Test outcomes, tests that built adapted models, reasons for not adapting models, and library versions."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Row:
     """Results of one test file."""
 
     library: str
-    installed: str
+    installed: str  # version that the tests imported
     tests: str  # version of the checkout
     model: str
     file: str
@@ -105,6 +106,7 @@ def read_run(file: Path) -> Run:
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         run.outcomes[line["test"]] = line["outcome"]
         run.refused |= line["refused"]
+        run.versions |= line["versions"]
         if line["adapted"]:
             run.adapted.add(line["test"])
     return run
@@ -179,7 +181,8 @@ def main(
     for library, checkout, model in jobs:
         path = TESTS[library][0].format(model)
         stock, adapted = (run_tests(checkout, path, adapt) for adapt in (False, True))
-        row = Row(library, version(library), tests or read_version(checkout), model, path, **compare(stock, adapted))
+        installed = stock.versions.get(library, "unknown")
+        row = Row(library, installed, tests or read_version(checkout), model, path, **compare(stock, adapted))
         write_rows(out, [row])
         worse += find_worse(stock, adapted)
         typer.echo(

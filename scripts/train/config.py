@@ -184,9 +184,9 @@ class Training:
         """Number of warm-up steps. With a cosine, it is at most a tenth of the steps.
 
         The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
-        is a fifth, because the run is planned after a tenth of its time. So that you can extend the run, the warm-up
-        does not depend on the number of steps with a constant schedule. With wsd, it does so only if the run is shorter
-        than the warm-up.
+        is a fifth, because the run is planned after a tenth of its time. With a constant schedule, the warm-up does not
+        depend on the number of steps, so that you can extend the run. With wsd, this also holds, unless the run is
+        shorter than the warm-up.
         """
         if self.schedule == "constant" or (self.schedule == "wsd" and self.warmup < self.steps):
             return self.warmup

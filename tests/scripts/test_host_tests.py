@@ -68,6 +68,18 @@ def test_worse_tests_are_listed(checkout, tmp_path):
     assert "TestSome::test_needs_the_original" in report.host_tests(out)
 
 
+def test_the_row_names_the_imported_version(checkout, tmp_path):
+    """PYTHONPATH may name another version than the installed one."""
+    (checkout / f"test_{MODEL}.py").write_text(
+        "import transformers\ntransformers.__version__ = '1.2.4'\ndef test_passes(): pass\n", encoding="utf-8"
+    )
+    out = tmp_path / "host-tests.csv"
+    result = run("--transformers", checkout, "--out", out)
+    assert result.exit_code == 0, result.output
+    (row,) = csv.DictReader(out.open(encoding="utf-8", newline=""))
+    assert (row["installed"], row["tests"]) == ("1.2.4", "1.2.3")
+
+
 def test_a_test_that_never_ends_is_worse():
     stock = Run({"a::b": "passed", "a::c": "passed", "a::d": "skipped", "a::e": "failed"})
     assert host_tests.find_worse(stock, Run({"a::b": "passed"})) == ["a::c"]
