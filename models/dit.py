@@ -93,11 +93,12 @@ def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
 class TrainedGrids:
     """Rule for ``DiT.reference``: map positions onto a grid with the image's aspect ratio and the trained area.
 
-    Images that are larger than in training are mapped onto the largest trained area, and smaller ones onto the
-    smallest. Areas between keep one unit per patch, and so do frames.
+    Images that are larger than in training are mapped onto the largest trained area, and smaller images onto the
+    smallest trained area. Images with an area in between keep one unit per patch. Frames always keep one unit per
+    patch.
 
     Args:
-        sides: sides of the square training images, in patches.
+        sides: side lengths of the square training images, in patches.
     """
 
     sides: tuple[float, ...]
@@ -515,7 +516,7 @@ class DiT(nn.Module):
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
     def _refer(self, shape: Sequence[int]) -> Reference:
-        """Return the interpolation size of a patch grid."""
+        """Return the size to which the positions of a patch grid are interpolated."""
         return self.reference(shape) if callable(self.reference) else self.reference
 
     def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -53,7 +53,7 @@ def _check_prediction(prediction: str) -> None:
 
 
 def _prediction_of(model: Any, prediction: Prediction | None) -> Prediction:
-    """Return the prediction, or that of the model, which may be inside DistributedDataParallel."""
+    """Return ``prediction``, or by default the model's. The model may be wrapped in DistributedDataParallel."""
     found: Any = prediction or getattr(getattr(model, "module", model), "prediction", "velocity")
     _check_prediction(found)
     return found
@@ -215,11 +215,10 @@ def sample(
 ) -> Tensor:
     """Sample images from noise (B, C, ..). Any size that the model's patch size divides is possible.
 
-    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift,
-    :func:`integrate` documents method, and :func:`flow_matching_loss` documents the default of ``prediction``, which
-    must be the same as in training. A noise prediction does not determine the image at t = 1, so sampling starts at
-    ``NOISE_START`` instead. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's
-    method.
+    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, :func:`integrate`
+    documents method, and :func:`flow_matching_loss` documents the default of ``prediction``. The prediction must be the
+    same as in training. A noise prediction does not determine the image at t = 1, so sampling starts at ``NOISE_START``
+    instead. A sample prediction does not determine the noise at t = 0, so the last step uses Euler's method.
     """
     found = _prediction_of(model, prediction)
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)

@@ -96,7 +96,7 @@ class ModelAdapter:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of the imported libraries, which PYTHONPATH may take from elsewhere than the installation."""
+    """Return the versions of the imported libraries. With PYTHONPATH, these may differ from the installed versions."""
     libraries = {path.partition(".")[0] for path in BASES}
     return {name: sys.modules[name].__version__ for name in sorted(libraries & sys.modules.keys())}
 

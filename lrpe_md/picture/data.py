@@ -106,7 +106,8 @@ def default_shape(made: Preset) -> tuple[int, ...]:
     that of an image. If the scheme does not accept this shape, return another one.
 
     Raises:
-        ValueError: if the scheme accepts none of the default shapes. The message says why it rejects the first.
+        ValueError: if the scheme accepts none of the default shapes. The message states why the scheme rejects the
+            first of them.
     """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
@@ -268,10 +269,10 @@ def aliased(layout: TokenLayout, omega: Tensor) -> bool:
 def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    First, each axis gets the channel whose wavelength is closest to its size, the longest axis first. The other
-    channels are chosen so that the logarithms of their angles over the grid are spread widely, and so that axes
-    alternate if possible. Channels that make less than a quarter of a turn are only added if there are no other
-    channels, the fastest first. All channels rotate, and no two have the same frequencies.
+    First, each axis gets the channel whose wavelength is closest to the size of the axis, starting with the longest
+    axis. The other channels are chosen so that the logarithms of their angles over the grid are spread widely, and so
+    that axes alternate if possible. Channels that make less than a quarter of a turn are only added if there are no
+    other channels, the fastest first. All channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
     angle = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)

@@ -338,8 +338,8 @@ class Scheme:
         """Build a scheme from the output of :meth:`to_dict`, with the library's functions and those in ``functions``.
 
         Raises:
-            ValueError, TypeError: if a field or function is unknown or missing, one of your functions has the name of
-                one of the library's, a value is invalid, or the frequencies are invalid for the scheme's own head_dim.
+            ValueError, TypeError: if a field or function is unknown or missing, one of your functions has the name of a
+                library function, a value is invalid, or the frequencies are invalid for the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -473,7 +473,7 @@ class Preset:
         return compose(*parts, num_axes=self.num_axes, start=start, length=length, order=order, device=device)
 
     def _place(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> Grid | Coordinates:
-        """Call the scheme's grid function and check its result."""
+        """Call the scheme's grid function, and check the result."""
         try:
             grid = self.scheme.grid(shape, **options)
         except IndexError as error:

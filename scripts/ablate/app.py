@@ -218,7 +218,7 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 def train_all(
     comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None, warned: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not repeated."""
+    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not shown again."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(

@@ -120,7 +120,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
         for name, text in cells.items():
             columns.setdefault(name, []).append(text)
-    measured = runs.columns[runs.notna().any()]  # without peak memory on a CPU
+    measured = runs.columns[runs.notna().any()]  # there is no peak memory on a CPU
     columns = {name: cells for name, cells in columns.items() if SOURCES.get(name, "params") in measured}
     single = len(runs) == runs[KEYS].drop_duplicates().shape[0]
     text = f"The table lists {'each run' if single else 'medians over all runs'}"
@@ -132,7 +132,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 
 def describe_training(settings: dict[str, Any]) -> str:
-    """Return sentences about the training: its length, the optimiser, and other settings that are not the default."""
+    """Return sentences about the training: the length, the optimiser, and other settings that are not the defaults."""
     training = settings["training"]
     seconds = training.get("seconds")
     length = f"as many steps as fit into {seconds:g} s, not counting the first steps" if seconds else (
@@ -150,7 +150,7 @@ def describe_training(settings: dict[str, Any]) -> str:
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:
-    """Return the settings that differ from the task's defaults as "name value", without those that the text names."""
+    """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training = TASKS[settings["task"]], settings["training"]
     free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name != "weights"}  # no effect on results
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults

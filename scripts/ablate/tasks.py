@@ -239,7 +239,7 @@ TASKS = {
 
 
 def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an unknown option, or the tasks that have it."""
+    """Return a suggestion for an unknown option, or name the tasks that have this option."""
     others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
     if not others:
         return suggest(name, known)
@@ -298,7 +298,7 @@ def options_as_set(task: Task) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_warnings() -> Iterator[list[str]]:
-    """Yield a list that collects the texts of warnings, which are still shown."""
+    """Yield a list that collects the texts of warnings. The warnings are still shown."""
     texts: list[str] = []
     show = warnings.showwarning
 
@@ -423,8 +423,8 @@ def train(
 ) -> dict[str, Any]:
     """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process, and ``shown`` the warnings that the user
-    has already seen.
+    ``schemes`` contains schemes to register first, if this is a new process. ``shown`` contains the warnings that the
+    user has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)

@@ -33,7 +33,7 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
 class Command(TyperCommand):
-    """A command that rejects a repeated option if the option accepts one value.
+    """A command that rejects a repeated option, if the option only accepts one value.
 
     Don't use it for training commands: to resume or vary a run, people append options to an earlier command.
     """
@@ -42,7 +42,7 @@ class Command(TyperCommand):
         """Parse the command line.
 
         Raises:
-            typer.BadParameter: a repeated option. By default, all but its last value would be ignored.
+            typer.BadParameter: for a repeated option. Otherwise, all but the last value would be ignored.
         """
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
         single = [each for each in order if each.param_type_name == "option" and not (each.multiple or each.is_flag)]

@@ -164,7 +164,7 @@ class Training:
 
     @property
     def is_new(self) -> bool:
-        """Return whether --out has no checkpoint. Otherwise changed settings are reported before their consequences."""
+        """Return whether --out has no checkpoint. If it has one, changed settings are reported before anything else."""
         return not (self.out / "checkpoint.pt").exists()
 
     @property
@@ -181,7 +181,7 @@ class Training:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps. With a cosine, it is at most a tenth of the steps.
+        """Number of warm-up steps. With a cosine schedule, this is at most a tenth of the steps.
 
         The cosine begins at step 0, so the learning rate would drop after a longer warm-up. With --seconds, the limit
         is a fifth, because the run is planned after a tenth of its time. With a constant schedule, the warm-up does not

@@ -78,7 +78,7 @@ def has_coordinates(arguments: dict[str, Any]) -> bool:
 def find_reference(settings: dict[str, Any], frames: int = 0) -> str:
     """Return the --reference that maps positions onto the training grid of a run of `train image` or `train video`.
 
-    frames: if not 0, the number of frames instead of the run's, for a model that can't rescale time.
+    frames: number of frames to use instead of the run's, for a model that can't rescale time. 0 uses the run's.
     """
     found = str(settings.get("reference") or settings["size"])
     if "tubelet" not in settings:

@@ -133,7 +133,7 @@ def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def build_model(settings: dict[str, Any]) -> DiT:
-    """Build the model of a run from its settings. At other sizes, it rescales positions to those of the training."""
+    """Build the model of a run from its settings. At other sizes, the model rescales positions to the training grid."""
     model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
     multiple = settings["patch"] * settings.get("latents", {}).get("factor", 1)
     model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))

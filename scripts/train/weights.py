@@ -124,7 +124,7 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
 
 
 def _find_grid(settings: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch grid ([time,] height, width) that the positions of a run of images or videos cover."""
+    """Return the patch grid ([time,] height, width) that positions cover in a run on images or videos."""
     frames, _, size = find_reference(settings).rpartition("x")
     side = int(size) // settings["patch"]
     return (int(frames) // settings["tubelet"], side, side) if frames else (side, side)

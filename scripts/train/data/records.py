@@ -16,7 +16,7 @@ from ...common.options import plural
 
 CONDITIONS = ("auto", "captions", "labels", "none")
 LISTED = 20  # largest number of classes to list
-FEW_OF_CLASS, FEW = 3, 10  # below these numbers of test samples, in a class and in total, results say little
+FEW_OF_CLASS, FEW = 3, 10  # minimum numbers of test samples, per class and in total, for meaningful results
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
 
 
 def describe_few(noun: str, held_out: np.ndarray, labels: np.ndarray, classes: Sequence[str], advice: str) -> str:
-    """Return a warning about classes with too few test samples, or "" if all have enough.
+    """Return a warning about classes with too few test samples, or "" if all classes have enough.
 
     Args:
         noun, held_out, labels, classes: see :func:`describe_held_out`.
-        advice: what to do about it.
+        advice: what to do about too few samples.
     """
     if not classes:
         return ""

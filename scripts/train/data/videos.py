@@ -67,7 +67,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
 
 
 def advise_on_pictures(folder: Path) -> str:
-    """Return how to train on frames that are stored as pictures, to append to an error; "" if there are none."""
+    """Return advice on training on frames stored as pictures, to append to an error, or "" if there are no pictures."""
     first = next((path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGES), None)
     if first is None:
         return ""

@@ -401,7 +401,7 @@ def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: 
 
 
 def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in %, on images resized to ``size``."""
+    """Resize the test images to ``size``, and return the accuracy in %."""
     return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
 
 
@@ -440,7 +440,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
     def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
-        """Return the classes, and the accuracy in % of each class with test images, at the training size."""
+        """Return all classes, and the accuracy in % at the training size for each class that has test images."""
         if not data.classes:
             return {}
         right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)

@@ -173,7 +173,7 @@ class VideoTraining(Training):
 
     @property
     def reference_grid(self) -> tuple[int | None, int, int] | None:
-        """Return the grid that --reference maps positions onto, or None."""
+        """Return the grid onto which --reference maps positions, or None."""
         if not self.reference:
             return None
         found = re.fullmatch(r"(\d+)x(\d+)", self.reference)
@@ -226,7 +226,7 @@ def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, 
 
 
 def build_model(**arguments: Any) -> LrpeVideoTransformer:
-    """Return the model. arguments: its arguments, and ``reference``, which is its attribute."""
+    """Return the model. arguments: arguments of the model, and ``reference``, which sets the attribute of this name."""
     reference = arguments.pop("reference", None)
     model = lrpe_video_tiny_patch16_224(**restore_arguments(arguments))
     model.reference = reference
@@ -343,7 +343,7 @@ def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarra
 def find_right(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> np.ndarray:
-    """Return a mask of the test videos for which the model finds the class of the central clip."""
+    """Return a mask of the test videos whose central clip the model classifies correctly."""
     tests, right = find_test_videos(config, videos), []
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
@@ -355,7 +355,7 @@ def find_right(
 
 
 def average_by_class(config: VideoTraining, videos: LabelledVideos, right: np.ndarray) -> dict[str, float]:
-    """Return the accuracy in % of each class with test videos. right: from :func:`find_right`."""
+    """Return the accuracy in % of each class that has test videos. right: from :func:`find_right`."""
     labels = videos.labels[find_test_videos(config, videos)]
     return {videos.names[i]: 100 * right[labels == i].mean().item() for i in np.unique(labels)}
 
