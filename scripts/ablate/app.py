@@ -141,12 +141,17 @@ def run(
             f"--out {out}"
         )
         raise typer.Exit(130) from None
-    if all(file.exists() for file in todo):
+    report_finished(console, out, baseline, todo)
+    if smoke:
+        warn_of_smoke(context, "tiny models train for a few steps")
+
+
+def report_finished(console: Console, out: Path, baseline: str | None, files: Iterable[Path]) -> None:
+    """Write the report if all runs have finished, that is, if their result files exist."""
+    if all(file.exists() for file in files):
         write_report(out, baseline)
     else:
         console.print("Other runs are not finished yet; `report` shows the results so far.")
-    if smoke:
-        warn_of_smoke(context, "tiny models train for a few steps")
 
 
 def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:

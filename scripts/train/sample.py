@@ -108,10 +108,7 @@ def main(
     images: Annotated[int | None, typer.Option(min=1, help="Images: number of images per prompt. (default: 4)")] = None,
     positions: Annotated[
         str | None,
-        typer.Option(
-            help="Images: positions at other sizes: rescaled (to the training grid) or extrapolated. "
-            "(default: rescaled)"
-        ),
+        typer.Option(help="Images: rescaled or extrapolated positions at other sizes. (default: rescaled)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Images: output file. (default: sheet.png in RUN, then sheet-2.png, ..)")

@@ -229,29 +229,12 @@ def main(
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
         raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
+    sizes: Any = {"head_dim": head_dim, "num_heads": heads, "base": base, "seed": seed}
     if preset:
-        for option, value in (("--map", map), ("--axis-order", axis_order)):
-            if value is not None:
-                raise typer.BadParameter(
-                    f"{option}: expected no value with --preset, which sets it, got {value!r}; leave it out, because "
-                    "figures of presets also show the similarity for the other map and axis order"
-                )
-        schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
-        with _name_option("--preset"):
-            subjects = [data.published(scheme, head_dim, heads, base, seed, name) for name, scheme in schemes.items()]
+        subjects = _find_subjects(preset, {"--map": map, "--axis-order": axis_order}, sizes)
     else:
         num_axes = 2 if shape is None else len(numbers("--shape", shape, least=1))
-        choose("--frequencies", [frequencies or ""], FREQUENCIES)
-        choose("--map", [map or "rotate"], data.MAPS)
-        choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
-        if axis_order is not None and frequencies == "mixed":
-            raise typer.BadParameter(
-                f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
-            )
-        own: Any = {"map": map, "axis_order": axis_order, "head_dim": head_dim}
-        own = {key: value for key, value in own.items() if value is not None}
-        with _name_option("--frequencies"):
-            subjects = [custom(frequencies or "", num_axes, num_heads=heads or 1, base=base, seed=seed, **own)]
+        subjects = [_make_subject(frequencies or "", num_axes, map, axis_order, sizes)]
     grid: Any = {"shape": shape, "reference": reference, "text": text, "token": token}
     views = [build_view(each, **grid, head=head, channels=channel or (), maps=maps) for each in subjects]
     if compare and len(views) < 2:
@@ -264,6 +247,35 @@ def main(
         return
     for view in views:
         save_figure(draw(view), unused_path(out / f"{view.subject.preset.name}.{format}"), dpi, dark)
+
+
+def _find_subjects(preset: list[str], unused: dict[str, Any], sizes: dict[str, Any]) -> list[Subject]:
+    """Return the subjects of --preset. The options ``unused`` must be None."""
+    for option, value in unused.items():
+        if value is not None:
+            raise typer.BadParameter(
+                f"{option}: expected no value with --preset, which sets it, got {value!r}; leave it out, because "
+                "figures of presets also show the similarity for the other map and axis order"
+            )
+    schemes = _find_schemes(list_presets() if preset == ["all"] else preset)
+    with _name_option("--preset"):
+        return [data.published(scheme, name=name, **sizes) for name, scheme in schemes.items()]
+
+
+def _make_subject(
+    frequencies: str, num_axes: int, map: str | None, axis_order: str | None, sizes: dict[str, Any]
+) -> Subject:
+    """Return the subject of --frequencies. Options that are None have the defaults of :func:`custom`."""
+    choose("--frequencies", [frequencies], FREQUENCIES)
+    choose("--map", [map or "rotate"], data.MAPS)
+    choose("--axis-order", [axis_order or "minor_first"], AXIS_ORDERS)
+    if axis_order is not None and frequencies == "mixed":
+        raise typer.BadParameter(
+            f"--axis-order: expected no value with --frequencies mixed, which has no axis order, got {axis_order!r}"
+        )
+    options: Any = {"map": map, "axis_order": axis_order, **sizes}
+    with _name_option("--frequencies"):
+        return custom(frequencies, num_axes, **{key: value for key, value in options.items() if value is not None})
 
 
 def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
