@@ -1,13 +1,14 @@
-r"""Run diffusers' and transformers' model tests on their own models and on the same models after adaptation.
+r"""Run the model tests of diffusers and transformers on stock models and on adapted models.
 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. If its tests can't be imported
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. If the tests can't be imported
 with the installed version, add CHECKOUT/src to PYTHONPATH. Every test file runs once with unmodified (stock) models,
 and once with models that host_plugin.py adapts after construction. A test that passes with stock models but not with
-adapted ones counts as worse. Such tests are printed, and the exit status is 1. Slow tests, and tests that need missing
-hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1`` to run the slow ones.
+adapted models counts as worse. If there are such tests, they are printed, and the exit status is 1. Slow tests, and
+tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set ``RUN_SLOW=1`` to run the
+slow tests.
 
 The tests need ``pip install pytest parameterized peft httpx datasets``.
 """
@@ -46,8 +47,7 @@ class HostTestsError(typer.BadParameter):
 
 @dataclass
 class Run:
-    """Outcomes of tests by name, tests that built adapted models, reasons why models were not adapted, and versions of
-    the imported libraries."""
+    """Test outcomes, tests that built adapted models, reasons for not adapting models, and library versions."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Row:
     file: str
     passed_stock: int
     passed_adapted: int
-    of_adapted_models: int  # tests among passed_adapted that built an adapted model
+    of_adapted_models: int  # number of tests in passed_adapted that built an adapted model
     failed_both: int
     worse: str  # test names, separated by spaces
 
@@ -113,7 +113,7 @@ def read_run(file: Path) -> Run:
 
 
 def find_worse(stock: Run, adapted: Run) -> list[str]:
-    """Return the tests that pass with stock models, but fail, skip or never finish with adapted ones."""
+    """Return the tests that pass with stock models, but fail, skip or never finish with adapted models."""
     passed = [test for test, outcome in stock.outcomes.items() if outcome == "passed"]
     return [test for test in passed if adapted.outcomes.get(test) != "passed"]
 
@@ -139,7 +139,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Update the CSV with new rows, and keep its rows for other models."""
+    """Add new rows to the CSV. Rows for other models are kept."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}

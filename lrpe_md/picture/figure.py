@@ -54,7 +54,7 @@ SMALL: Any = {
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.framealpha": 0.8, "legend.edgecolor": "none",
 }  # fmt: skip
 LEGEND: Any = {"loc": "best", "borderaxespad": 0.2, "borderpad": 0.2}
-ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue its sign
+ANGLES: Any = {"cmap": "twilight_shifted", "vmin": -math.pi, "vmax": math.pi}  # lightness shows |Θ|, hue shows its sign
 FOOT = (
     "Similarity: q·k with the marked token, divided by its value at distance 0, if q and k have the same content in "
     "every channel."
@@ -109,7 +109,7 @@ def make_view(
     maps: int = 4,
     reference: int | Sequence[int | None] | None = None,
 ) -> View:
-    """Choose what to draw: by default, the centre of the grid as the token, and ``maps`` channels.
+    """Select what to draw. By default, this is the centre of the grid as the marked token, and ``maps`` channels.
 
     Raises:
         ValueError: if no channel rotates on the grid.
@@ -126,7 +126,7 @@ def make_view(
 
 
 def lowest_similarity(views: Sequence[View], variants: int | None = None) -> float:
-    """Return the lower end of a similarity scale for the first variants of these views, by default all of them.
+    """Return the lower end of a similarity scale for the first variants of these views (default: all variants).
 
     The upper end is 1.
     """
@@ -145,7 +145,7 @@ def draw(view: View) -> Figure:
 
 
 def draw_comparison(views: Sequence[View]) -> Figure:
-    """Draw a row for each view, with its own similarity, slices and wavelengths. The caller must close the figure.
+    """Draw a row for each view, with similarity, slices and wavelengths. The caller must close the figure.
 
     All rows share the scale of the similarity.
     """
@@ -238,7 +238,7 @@ def _token_label(layout: TokenLayout) -> str:
 
 
 def _similarity_lines(axis: Any, view: View, lowest: float, variants: int = len(SEQUENCE_LINES)) -> None:
-    """Plot the similarity over a sequence, with the text to the left; the first variant is the scheme's own."""
+    """Plot the similarity over a sequence, with the text on the left. The first variant is the scheme's own."""
     layout = view.layout
     before = layout.text + data.GAP if layout.text else 0
     for (names, values), (colour, line, width) in zip(view.scores()[:variants], SEQUENCE_LINES, strict=False):
@@ -251,7 +251,7 @@ def _similarity_lines(axis: Any, view: View, lowest: float, variants: int = len(
 
 
 def _limit_similarity(axis: Any, lowest: float) -> None:
-    """Let an axis of similarity begin at ``lowest`` and end at 1, with a margin."""
+    """Set the limits of a similarity axis to ``lowest`` and 1, with a margin."""
     margin = 0.05 * (1 - lowest)
     axis.set_ylim(lowest - margin, 1 + margin)
 

@@ -40,30 +40,31 @@ def show(
     """Plot an encoding's angles for a few channels, its similarity to one token, and its wavelengths.
 
     ``lrpe-md visualize`` draws the same figure. For a name or a scheme, the figure also shows the other map and axis
-    order. For a list of encodings, as with ``--compare``, the figure has a row for each, with similarity on the same
-    scale, slices through it, and wavelengths.
+    order. For a list of encodings, as with ``--compare``, the figure has a row per encoding, with the similarity (on
+    the same scale in all rows), slices through the similarity, and wavelengths.
 
     Args:
         scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
             an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
-            with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
-            pairs. You can also pass a list of these.
-        shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
+            with any float dtype and device. A module is drawn with its current frequencies. A bare ω is drawn with the
+            rotate map. You can also pass a list of encodings.
+        shape: grid shape (N,), (H, W) or (T, H, W). The default depends on the scheme's axes.
         path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
             figure is not saved.
         head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
         token: grid coordinates of the marked token, such as (h, w). By default, it is the middle token.
-        channels: channels (cosine) or pairs (rotate) whose angles to plot. By default, ``maps`` of them are chosen,
-            with at least one for each axis.
-        maps: number of angle maps, without ``channels``.
+        channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
+            at least one for each axis.
+        maps: number of angle maps if ``channels`` is None.
         text: number of text (or class) tokens before the grid.
         dark: whether to draw for a dark background.
         options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.
 
     Returns:
-        the figure, a matplotlib Figure. It is not registered with pyplot, so ``plt.show()`` doesn't show it. A notebook
-        shows it if it is the last value of a cell, and ``figure.savefig(file, dpi=..)`` saves it at any resolution.
+        the figure, a matplotlib Figure. The figure is not registered with pyplot, so ``plt.show()`` doesn't show it. A
+        notebook shows the figure if it is the last value of a cell, and ``figure.savefig(file, dpi=..)`` saves it at
+        any resolution.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -136,7 +137,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
-    """Return the subject for a scheme, or for the frequencies of a preset, module or tensor, copied to the CPU."""
+    """Return the subject for a scheme, preset, module or tensor. Frequencies are copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):

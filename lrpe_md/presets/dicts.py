@@ -23,11 +23,11 @@ def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
 
 
 def _add_functions(functions: Functions | None) -> Functions:
-    """Return the library's functions and the caller's own by name.
+    """Return the library's functions and the caller's own functions by name.
 
     Raises:
-        ValueError: an own function with the name of another function of the library; a file would not say which one it
-            means.
+        ValueError: if the caller's function has the name of a different function of the library, because the name would
+            be ambiguous in a file.
     """
     for name, function in (functions or {}).items():
         if FUNCTIONS.get(name, function) is not function:

@@ -549,9 +549,9 @@ def preset(
         num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
             for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ by head.
         base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or
-            larger grids, instead of the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
+            larger grids. The defaults are the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
             original_length=32768)`` applies to all axes. You can also pass one per axis.
-        rotary_dim: rotated channels of a head, instead of the scheme's: the first R channels (an int) or a slice.
+        rotary_dim: channels of a head to rotate, the first R (an int) or a slice. The default is the scheme's.
         seed: seed of random frequencies. The default is 0.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Compare position encodings by training the same model with each, and testing it at unseen sizes or lengths.
+"""Compare position encodings: train the same model with each encoding, and test it at unseen sizes or lengths.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
                                                                  3 seeds, 5 minutes on two CPU cores
-    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, options of encodings
+    lrpe-md ablate run digits -e rotate -e dinov3 -e rotate:base=10000         presets, and options of encodings
     lrpe-md ablate run digits --full                             15 encodings, 5 seeds, 100 epochs: an hour
     lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image                encodings × 3 seeds, one GPU
     CUDA_VISIBLE_DEVICES=1 lrpe-md ablate run image FASHION_MNIST --out runs/ablate-image --shard 1/4
@@ -14,10 +14,10 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Pass data as you would to the training commands. Use --set to change any of their options. Each result is saved as soon
-as its training run ends. After an interruption, run the same command again to resume from the last checkpoint. The
-report consists of results.csv, table.md and plots. It shows mean and standard deviation over the seeds, paired
-differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
+Pass data as you would to the training commands. Use --set to change any option of these commands. Each result is saved
+as soon as its training run ends. After an interruption, run the same command again to resume from the last checkpoint.
+The report consists of results.csv, table.md and plots. The report shows the mean and standard deviation over the seeds,
+paired differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run(
         int | None, typer.Option(min=1, help="Number of parallel trainings. (default: 1, or one per core on a CPU)")
     ] = None,
 ) -> None:  # fmt: skip
-    """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
+    """Train with every encoding and seed that has no result yet. The last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
@@ -124,7 +124,7 @@ def run(
     out = out or Path("runs") / f"ablate-{task}{'-smoke' if smoke else ''}"
     todo = comparison.jobs(out)
     with options_as_set(chosen), record_warnings() as warned:
-        for job in todo.values():  # check all encodings with the model before training the first
+        for job in todo.values():  # check that the model supports all encodings before training with the first
             comparison.config(out, *job)
     timed = comparison.training.get("seconds", 0)
     workers = workers or (joblib.cpu_count() if where == "cpu" and not timed else 1)
@@ -156,7 +156,7 @@ def report_finished(console: Console, out: Path, baseline: str | None, files: It
 
 
 def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
-    """Print a line for each training run as it ends."""
+    """Print a line for each training run when the run ends."""
     for i, result in enumerate(results, 1):
         value = next(iter(next(iter(result["values"].values())).values()))
         console.print(
@@ -166,7 +166,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Check the baseline and write config.json. If the folder has a comparison with the same options, add to it."""
+    """Check the baseline, and write config.json. If the folder has a comparison with the same options, extend it."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -175,7 +175,7 @@ def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> 
 def select_encodings(
     task: Task, encoding: list[str] | None, attention: list[str] | None, full: bool
 ) -> dict[str, list[str]]:
-    """Return the encodings to compare, by attention."""
+    """Return the encodings to compare, for each kind of attention."""
     backbone = task.config.backbone
     pairs = [each.rpartition("/") for each in encoding or []]
     for kind, slash, name in pairs:
@@ -200,7 +200,8 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have the layers that these need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have as many layers as these
+    need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
@@ -223,7 +224,7 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 def train_all(
     comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None, warned: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not repeated."""
+    """Run all jobs, and yield each result as soon as it is saved. Warnings in ``warned`` are not shown again."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(

@@ -1,4 +1,4 @@
-"""Table and plot of the bits per byte of text, by length and by position."""
+"""Table and plot of the bits per byte, by text length and by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report_sizes import count_seeds, describe_training
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
-    """Split a column such as "8192:512-1024" into length, first and last position. "512" means all positions."""
+    """Split a column name such as "8192:512-1024" into length, first and last position. "512" means all positions."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
     parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
@@ -32,13 +32,13 @@ def mean_and_std(results: Any, key: str) -> Any:
 
 
 def ranking(results: Any) -> list[str]:
-    """Sort the names by the result at the longest length, best first."""
+    """Return the names in the order of their results at the longest length, best first."""
     longest = results[(results["first"] == 0) & (results["last"] == results.length.max())]
     return list(longest.groupby("name")["value"].mean().sort_values(kind="stable").index)
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the table, sorted by the result at the longest length and including the baseline."""
+    """Render the table, including the baseline. Rows are sorted by the result at the longest length."""
     settings = config["settings"]
     training = settings["training"]
     trained = training["length"]
@@ -101,7 +101,7 @@ def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> N
             if len(groups) > 1:
                 for axis in row:
                     set_title(axis, "", names, True)
-            row[0].set_yscale("log")  # keeps close curves apart even if one encoding fails badly
+            row[0].set_yscale("log")  # separates close curves even if one encoding fails badly
             row[0].set_ylabel("bits per byte")
         low, high = axes[0, 0].get_ylim()
         shown = [n for n in (1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16) if low <= n <= high]

@@ -16,10 +16,10 @@ from ..common.provenance import describe_environments
 from ..train.data.recall import KINDS, OFFSETS
 from .report_sizes import KEYS, count_seeds, describe_training, difference, sizes, summarize_trainings
 
-MEMORY = "add"  # the memory that the others are compared with
-LINES = 6  # maximum number of lines that a panel has room to label
+MEMORY = "add"  # other memories are compared with this one
+LINES = 6  # maximum number of lines that can be labelled in a panel
 COLORS = {"softmax": "black", "add": "orange", "decay": "green", "delta": "blue"}
-DASHES = {"none": "-", "rotate": "--"}  # by encoding; others are dotted
+DASHES = {"none": "-", "rotate": "--"}  # by encoding; other encodings are dotted
 
 
 def frames_of(size: str) -> int:
@@ -32,7 +32,7 @@ def longest(results: pd.DataFrame) -> str:
 
 
 def intervals(results: Any) -> pd.DataFrame:
-    """Return mean and half-width of the 95% interval over seeds, by question, attention, encoding and size."""
+    """Return the mean and the half-width of the 95% interval over seeds, by question, attention, encoding and size."""
     found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
@@ -52,7 +52,7 @@ def _accuracies(results: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) -> list[str]:
-    """Compare the values of one of :data:`KEYS` with a baseline, paired by seed, or return [] without a baseline."""
+    """Compare the values of a key in :data:`KEYS` with a baseline, paired by seed. Without a baseline, return []."""
     (same,) = (key for key in KEYS if key != changed)
     part: Any = results[results.question == kind]
     renamed = part.rename(columns={changed: "encoding", same: "attention", "question": "positions"})
@@ -108,7 +108,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
     """Return the variants to plot, as pairs (attention, encoding) sorted by accuracy on the longest clips.
 
-    If there are more than six, keep only the best encoding of each memory, and the best six of these.
+    If there are more than six variants, keep only the best encoding for each memory, and of these the best six.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
@@ -121,7 +121,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart until neighbours differ by at least ``gap``, keeping their order and the maximum ``most``."""
+    """Move values apart until neighbours differ by at least ``gap``. Keep their order, and don't exceed ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:
@@ -133,7 +133,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the number of frames by memory and encoding, with all seeds and their mean."""
+    """Plot accuracy against the number of frames for each memory and encoding: every seed, and the mean over seeds."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

@@ -32,18 +32,18 @@ def sizes(results: pd.DataFrame) -> list[str]:
 
 
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
-    """Return the largest number of seeds, and a description such as "3", or "1 to 3" if variants differ."""
+    """Return the largest number of seeds per variant, and a description: "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
     fewest, most = counts.min(), counts.max()
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline that has the same attention, paired by their common seeds.
+    """Compare each encoding with the baseline in the same kind of attention. Results are paired by common seeds.
 
     Returns:
-        a row for each encoding, attention, positions and size, with the mean, half the width of Student's interval (NaN
-        for one seed), and the number of pairs.
+        a row for each encoding, attention, positions and size, with the mean difference, half the width of Student's
+        interval (NaN for one seed), and the number of pairs.
     """
     where = [*KEYS[1:], "positions", "size", "seed"]
     base: Any = results[results.encoding == baseline].set_index(where)["value"]
@@ -91,7 +91,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of other columns.
+    """Summarise the training runs by the largest rise in the loss over all seeds, and the medians of other columns.
 
     Columns without values are left out.
     """
@@ -114,13 +114,13 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
             "ms per step": cell(row.step_ms, ".1f"), "million tokens per second": speed(row.tokens / row.step_ms / 1e3),
             "peak memory, GiB": cell(row.peak_mib / 1024, ".2f"), "s per training": f"{row.train_seconds:.0f}",
         }  # fmt: skip
-        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # trainings with a time budget
+        if "counted_seconds" in runs and runs.counted_seconds.notna().any():  # runs with a time budget
             of = groups.get_group(key)
             least, most = of.counted_seconds.min(), of.counted_seconds.max()
             cells |= {"steps": f"{of.steps.median():,.0f}", "seconds counted": f"{least:.1f} to {most:.1f}"}
         for name, text in cells.items():
             columns.setdefault(name, []).append(text)
-    measured = runs.columns[runs.notna().any()]  # without peak memory on a CPU
+    measured = runs.columns[runs.notna().any()]  # there is no peak memory on a CPU
     columns = {name: cells for name, cells in columns.items() if SOURCES.get(name, "params") in measured}
     single = len(runs) == runs[KEYS].drop_duplicates().shape[0]
     text = f"The table lists {'each run' if single else 'medians over all runs'}"
@@ -132,7 +132,7 @@ def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
 
 
 def describe_training(settings: dict[str, Any]) -> str:
-    """Return sentences about the training: its length, the optimiser, and other settings that are not the default."""
+    """Return sentences about the training: the length, the optimiser, and other settings that are not the defaults."""
     training = settings["training"]
     seconds = training.get("seconds")
     length = f"{seconds:g} s (not counting the first steps)" if seconds else (
@@ -150,7 +150,7 @@ def describe_training(settings: dict[str, Any]) -> str:
 
 
 def find_changes(settings: dict[str, Any]) -> list[str]:
-    """Return the settings that differ from the task's defaults as "name value", without those that the text names."""
+    """Return the settings that differ from the task's defaults as "name value", except settings that the text names."""
     task, training = TASKS[settings["task"]], settings["training"]
     free = {f.name for f in fields(task.config) if f.metadata["free"] and f.name != "weights"}  # no effect on results
     defaults = {f.name: f.default for f in fields(task.config) if f.default is not MISSING} | task.defaults
@@ -204,8 +204,8 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
     """Plot the mean and standard deviation of the measure against the size.
 
-    There is a row for each kind of attention and a column for each kind of positions. If there is only one encoding,
-    all kinds of attention share a row.
+    There is a row for each kind of attention, and a column for each kind of positions (extrapolated or rescaled). If
+    there is only one encoding, all kinds of attention share a row.
     """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     if results.encoding.nunique() == 1:
@@ -248,14 +248,14 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size, with all seeds and their mean."""
+    """Plot the measure at the training size, with each seed and the mean over seeds."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]
     means: Any = shown.groupby("encoding")["value"].mean()
     ranking = list(means.sort_values().index)
     attentions = [attention for attention in settings["encodings"] if attention in set(shown.attention)]
-    two = "black", OKABE_ITO["grey"]  # not the colours that stand for encodings
+    two = "black", OKABE_ITO["grey"]  # colours that don't stand for encodings
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.6 + 0.4 * len(ranking)), layout="constrained")
         offsets = (0.16, -0.16) if len(attentions) > 1 else (0.0,)

@@ -33,7 +33,7 @@ Values = dict[str, dict[str, float]]  # series (such as positions) → size → 
 CHOSEN = (
     "out",
     "data",
-    "reference",  # results need both kinds of positions
+    "reference",  # results require both kinds of positions
     "encoding",
     "attention",
     "seed",
@@ -43,12 +43,12 @@ CHOSEN = (
     "progress",
     "turn",
     "scheme",
-)  # set by the driver for each training; fmt: skip
+)  # set by the driver for each run; fmt: skip
 
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison, with more encodings, more seeds and longer training."""
+    """Settings for the longer comparison of a task: more encodings, more seeds and longer training."""
 
     compared: dict[str, tuple[str, ...]]
     seeds: int
@@ -61,19 +61,19 @@ class Task:
 
     Args:
         config, run: configuration class and training function.
-        compared: encodings of the default comparison, by attention.
+        compared: encodings in the default comparison, for each kind of attention.
         smoke: options of a tiny training run on a CPU.
-        values: function that extracts the measured values from the result of ``run``.
+        values: function that extracts the measured values from what ``run`` returns.
         measure, higher: name of the measured value, and whether a higher value is better.
         layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
         series: column of results.csv that names each series of values of a training run.
         plots: name of the plot in each report file.
-        defaults, on_gpu: fields that differ from the training's defaults on all devices, or on a GPU only.
-        by_encoding: fields for single encodings.
-        full: settings of the longer comparison, if there is one.
+        defaults, on_gpu: fields that differ from the defaults of the training command, on all devices or on a GPU only.
+        by_encoding: fields that only apply to specific encodings.
+        full: settings for the longer comparison, if there is one.
         data: default data.
-        kept: files in a run's folder that the report shows.
-        notes: sentences below the tables, by the encoding or the data that they are about.
+        kept: files in a run's folder that the report needs.
+        notes: sentences to print below the tables. The keys are the encodings or data that the sentences are about.
     """
 
     config: type[Training]
@@ -108,7 +108,7 @@ def held_out(result: dict[str, Any]) -> Values:
     for name, value in result["held_out"].items():
         if name != "test_pairs":
             size, _, positions = name.partition(" ")
-            for each in [positions] if positions else found:  # both kinds of positions coincide at the training size
+            for each in [positions] if positions else found:  # all positions coincide at the training size
                 found[each][size] = value["loss"]
     return found
 
@@ -122,7 +122,7 @@ def answers(result: dict[str, Any]) -> Values:
 
 
 def bits(result: dict[str, Any]) -> Values:
-    """Return bits per byte by scaling and length, and for the longest length also by position ("8192:512-1024")."""
+    """Return bits per byte by scaling and length, with the longest length also split by position ("8192:512-1024")."""
     found: Values = {}
     for row in result["evaluation"]:
         whole = (row["first"], row["last"]) == (0, row["length"])
@@ -239,7 +239,7 @@ TASKS = {
 
 
 def _explain_unknown(config: type[Training], name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an unknown option, or the tasks that have it."""
+    """Return a suggestion for an unknown option, or name the tasks that have this option."""
     others = [task for task, other in TASKS.items() if name in {f.name for f in fields(other.config)} - set(CHOSEN)]
     if not others:
         return suggest(name, known)
@@ -267,7 +267,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
                 f"--set: expected NAME=VALUE with NAME one of {', '.join(known)}, got {each!r}"
                 f"{_explain_unknown(config, name, known)}"
             )
-        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of bool | None
+        kind = next((part for part in get_args(hints[name]) if part is not NoneType), hints[name])  # of X | None
         try:
             found[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
@@ -278,7 +278,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
-    """Reword the errors of a training run, with ``--set NAME=VALUE`` for its options and DATA for its data."""
+    """Reword the errors of a training run: say ``--set NAME=VALUE`` for options, and DATA for data."""
     known = {f.name for f in fields(task.config)} - set(CHOSEN)
 
     def reword(found: re.Match[str]) -> str:
@@ -298,7 +298,7 @@ def options_as_set(task: Task) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_warnings() -> Iterator[list[str]]:
-    """Yield a list that collects the texts of warnings, which are still shown."""
+    """Yield a list that collects the texts of warnings. The warnings are still shown."""
     texts: list[str] = []
     show = warnings.showwarning
 
@@ -326,9 +326,9 @@ def hide_warnings(texts: Iterable[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings that determine results. All runs in a folder share the task, the data and the training options.
+    """Settings that determine the results. All runs in a folder share the task, the data and the training options.
 
-    ``schemes`` maps encodings to fingerprints, for the compared schemes that the user registered.
+    ``schemes`` maps encodings to fingerprints. It contains the compared schemes that the user registered.
     """
 
     task: str
@@ -365,10 +365,10 @@ class Comparison:
         return TASKS[self.task].config.backbone.names
 
     def merge(self, out: Path) -> Comparison:
-        """Return a comparison that also contains the encodings, seeds and fingerprints of the runs in a folder.
+        """Return a comparison that also includes the encodings, seeds and fingerprints of existing runs in a folder.
 
         Raises:
-            typer.BadParameter: if a scheme is defined differently in the folder's runs.
+            typer.BadParameter: if the definition of a scheme differs in the existing runs.
         """
         schemes = {name: mark for _, name in self.pairs if (mark := fingerprint_scheme(name)) is not None}
         path = out / "config.json"
@@ -393,7 +393,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: the settings of all runs and tests, without the paths of data."""
+        """Return the content of config.json: the settings for all runs and tests, without data paths."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)
@@ -403,7 +403,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Map each result file to its encoding, attention and seed, ordered by seed."""
+        """Map each result file to its attention, encoding and seed. The files are sorted by seed."""
         return {
             out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)
@@ -421,10 +421,10 @@ def train(
     schemes: dict[str, Scheme] | None = None,
     shown: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Run or resume a training run. When its result is saved, delete the checkpoint.
+    """Start or resume a training run. When the result is saved, delete the checkpoint.
 
-    ``schemes`` contains schemes to register first, if this is a new process, and ``shown`` the warnings that the user
-    has already seen.
+    ``schemes`` contains schemes to register first, if this is a new process. ``shown`` contains the warnings that the
+    user has already seen.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -451,7 +451,7 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table of results, with a row for each encoding, attention, seed, element of the series and size."""
+    """Build a table of results, with a row for each encoding, attention, seed, entry of the series and size."""
     rows = []
     for file in files:
         run = read_json(file)

@@ -36,14 +36,14 @@ app = typer.Typer(
 
 
 class Benchmark(NamedTuple):
-    """Benchmark, with its panel in --help and the arguments of its example."""
+    """A benchmark, its panel in --help, and the arguments of its example."""
 
     run: Callable[..., Any]
     panel: str
     example: str
 
 
-SMOKE = Path("runs/bench-smoke")  # folder of results with --smoke
+SMOKE = Path("runs/bench-smoke")  # results folder with --smoke
 YOURS, OPERATORS, STEPS, MAINTENANCE = "Your GPU and sizes", "Operators", "Training steps", "Kernels and results"
 COMMANDS = {
     "my-shapes": Benchmark(my_shapes.main, YOURS, "--batch 8 --heads 24 --grid 21x45x80 --head-dim 128"),
@@ -64,7 +64,7 @@ COMMANDS = {
 
 
 def with_smoke(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a benchmark so that --smoke writes to another folder and prints the command of a real run."""
+    """Wrap a benchmark so that --smoke writes to another folder and prints the command for a real run."""
     signature = inspect.signature(run)
     if "smoke" not in signature.parameters:
         return run

@@ -1,4 +1,4 @@
-"""Page and plots about linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
+"""Report page and plots for linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def label(impl: str, map: str) -> str:
 
 
 def names(rows: Any) -> list[tuple[str, str]]:
-    """Return the pairs (implementation, map), starting with lrpe-md."""
+    """Return all pairs (implementation, map), with lrpe-md first."""
     found = dict.fromkeys(zip(rows.impl, rows["map"], strict=True))
     return sorted(found, key=lambda name: (name[0] != OURS, name[0], MAPS.index(name[1])))
 
@@ -133,7 +133,7 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads into usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
+    """Group workloads by usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
     unusual, causal, frames, theirs = (
         [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
@@ -142,7 +142,7 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
 
 
 def name_work(work: str) -> str:
-    """Return the two-line label of a workload's bars."""
+    """Return the two-line label for a workload's bars."""
     return work.replace("bidirectional", "full").replace("-", "\n", 1)
 
 
@@ -222,7 +222,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Write all plots for which there are results."""
+    """Write every plot for which there are results."""
     drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
         BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
     }  # fmt: skip

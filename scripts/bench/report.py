@@ -1,4 +1,4 @@
-"""Write the pages and plots of docs/results about speed and adapted models, from scripts/results.
+"""Write the pages and plots in docs/results about speed and adapted models, from the files in scripts/results.
 
     make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
@@ -34,12 +34,12 @@ PASS_NAMES: dict[str, str] = dict(
     zip(PASSES, ("forward", "backward", "backward with ω", "forward + backward"), strict=True)
 )
 WAYS = ("forward, no gradient", "forward, gradient", "forward and backward")
-BARS = 8  # most bars of a group in a plot
+BARS = 8  # maximum number of bars per group in a plot
 NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "floor_bytes", "share", "copy_gbps")
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
-    """Read the latest row of each measurement on one GPU, which is by default the GPU with the most rows."""
+    """Read the latest row of each measurement on one GPU. The default is the GPU with the most rows."""
     files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
@@ -52,13 +52,13 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Return the unique values. Workloads and peers are in the benchmark's order, others in order of appearance."""
+    """Return the unique values: workloads and peers in the benchmark's order, others in order of appearance."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
 
 def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
-    """Return the only value of the rows, ✗ if it is outside of the error budget, or "" if there is none."""
+    """Format the only value in the rows. Return ✗ if it violates the error budget, or "" if there is no value."""
     measured: Any = rows.dropna(subset=["p50"])
     if len(measured):
         last = measured.iloc[-1]
@@ -70,7 +70,7 @@ def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str
 
 
 def render(rows: pd.DataFrame) -> str:
-    """Render the section as markdown, or as an empty string if nothing was measured."""
+    """Render the results as markdown. Return an empty string if nothing was measured."""
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}
@@ -102,7 +102,7 @@ def workloads() -> str:
 
 
 def adapters(folder: Path) -> str:
-    """Report which models `adapt_rotary` supports, and why it rejects the others."""
+    """Report which models `adapt_rotary` supports, and why it rejects the other models."""
     parts: list[str] = []
     counts: list[list[str]] = []
     for file in sorted(folder / f"{library}.csv" for library in LIBRARIES):
@@ -150,7 +150,7 @@ def changes(file: Path) -> str:
 
 
 def group_names(names: list[str]) -> list[list[str]]:
-    """Group names in a row for each first letter or, for timm's vit_base_patch16_.., for each size."""
+    """Group names into one row per first letter or, for timm's vit_base_patch16_.., one row per model size."""
     rows: dict[str, list[str]] = {}
     for name in sorted(names, key=str.lower):
         group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()
@@ -188,14 +188,14 @@ PIVOTS = {
 }  # fmt: skip
 
 
-CASES = {  # values in the files: words in the tables
+CASES = {  # from values in the files to words in the tables
     "backward_omega": "backward with ω", "both": "forward and backward", "head": "one head", "heads": "all heads",
     "gpu": "GPU", "graph": "CUDA graph", "host": "CPU",
 }  # fmt: skip
 
 
 def pivot(file: Path) -> str:
-    """Render the table of a file, and a line about where it was measured."""
+    """Render a file as a table, followed by a line about the machine and versions."""
     if not file.is_file():
         return ""
     shown = PIVOTS[file.name]
@@ -258,7 +258,7 @@ def host_tests(file: Path) -> str:
 
 
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
-    """Render all pages that have results, by file name."""
+    """Render all pages that have results, and return them by file name."""
     speed = render(rows), counters(folder / "counters.csv")
     others = [pivot(folder / name) for name in PIVOTS]
     found = {
@@ -425,7 +425,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 
 def counters(file: Path) -> str:
-    """Report what limits the kernels, or return an empty string if there is no file of counters."""
+    """Report what limits the kernels, or return an empty string if the file of counters is missing."""
     if not file.exists():
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
@@ -449,7 +449,7 @@ def counters(file: Path) -> str:
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:
-    """List results outside of the error budget, and failures with their messages."""
+    """List results that violate the error budget, and failures with their error messages."""
     wrong: Any = rows[rows.in_budget == "False"]
     failed: Any = rows[rows.p50.isna() & (rows.in_budget != "False") & (rows.note != "")]
     lines = []
@@ -466,9 +466,9 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose the peers of an operator to plot, preferring those with the most measurements, then the fastest.
+    """Choose an operator's peers to plot. Peers with more measurements come first, and then faster peers.
 
-    The tables show all peers.
+    Unlike the plots, the tables show all peers.
     """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
@@ -477,7 +477,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
 
 
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
-    """Draw bar charts of results with shared frequencies, with a row per operator and a column per pass."""
+    """Draw bar charts for shared frequencies, with a row per operator and a column per pass."""
     part = pass_rows(rows)
     part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
     if not len(part):
@@ -517,7 +517,7 @@ def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[s
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot forward time against N by operator and number of axes, with a dotted line for the copy's speed."""
+    """Plot the forward time against N for each operator and number of axes, with a dotted line for the copy's speed."""
     part: Any = rows[(rows["mode"] == "scaling") & rows.p50.notna()]
     if not len(part):
         return False

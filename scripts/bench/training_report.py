@@ -1,4 +1,4 @@
-"""Tables about training steps, from the CSVs of ``scripts.bench training``."""
+"""Tables of training step times, from the CSVs of ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def backbones(file: Path) -> str:
 
 
 def adapted(file: Path) -> str:
-    """Render the stock models' times and the gains of adapting them, with a row per model and a column per mode."""
+    """Render stock models' times and the speed-ups from adaptation, with a row per model and a column per mode."""
     if not file.exists():
         return ""
     rows = read(file)

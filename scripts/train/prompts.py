@@ -1,4 +1,4 @@
-"""Sample a trained diffusion model with your own prompts or classes, as a sheet or as an .npz with many samples."""
+"""Sample from a trained diffusion model with your own prompts or classes. Save a sheet, or many samples in an .npz."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .samples import pixels, write_sheet
 from .text_features import count_tokens, load_encoder
 from .vae import open_decoder
 
-BATCH = 16  # images that are drawn together
+BATCH = 16  # number of images per batch
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw noise (num, *shape) with seed + i for sample i, independently of the device and of ``num``."""
+    """Draw noise (num, *shape). Sample i uses seed + i, so the noise does not depend on the device or on ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
 
 def build_model(settings: dict[str, Any]) -> DiT:
-    """Build the model of a run from its settings. At other sizes, it rescales positions to those of the training."""
+    """Build the model of a run from its settings. At other sizes, the model rescales positions to the training grid."""
     model = DiT(text_encoder=build_encoder(settings["condition"]), **restore_arguments(settings["model"]))
     multiple = settings["patch"] * settings.get("latents", {}).get("factor", 1)
     model.reference = TrainedGrids(tuple(size / multiple for size in settings["train_sizes"]))
@@ -147,8 +147,8 @@ class Painter:
     Args:
         state: content of the checkpoint.
         device: device of the model.
-        vae: VAE of a latent model. "auto" uses the VAE that encoded the latents.
-        encoder: text model that computed the features of a run with --text-features.
+        vae: VAE for a latent model. "auto" uses the VAE that encoded the latents.
+        encoder: for a run with --text-features, the text model that computed the features.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Painter:
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
         """Convert prompts (captions, class names or class numbers) to the model's text input.
 
-        option: option that contains the prompts, for error messages.
+        option: name of the option for error messages.
 
         Raises:
             typer.BadParameter: for an unknown class, or a run with text features if no text model is passed.
@@ -205,14 +205,14 @@ class Painter:
         if prompt.isdecimal() and int(prompt) < len(classes):
             return int(prompt)
         if not prompt:
-            return len(classes)  # the empty condition
+            return len(classes)  # label of the empty condition
         choose(option, [prompt], classes)
         raise AssertionError(prompt)
 
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
         """Draw samples from noise, and yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU.
 
-        ``text`` is a result of :meth:`encode` with one condition per sample.
+        ``text`` is a result of :meth:`encode`, with one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.grids if sheet.positions == "rescaled" else None
@@ -237,7 +237,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw all prompts from the same noise (images, C, ..), as (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw every prompt from the same noise (images, C, ..). Return (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))
@@ -280,7 +280,7 @@ class Count(NamedTuple):
 
 
 def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
-    """Draw ``count`` samples, cycling through prompts or classes, and save them for FID tools.
+    """Draw ``count`` samples, cycling through prompts or classes, and save the samples in a format for FID tools.
 
     In the .npz, arr_0 contains the samples as uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos. arr_1 (N,)
     contains the labels or the indices of the prompts.

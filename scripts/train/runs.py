@@ -1,4 +1,4 @@
-"""Load trained models from the folders of their runs."""
+"""Load trained models from run folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["load_clip", "load_frames", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """Return a run's task, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
+    """Return the task of a run, or None for a run of another program. `digits` uses the same models as `image`."""
     arguments = settings.get("model")
     if not isinstance(arguments, dict):
         return None
@@ -38,7 +38,7 @@ def task_of(settings: dict[str, Any]) -> str | None:
     return None
 
 
-# Task → function that builds its model from the settings of a run.
+# Task → function that builds the model from the settings of a run.
 BUILDERS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "diffusion": build_diffusion,
     "vae": lambda settings: vae.Autoencoder(settings["model"]),
@@ -53,8 +53,8 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
     """Return the trained model of a run of `lrpe-md train`.
 
     Args:
-        folder: output folder of the run. For an interrupted run, the weights are those of its last checkpoint.
-        average: whether to load the averaged weights (EMA), if there are any, instead of those of the last step.
+        folder: output folder of the run. For an interrupted run, the weights come from the last checkpoint.
+        average: whether to load the averaged weights (EMA), if there are any, instead of the weights of the last step.
         device: device of the model.
 
     Returns:
@@ -63,7 +63,7 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.
-        ValueError: if the run is not one of `lrpe-md train`.
+        ValueError: if the run was not made by `lrpe-md train`.
     """
     state = _read(Path(folder), average)
     task = task_of(state["settings"])
@@ -76,18 +76,18 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
 
 def load_clip(folder: str | Path, path: str | Path) -> Tensor:
-    """Read the central clip of a video, as `lrpe-md train video` does for its tests.
+    """Read the central clip of a video, as `lrpe-md train video` does in its tests.
 
     Args:
-        folder: output folder of the training run, whose options determine frames, size and motion.
+        folder: output folder of the training run. The run's options determine frames, size and motion.
         path: path of the video file.
 
     Returns:
-        the model's input (1, 3, frames, size, size) on the CPU. A video that is too short repeats frames.
+        the model's input (1, 3, frames, size, size) on the CPU. If the video is too short, frames are repeated.
 
     Raises:
         FileNotFoundError: if the folder has no weights, or is a file.
-        ValueError: if the run is not one of `lrpe-md train video`.
+        ValueError: if the run was not made by `lrpe-md train video`.
         VideoError: if the video can't be read.
     """
     return video.read_clip(Path(path), _read_video_settings(folder))
@@ -96,7 +96,8 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
 def load_frames(folder: str | Path, path: str | Path) -> Tensor:
     """Read a whole video with the frame size and the distance between frames of a run of `lrpe-md train video`.
 
-    A model trained with ``--causal`` reads it in chunks of whole tubelets, such as ``frames.split(1, dim=2)``.
+    A model trained with ``--causal`` can process the frames in chunks of whole tubelets, such as ``frames.split(1,
+    dim=2)``.
 
     Args:
         folder: output folder of the training.
@@ -127,7 +128,7 @@ def _read_video_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def _read(folder: Path, average: bool) -> dict[str, Any]:
-    """Read a run's checkpoint, or its exported weights if there is no checkpoint."""
+    """Read the checkpoint of a run, or the exported weights if there is no checkpoint."""
     if (folder / "checkpoint.pt").is_file():
         return read_checkpoint(folder / "checkpoint.pt")
     if average and (folder / EXPORT).is_file():

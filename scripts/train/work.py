@@ -1,4 +1,4 @@
-"""Interface between tasks and the training loop, which also writes result.json."""
+"""Interface between tasks and the training loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Work:
 
     Args:
         model: model on any device.
-        settings: settings other than options that affect the weights, such as model arguments and a hash of the data.
+        settings: settings, other than options, that affect the weights, such as model arguments and a hash of the data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
-        evaluate: function that returns the trained model's results for result.json. All processes call it.
-        validate: function that returns values for a row of the history during training.
+        evaluate: function that evaluates the trained model, and returns entries for result.json. All processes call it.
+        validate: function that is called during training, and returns values for a row of the history.
         after_step: function to call after each step, for example to draw samples; see :meth:`.loop.Trainer.fit`.
         in_processes: whether workers are processes; see :meth:`.loop.Trainer.fit`.
     """

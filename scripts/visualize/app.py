@@ -14,7 +14,7 @@ class Visualize(Command):
     """The command, which takes presets as options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Suggest ``-p NAME`` for a name without it."""
+        """Suggest ``-p NAME`` for a name without -p."""
         ctx.allow_extra_args = True
         others = super().parse_args(ctx, args)
         if others:

@@ -1,4 +1,4 @@
-"""Plot encodings, with angles over the grid, the similarity of one token to all others, and wavelengths.
+"""Plot encodings: angles over the grid, the similarity of one token to all others, and wavelengths.
 
     lrpe-md visualize --preset wan --preset dinov3
     lrpe-md visualize --preset wan --preset dinov3 --compare
@@ -6,9 +6,9 @@
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-There is one figure per encoding. At the top, it shows Θ of a few pairs over the grid. Below are the similarity of the
-marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. With
---compare, there is one figure with a row per encoding, and all rows share the scale of the similarity.
+There is one figure per encoding. The top of the figure shows Θ of a few pairs over the grid. Below are the similarity
+of the marked token to all others for each map and axis order, slices through this similarity, and the wavelengths. With
+--compare, there is a single figure with a row per encoding, and all rows share the scale of the similarity.
 :mod:`lrpe_md.picture.data` computes the data and explains the assumptions behind similarity.
 """
 
@@ -50,13 +50,13 @@ PANELS = {
 }  # fmt: skip
 
 
-OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # by the library's argument
-IMPLIED = ("token", "segments", "shape", "reference")  # arguments whose option depends on the call
+OPTIONS = {"head_dim": "--head-dim", "num_heads": "--heads", "base": "--base"}  # argument of the library → option
+IMPLIED = ("token", "segments", "shape", "reference")  # arguments for which the option depends on the call
 
 
 @contextmanager
 def _name_option(option: str) -> Iterator[None]:
-    """Replace the argument's name with the option's in errors of the library."""
+    """In the library's errors, replace the name of an argument with that of its option."""
     try:
         yield
     except ValueError as error:
@@ -226,7 +226,7 @@ def main(
         bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Plot angle maps, similarity and wavelengths of encodings, with one figure per encoding."""
+    """Plot angle maps, similarity and wavelengths of encodings, one figure per encoding."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
         raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
@@ -280,7 +280,7 @@ def _make_subject(
 
 
 def save_figure(figure: Figure, path: Path, dpi: int, dark: bool) -> None:
-    """Save and close a figure, optionally with a copy for dark pages, and print its path."""
+    """Save and close a figure, optionally with a copy for dark pages, and print the figure's path."""
     if dark:
         save(figure, path, dpi=dpi)
     else:

@@ -1,4 +1,4 @@
-"""Read images from folders and zips, with their captions and other fields of a table."""
+"""Read images from folders and zips, with captions and other fields from a table."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ REMEDY = (
 )
 
 Read = Callable[[], bytes]
-# Errors from reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed in an unknown way.
+# Errors when reading a file, or a zip member that is encrypted (RuntimeError), damaged or compressed with an unknown
+# method.
 UNREADABLE = (OSError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 def list_files(path: Path) -> dict[str, Read]:
-    """Return the files of a folder or a zip by name, as relative paths with forward slashes."""
+    """Return the files in a folder or a zip by name. Names are relative paths with forward slashes."""
     if path.is_dir():
         return {p.relative_to(path).as_posix(): p.read_bytes for p in path.rglob("*") if p.is_file()}
     if not path.exists():
@@ -126,7 +127,7 @@ def _rows(path: Path, table: str, text: str) -> Iterable[tuple[int, Any]]:
         except csv.Error as error:
             raise typer.BadParameter(f"{path}: {table}, line {reader.line_num}: {error}") from error
         return
-    for i, line in enumerate(text.split("\n"), start=1):  # splitlines would also split inside captions
+    for i, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split captions at other characters
         if line.strip():
             try:
                 yield i, json.loads(line)
@@ -164,7 +165,7 @@ def _name_some(names: list[str]) -> str:
 
 @contextmanager
 def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
-    """Convert errors that occur while reading an image to errors that name the image."""
+    """Convert errors raised while reading an image to errors that name the image."""
     try:
         yield
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -172,7 +173,7 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Read an image of ``path`` as upright RGB, with transparent pixels in white."""
+    """Read an image in ``path`` as RGB. Rotate it upright, and make transparent pixels white."""
     with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
         rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
@@ -180,13 +181,13 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
-    """Return the height and width of an upright image of ``path``, without decoding it."""
+    """Return the height and width that an image in ``path`` has when upright. The image is not decoded."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
 
 
 def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
-    """Crop an image to the largest central part with a shape's aspect ratio, and resize it to (*shape, 3)."""
+    """Centre-crop an image to the aspect ratio of ``shape``, and resize it to (*shape, 3)."""
     (height, width), (across, down) = shape, image.size
     across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
     left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2

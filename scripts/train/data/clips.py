@@ -1,4 +1,4 @@
-"""Labelled videos in memory, from one folder per class. A random number per clip determines its frames."""
+"""Labelled videos in memory, from one folder per class. A random number per clip determines the clip's frames."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .streams import hold_out
 from .videos import SUFFIXES, VideoError, advise_on_pictures, decode_all, describe_files
 
 SAMPLINGS = ("dense", "uniform")
-RESOLUTION = 2**20  # number of different places of a clip in its video
+RESOLUTION = 2**20  # number of possible start positions of a clip in a video
 REMEDY = "expected a folder with CLASS/*.mp4 and at least two classes, or with train/CLASS/*.mp4 and val/CLASS/*.mp4"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the frames of a clip.
+    """Rule for choosing a clip's frames.
 
     Args:
         kind: "dense" uses every ``every``-th frame, starting with a random frame. "uniform" divides the video into
@@ -40,13 +40,13 @@ class Sampling:
 
     @property
     def span(self) -> int:
-        """Minimum length of a video, in frames, whose clips repeat no frame."""
+        """Minimum length of a video (in frames) for clips without repeated frames."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return frame numbers (B, frames) for videos with the given lengths, at random places (B,) in [0, 1).
+        """Return frame numbers (B, frames) for videos of the given lengths, from random ``places`` (B,) in [0, 1).
 
-        If a video is too short, "dense" repeats its last frame, and "uniform" repeats several frames.
+        If a video is too short, "dense" repeats the last frame, and "uniform" repeats several frames.
         """
         steps = np.arange(self.frames)
         if self.kind == "uniform":
@@ -87,7 +87,7 @@ class LabelledVideos:
         return value
 
     def clips(self, videos: np.ndarray, places: np.ndarray, sampling: Sampling, size: int) -> Tensor:
-        """Return clips (B, 3, frames, size, size) of some videos, in [-1, 1]."""
+        """Return clips (B, 3, frames, size, size) from the given videos, in [-1, 1]."""
         index = self.firsts[videos][:, None] + sampling.choose_frames(self.lengths[videos], places)
         x = self.frames[sent(index.ravel(), self.frames.device)].float()
         if x.shape[-1] != size:
@@ -105,9 +105,9 @@ def load_labelled(
 
     Args:
         paths: a single folder.
-        size: height and width after cropping to the central square and resizing.
-        parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of its name.
-        cache: folder for decoded frames, which runs share.
+        size: height and width after centre-cropping to a square and resizing.
+        parts, fold: if there is no test folder, one in ``parts`` videos is held out, based on a hash of the file name.
+        cache: folder for decoded frames, shared by all runs.
 
     Raises:
         VideoError: if there is no such folder, there are too few classes, a class has no training videos, a video can't

@@ -1,4 +1,4 @@
-"""Data for generative training, with its common options."""
+"""Data for generative training, and the options that all generative tasks share."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Source:
     """Samples of a training run.
 
     Args:
-        values: values that the model learns to generate.
+        values: pixels or latents that the model learns to generate.
         condition: condition of each sample.
         train, held_out: indices of the training and held-out samples.
         digest: hash of the data.
         latents: content of latents.json if the values are latents, or None.
-        num_train_sizes: number of training sizes, which come first in the sizes of the values.
+        num_train_sizes: number of training sizes. These are the first sizes of ``values``.
     """
 
     values: Values
@@ -98,12 +98,12 @@ class Source:
         return self.values.sizes[: self.num_train_sizes]
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps for :meth:`train_batch`, in each of which all samples have the same size and bucket."""
+        """Return the steps for :meth:`train_batch`. Within a step, all samples have the same size and bucket."""
         buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return the values and conditions of training samples. Numbers from ``len(train)`` on mean the next size."""
+        """Return the values and conditions of training samples. Numbers from ``len(train)`` on select the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
@@ -113,7 +113,7 @@ class Source:
         return isinstance(self.values, Decoded)
 
     def describe_held_out(self) -> str:
-        """Describe how many samples are held out, by class if they have classes, and warn if they are too few."""
+        """Describe how many samples are held out, by class if there are classes, and warn if they are too few."""
         numbers = np.concatenate([self.train, self.held_out])
         held_out = np.arange(len(numbers)) >= len(self.train)
         labels, classes = np.zeros_like(numbers), ()
@@ -135,7 +135,7 @@ class Source:
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
-        """Return the values and conditions of some samples; see :meth:`.values.Values.batch`."""
+        """Return the values and conditions of the given samples; see :meth:`.values.Values.batch`."""
         return self.values.batch(indices, size, draws), self.condition.inputs(indices, self.values.device)
 
     def names(self, indices: np.ndarray) -> list[str]:
@@ -145,7 +145,7 @@ class Source:
 
 
 class Encoding(NamedTuple):
-    """Encoders of the conditions.
+    """Encoders for the conditions.
 
     Args:
         size: size of the caption encoder. Class embeddings have the same width.
@@ -157,7 +157,7 @@ class Encoding(NamedTuple):
 
 
 def make_condition(records: Records, encoding: Encoding) -> Condition:
-    """Return the condition for records with captions, with labels, or without either."""
+    """Return the condition for records with captions, with labels, or with neither."""
     size, features = encoding
     if features is not None:
         if records.captions is None:
@@ -182,7 +182,7 @@ def load_source(
 
     Args:
         sizes: sizes of the images.
-        encoding: encoders of the conditions.
+        encoding: encoders for the conditions.
 
     Raises:
         typer.BadParameter: if the data can't be used.

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
 The command writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the
-run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to draw your own prompts or classes.
-To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and
-text next to its folder img/google/64.
+run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to sample your own prompts or
+classes. To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with
+file_name and text next to the folder img/google/64 in the package.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class DiffusionTraining(GenerativeTraining):
         choose("--sampler", [self.sampler], SAMPLERS)
         check_width("--dim", self.dim, self.heads, 2)
         self._check_sizes()
-        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # there is no text yet
+        self.check_encoding(DiT, {**model_arguments(self), "text_attention": "joint"})  # before text is loaded
 
     def _check_sizes(self) -> None:
         if self.latents is None:
@@ -202,7 +202,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @cached_property
     def latents(self) -> dict[str, Any] | None:
-        """Content of latents.json, or None for other data."""
+        """Content of latents.json, or None if the data is not latents."""
         return read_json(self.data / LATENTS) if (self.data / LATENTS).is_file() else None
 
     @cached_property
@@ -221,7 +221,7 @@ class DiffusionTraining(GenerativeTraining):
 
 
 def size_of(name: str) -> dict[str, int]:
-    """Return the options for a published size."""
+    """Return the options that define a published size."""
     size, _, patch = name.partition("/")
     choose("--model", [size], SIZES)
     if not patch.isdecimal() or not int(patch):
@@ -241,7 +241,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
-    """Build the model for a data source. None means captioned images."""
+    """Build the model for a data source. Without a source, build it for captioned images."""
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
@@ -263,13 +263,13 @@ def open_source(config: DiffusionTraining, device: torch.device) -> Source:
 
 
 def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
-    """Return values, conditions, and a mask of the samples that lose their condition."""
+    """Return values, conditions, and a mask of the samples whose condition is dropped."""
     x, text = source.train_batch(indices, draws)
     return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Return the number of patches in a step, at the first size."""
+    """Return the number of patches in a step at the first training size."""
     side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
     side //= 1 if config.latents is None else config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
@@ -295,7 +295,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     decoder = None if config.latents is None else open_decoder(config.latents, config.vae, device)
     source = open_source(config, device)
     if config.is_new:
-        source.check_batch(config.batch)  # before anything is written
+        source.check_batch(config.batch)  # check before anything is written
     if PartialState().is_main_process:
         typer.echo(source.describe_held_out(), err=True)
     if isinstance(source.condition, Captions) and PartialState().is_main_process:
@@ -335,7 +335,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
     def after_step(trainer: Trainer) -> bool:
         if not config.sample_every or trainer.step % config.sample_every:
             return False
-        if trainer.step < config.save_every:  # a folder with files but no checkpoint could not be resumed
+        if trainer.step < config.save_every:  # a run whose folder contains files but no checkpoint can't be resumed
             trainer.save()
         trainer.averaged.eval()
         show(config, evaluation, trainer, f"samples-{trainer.step:07}")
@@ -352,16 +352,16 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
 
 
 def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
-    """Allow sampling to call methods of a sharded model other than ``forward``."""
+    """Allow sampling to call a sharded model's methods other than ``forward``."""
     if config.sharding == "fsdp":
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # those not registered yet
+        for name in {"encode_text", "empty_text"} - vars(trainer.averaged).keys():  # not registered yet
             register_fsdp_forward_method(trainer.averaged, name)
 
 
 def show(config: DiffusionTraining, evaluation: Evaluation, trainer: Trainer, name: str) -> None:
-    """Write samples to NAME.npz and NAME.png, in the first process."""
+    """In the first process, write samples to NAME.npz and NAME.png."""
     allow_sampling(config, trainer)
     captions, columns = evaluation.draw(
         trainer.averaged, config.sampling, config.samples, trainer.accelerator.autocast

@@ -10,8 +10,8 @@
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
   and ``dpkg -x``) or MNIST
-- a folder CLASS/*.png, of which one in 5 images is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
-- with ``--label``, images and a metadata.jsonl with file_name and that field
+- a folder with CLASS/*.png, where one in 5 images is held out for tests, or with train/CLASS/*.png and val/CLASS/*.png
+- with ``--label FIELD``, images and a metadata.jsonl with file_name and FIELD
 - webdataset shards: a folder, or a pattern such as train-{000..099}.tar
 - a Hugging Face dataset: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
 - with ``--dataset``, the root of a downloaded timm dataset
@@ -228,7 +228,7 @@ def find_patch(name: str) -> int:
     try:
         with torch.device("meta"):
             model: Any = create_model(name, pretrained=False)
-    except RuntimeError as error:  # an unknown pretrained tag
+    except RuntimeError as error:  # the pretrained tag is unknown
         raise typer.BadParameter(f"--model {name}: {error}") from error
     if not isinstance(model, VisionTransformer):
         raise typer.BadParameter(
@@ -239,7 +239,7 @@ def find_patch(name: str) -> int:
 
 
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
-    """Return the model's arguments that do not depend on the data."""
+    """Return the model arguments that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
     if config.reference:
         encoding["reference"] = config.reference // config.patch
@@ -257,20 +257,21 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Build the model of a training run, with additional arguments ``more``."""
+    """Build the model of a training run. ``more`` contains additional arguments."""
     return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
 
 def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeVisionTransformer:
-    """Build an LRPE ViT, or a timm model with the encoding.
+    """Build an LRPE ViT, or a timm model with the encoding added.
 
     Args:
-        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the model's attribute.
-        keep_table: whether to keep a timm model's position table, because the initial weights were trained with it.
+        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the attribute of this
+            name.
+        keep_table: whether to keep the position table of a timm model whose initial weights were trained with it.
     """
     given = dict(arguments)
     reference = given.pop("reference", None)
-    # Don't use timm.create_model for our models: it drops arguments that are None, such as encoding=None.
+    # Don't use timm.create_model for our models, because it drops arguments that are None, such as encoding=None.
     model = _adapt_timm_model(given, keep_table) if "model" in given else lrpe_vit_tiny_patch16_224(**given)
     model.reference = reference
     return model
@@ -285,7 +286,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
         )
     adapted = {name: given.pop(name) for name in ("encoding_kwargs", "attention", "normalizer") if name in given}
     encoding, name = given.pop("encoding"), given.pop("model")
-    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some set them anyway
+    flags = {flag: True for flag in ("qk_norm", "scale_attn_norm") if given.pop(flag, False)}  # some models set these
     depth = {"depth": given.pop("depth")} if "depth" in given else {}
     model = create_model(name, pretrained=False, dynamic_img_size=True, **flags, **depth, **given)
     return adapt(model, encoding, "keep" if keep_table or absolute == "learned" else "drop", **adapted)
@@ -293,7 +294,7 @@ def _adapt_timm_model(given: dict[str, Any], keep_table: bool) -> LrpeVisionTran
 
 @lru_cache(maxsize=1)
 def load(path: Path, size: int, dataset: str, limit: int, label: str, without: str, stream: bool = False) -> Labelled:
-    """Load the data once for all runs in a process."""
+    """Load the data. The data is cached for other runs in the same process."""
     if not dataset and (stream or is_stream(path)):
         return load_stream(path, size, label=label, limit=limit or None)
     if label:
@@ -314,7 +315,7 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
     """Sort training images into buckets by aspect ratio.
 
     Raises:
-        typer.BadParameter: for --max-ratio with images that are cropped to squares.
+        typer.BadParameter: for --max-ratio if images are cropped to squares.
     """
     if config.max_ratio == 1:
         return config.train_sizes.sort(np.ones((len(train), 2)))
@@ -330,7 +331,7 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
 def batch(
     config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored randomly, and labels (B,).
+    """Return randomly shifted and mirrored images (B, C, height, width) in [-1, 1], and labels (B,).
 
     ``numbers`` come from :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
     """
@@ -344,7 +345,7 @@ def batch(
 def augmented_batch(
     config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as :func:`batch`, but with images that are decoded and augmented on the CPU, as uint8."""
+    """Like :func:`batch`, but decode and augment the images on the CPU, and return them as uint8."""
     train, buckets = data
     indices, shape = buckets.locate(numbers)
     x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
@@ -365,7 +366,7 @@ def loss(
     x, labels = images
     if x.dtype == torch.uint8:
         x = resized(x, (x.shape[2], x.shape[3]))
-    # Augmentations that draw from the global generators run here, because the step seeds these generators.
+    # Augmentations that use the global random number generators run here, because the step seeds these generators.
     if config.erase:
         x = RandomErasing(config.erase, mode="pixel", device=str(x.device))(x)
     if mix is not None:
@@ -389,7 +390,7 @@ def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
 
 @torch.no_grad()
 def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> Tensor:
-    """Return a mask (N,) of the images, resized to ``size``, whose class the model finds."""
+    """Resize the test images to ``size``, and return a mask (N,) of those that the model classifies correctly."""
     right = []
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
         with autocast():
@@ -398,12 +399,12 @@ def find_right(model: nn.Module, test: Images, size: tuple[int, int], autocast: 
 
 
 def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in %, on images resized to ``size``."""
+    """Resize the test images to ``size``, and return the accuracy in %."""
     return 100 * find_right(model, test, size, autocast).sum().item() / len(test)
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracies at all sizes, for each way to place tokens; see :func:`.outcome.placements`."""
+    """Return the accuracies at all sizes, for each way of placing tokens; see :func:`.outcome.placements`."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):
@@ -417,7 +418,7 @@ def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str,
 def prepare(config: ImageTraining, device: torch.device) -> Work:
     size = max(max(size) for size in config.sizes)
     data = load(config.data, size, config.dataset, config.limit, config.label, config.without, config.stream)
-    if config.is_new and config.batch > len(data.train):  # before anything is written
+    if config.is_new and config.batch > len(data.train):  # check before anything is written
         raise typer.BadParameter(
             f"--batch {config.batch}: expected at most {len(data.train)}, the number of training images; make it "
             "smaller"
@@ -437,7 +438,7 @@ def prepare(config: ImageTraining, device: torch.device) -> Work:
         make_batch, test = partial(batch, config, (data.train.to(device), buckets)), data.test.to(device)
 
     def evaluate_classes(trainer: Trainer) -> dict[str, Any]:
-        """Return the classes, and the accuracy in % of each class with test images, at the training size."""
+        """Return all classes, and the accuracy in % at the training size for each class that has test images."""
         if not data.classes:
             return {}
         right = find_right(trainer.averaged, test, config.sizes[0], trainer.accelerator.autocast)

@@ -4,9 +4,9 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels``, FOLDER contains CLASS/*.mp4, of which one in --parts videos is held out, or train/CLASS/*.mp4
-and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's
-folder. Run it again to resume an interrupted run.
+With ``--task labels``, FOLDER contains either CLASS/*.mp4, where one in --parts videos is held out, or
+train/CLASS/*.mp4 and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors
+to the run's folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class VideoTraining(Training):
     and 2.7 M parameters. They take 35 to 70 seconds on an H200 shared with six other runs, and hours on a CPU. Videos
     take 12 kB per frame at 64×64.
 
-    Expect: chance (50% for arrow, 4.2% for order) for --encoding none and space-only, exactly except for ties, at any
+    Expect: with --encoding none and space-only, exactly chance (50% for arrow, 4.2% for order) except for ties, at any
     length, because these models can't see the order of frames. Cosine without a phase is also at chance for arrow: its
     q·k is even in the distance, so a clip and its reverse look the same. For order, other encodings reach 20 to 60% in
-    3,000 steps, or stay at chance. Each stays there for hundreds to thousands of steps before it improves. For arrow,
-    the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos). Compression artefacts
-    between key frames can reveal the direction of time as well as motion does; small sizes hide most of them.
+    3,000 steps, or stay at chance. Each encoding stays at chance for hundreds to thousands of steps before the accuracy
+    improves. For arrow, the model memorises eleven minutes of video (43 to 54% on other minutes of the same videos).
+    Compression artefacts between key frames can reveal the direction of time as well as motion does; small sizes hide
+    most of the artefacts.
     """
 
     backbone: ClassVar[Backbone] = VIDEOS
@@ -174,7 +175,7 @@ class VideoTraining(Training):
 
     @property
     def reference_grid(self) -> tuple[int | None, int, int] | None:
-        """Return the grid that --reference maps positions onto, or None."""
+        """Return the grid onto which --reference maps positions, or None."""
         if not self.reference:
             return None
         found = re.fullmatch(r"(\d+)x(\d+)", self.reference)
@@ -197,7 +198,7 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the model's arguments for data with ``num_classes`` classes."""
+    """Return the model arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     reference = {"reference": list(config.reference_grid)} if config.reference_grid else {}
     return {
@@ -211,23 +212,23 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
+    """Subtract the mean frame from clips (B, 3, T, H, W), and divide by the standard deviation.
 
-    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
-    the order of the frames.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. The result does not
+    reveal the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
-    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
+    return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # avoids amplifying noise in a still clip
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """Return clips (B, 3, frames, size, size) as the model's input."""
+    """Return clips (B, 3, frames, size, size) in the form that the model expects."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
 
 def build_model(**arguments: Any) -> LrpeVideoTransformer:
-    """Return the model. arguments: its arguments, and ``reference``, which is its attribute."""
+    """Return the model. arguments: arguments of the model, and ``reference``, which sets the attribute of this name."""
     reference = arguments.pop("reference", None)
     model = lrpe_video_tiny_patch16_224(**restore_arguments(arguments))
     model.reference = reference
@@ -247,9 +248,9 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (2B, 3, T, H, W), some of which are mirrored, and labels (2B,).
+    """Return clips (2B, 3, T, H, W) and labels (2B,). Clips are mirrored randomly.
 
-    Each clip appears with two labels, so that its content does not reveal the label.
+    Each clip appears with two labels, so that the content of a clip does not reveal the label.
     """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
@@ -287,14 +288,14 @@ def accuracy(
 
 
 def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
-    """Return the first frames of the test clips."""
+    """Return the start frame of each test clip."""
     starts = footage.starts(2 * config.frames * config.every, held_out=True)
     number = max(1, min(len(starts), config.test_samples // TASKS[config.task].num_classes))
     return space_evenly(starts, number)
 
 
 def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
-    """Return ``number`` of the values, evenly spaced from the first to the last."""
+    """Select ``number`` of the values, evenly spaced from the first to the last."""
     return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
@@ -305,7 +306,7 @@ def conditions(config: VideoTraining) -> list[tuple[int, int]]:
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracies on the same clips at all test lengths and sizes."""
+    """Return the accuracies at all test lengths and sizes, measured on the same clips."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -325,7 +326,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W) from random places in their videos, some of them mirrored, and classes (B,)."""
+    """Cut a clip from a random point in each video. Return randomly mirrored clips (B, 3, T, H, W) and classes."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -335,7 +336,7 @@ def labelled_batch(
 
 
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
-    """Return the indices of at most --test-samples held-out videos, evenly spaced to cover all classes."""
+    """Return the indices of at most --test-samples held-out videos, evenly spaced so that they cover all classes."""
     found = np.flatnonzero(videos.held_out)
     return space_evenly(found, min(len(found), config.test_samples))
 
@@ -344,7 +345,7 @@ def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarra
 def find_right(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> np.ndarray:
-    """Return a mask of the test videos for which the model finds the class of the central clip."""
+    """Return a mask of the test videos whose central clip the model classifies correctly."""
     tests, right = find_test_videos(config, videos), []
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
@@ -356,15 +357,15 @@ def find_right(
 
 
 def average_by_class(config: VideoTraining, videos: LabelledVideos, right: np.ndarray) -> dict[str, float]:
-    """Return the accuracy in % of each class with test videos. right: from :func:`find_right`."""
+    """Return the accuracy in % of each class that has test videos. right: from :func:`find_right`."""
     labels = videos.labels[find_test_videos(config, videos)]
     return {videos.names[i]: 100 * right[labels == i].mean().item() for i in np.unique(labels)}
 
 
 def read_clip(path: Path, settings: dict[str, Any], *, whole: bool = False) -> Tensor:
-    """Return the central clip of a video, (1, 3, frames, size, size), as the test of a run with these settings does.
+    """Return a video's central clip (1, 3, frames, size, size), prepared as in tests of a run with these settings.
 
-    whole: return all frames, --every apart and in whole tubelets, instead of the clip.
+    whole: instead of the central clip, return all frames, --every apart and in whole tubelets.
     """
     frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
     videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
@@ -383,7 +384,7 @@ def prepare_labelled(config: VideoTraining, device: torch.device) -> Work:
     videos = videos.to(device)
     train = np.flatnonzero(~videos.held_out)
     if config.is_new:
-        steps_per_epoch(len(train), config.batch)  # before anything is written
+        steps_per_epoch(len(train), config.batch)  # check before anything is written
     sampling = Sampling(config.sampling, config.frames, config.every)
     if PartialState().is_main_process:
         typer.echo(describe_held_out("video", videos.held_out, videos.labels, videos.names), err=True)
@@ -450,14 +451,14 @@ def prepare(config: VideoTraining, device: torch.device) -> Work:
         }  # fmt: skip
 
     def validate(trainer: Trainer) -> dict[str, float]:
-        """Evaluate on the held-out clips, at the training length and size."""
+        """Evaluate on the held-out clips at the training length and size."""
         found = accuracy(
             config, trainer.averaged, footage, held_out_starts(config, footage), config.frames, config.size,
             trainer.accelerator.autocast,
         )  # fmt: skip
         return {"accuracy": found}
 
-    # Identify the footage by its content, so that its location may change.
+    # Identify the footage by its content, so that the files may be moved.
     settings = {"model": model_arguments(config), "digest": footage.digest}
     steps = partial(shuffle, len(starts), config.batch, config.seed)
     return Work(model, settings, steps, partial(batch, config, footage, starts), loss, finish, validate)
