@@ -56,7 +56,7 @@ def show(
         token: grid coordinates of the marked token, such as (h, w). By default, it is the middle token.
         channels: channels (cosine) or pairs (rotate) to plot angles for. By default, ``maps`` channels are chosen, with
             at least one for each axis.
-        maps: number of angle maps if ``channels`` is None.
+        maps: number of angle maps if ``channels`` is empty.
         text: number of text (or class) tokens before the grid.
         dark: whether to draw for a dark background.
         options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.

@@ -125,9 +125,7 @@ def main(
     ] = None,
     npz: Annotated[
         Path | None,
-        typer.Option(
-            help="Images: .npz file for --count samples, with arr_0 (uint8, N × H × W × 3) and arr_1 (labels)."
-        ),
+        typer.Option(help="Images: .npz file for --count samples: arr_0, uint8 (N, H, W, 3), and arr_1, the labels."),
     ] = None,
 ) -> None:
     """Generate text or images with a trained model, using averaged weights if the run saved them."""

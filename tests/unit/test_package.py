@@ -56,7 +56,7 @@ LAYERS = {  # file or folder: modules that it may import
     },
     "modules_linear": {"modules"},
     "xpos": {"modules"},
-    "picture": {"frequencies", "modules", "positions", "presets", "reference"},
+    "picture": {"checks", "frequencies", "modules", "positions", "presets", "reference"},
     "integrations": {
         "checks", "engine", "frequencies", "functional", "functional_linear", "modules", "norm", "positions", "presets",
         "reference",
