@@ -52,49 +52,34 @@ class Lookups(NamedTuple):
     others: frozenset[str]
 
 
-_SHIFTS = {  # flag bits in arguments that are name indices
-    "LOAD_GLOBAL": int(sys.version_info >= (3, 11)), "LOAD_ATTR": int(sys.version_info >= (3, 12)),
-    "LOAD_SUPER_ATTR": 2,
-}  # fmt: skip
-
-
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
     """Return the names that a code object looks up, without those of nested functions."""
     chains, imports, others = set(), set(), set()
     chain: tuple[str, ...] | None = None  # the chain loaded by the last instruction
     constants: tuple[Any, Any] = (0, None)  # the last two constants loaded
-    local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    if sys.version_info >= (3, 11):  # locals and cells share one numbering; a parameter that is a cell keeps its index
-        local = cells = (*dict.fromkeys((*local, *cells)),)
-    module, extended = "", 0
-    # Read the raw bytes, because the generator of dis.get_instructions is too slow for a whole model.
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        operation, arg = dis.opname[op], low | extended << 8
-        extended = arg if operation == "EXTENDED_ARG" else 0
-        if operation in ("EXTENDED_ARG", "CACHE"):
+    module = ""
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation == "EXTENDED_ARG":
             continue
         before, chain = chain, None
         if operation.startswith("LOAD_FAST"):
-            chain = ("local", local[arg & 15 if operation.count("LOAD_FAST") > 1 else arg])
+            chain = ("local", value[-1] if isinstance(value, tuple) else value)
         elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-            chain = ("cell", cells[arg])
-        elif operation == "LOAD_CONST":
-            constants = (constants[1], code.co_consts[arg])
-        elif operation == "LOAD_SMALL_INT":
-            constants = (constants[1], arg)
-        elif op in dis.hasname:
-            name = code.co_names[arg >> _SHIFTS.get(operation, 0)]
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chain = ("global", name)
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
-                chain = (*before, name)
-            elif operation == "IMPORT_NAME":
-                module = f"{constants[0]}:{name}"
-            elif operation == "IMPORT_FROM":
-                imports.add((module, name))
-            else:
-                others.add(name)
+            chain = ("cell", value)
+        elif operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants = (constants[1], value)
+        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = ("global", value)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
+            chain = (*before, value)
+        elif operation == "IMPORT_NAME":
+            module = f"{constants[0]}:{value}"
+        elif operation == "IMPORT_FROM":
+            imports.add((module, value))
+        elif instruction.opcode in dis.hasname:
+            others.add(value)
         if chain is not None:
             chains.add(chain)
     return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
