@@ -310,7 +310,7 @@ class Reading:
         self.probe, self.layout = probe, layout
         xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
         self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
-        counts, self.strides = [shape.numel() for shape in self.shapes.values()], {}
+        counts = [shape.numel() for shape in self.shapes.values()]
         self.total = sum(counts)
         if self.total > _MOST_ENTRIES:
             raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
@@ -318,7 +318,6 @@ class Reading:
         codes = (0.5 + self.step * torch.arange(self.total)).split(counts)
         for (i, shape), part in zip(self.shapes.items(), codes, strict=True):
             part = part.reshape(shape)
-            self.strides[i] = part.stride()
             self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
 
         def call(i: int, x: Tensor) -> Tensor:
@@ -326,14 +325,14 @@ class Reading:
 
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
-    def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the leaf of an entry, and its index in that leaf."""
+    def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        """Return the leaf of the first entry, and the index of each entry in that leaf."""
+        leaf, rest = -1, numbers
         for leaf, shape in self.shapes.items():
-            if number < shape.numel():
-                places = zip(self.strides[leaf], shape, strict=True)
-                return leaf, tuple([number // stride % size for stride, size in places])
-            number -= shape.numel()
-        raise IndexError(number)
+            if rest[0] < shape.numel():
+                break
+            rest = rest - shape.numel()
+        return leaf, torch.unravel_index(rest, tuple(self.shapes[leaf]))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Find the table entries that contain cos and sin, or the angles that they are computed from."""
@@ -400,15 +399,15 @@ class Reading:
                     return at
             raise Unlike(5, "reads its tables in a different order than the tokens'")
 
-        def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
+        def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
             """Return leaf, sign and index of a channel whose entries have these numbers."""
-            leaves, places = zip(*map(self.place, numbers), strict=True)
-            return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
+            leaf, places = self.place(numbers)
+            return leaf, is_negated, tuple(follow(tuple(place.tolist())) for place in places)
 
         first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
         inverse = all(signs)
         negated = ([False] * len(first), [False] * len(first) if inverse else signs)
-        tables = [[*map(locate, t.flatten(0, -2).T.tolist(), n)] for t, n in zip(codes[:2], negated, strict=True)]
+        tables = [[*map(locate, t.flatten(0, -2).T, n)] for t, n in zip(codes[:2], negated, strict=True)]
         by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
         corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
         if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
