@@ -84,10 +84,6 @@ def _difference(function: Callable[..., Any], ours: Any) -> str:
         return rotate(*args, **kwargs)
 
     probed = ours.probed
-    if any(
-        isinstance(plan, plans.RotationPlan) and plan.grids for plan in probed.plans.values()
-    ):  # drop_in has verified it
-        return ""
     probe = probing.Probe(probed.call, probed.key)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         for layout in probing.layouts(probe, plans.EQUAL * len(probe.data)):
