@@ -87,13 +87,10 @@ def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
     """Return the names of functions that look like rotations, with a description of what they do instead."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
-        code, reason = _unwrap(function).__code__, _drop_in(function, impl)
-        while isinstance(function, functools.partial):
-            function = function.func
-        name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        takes_data = _DATA.intersection(code.co_varnames[: code.co_argcount])
-        if isinstance(reason, str) and takes_data and _ROTATES.search(name.rpartition(".")[2]):
-            refused[name] = reason
+        inner, reason = _unwrap(function), _drop_in(function, impl)
+        takes_data = _DATA.intersection(inner.__code__.co_varnames[: inner.__code__.co_argcount])
+        if isinstance(reason, str) and takes_data and _ROTATES.search(inner.__name__):
+            refused[f"{inner.__module__}.{inner.__qualname__}"] = reason
     whole = {name: reason for name, reason in refused.items() if not name.endswith("rotate_half")}
     return whole or refused  # rotate_half is only a helper, so name the function that calls it
 
