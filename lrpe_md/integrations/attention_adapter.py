@@ -177,16 +177,6 @@ class _Forward:
             return self.of_class(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
-    @property
-    def forward(self) -> Any:
-        return self
-
-    def install(self) -> None:
-        self.module.forward = self.forward
-
-    def is_installed(self) -> bool:
-        return vars(self.module).get("forward") == self.forward
-
     def remove(self) -> None:
         if self.original is None:
             del self.module.forward
@@ -346,10 +336,6 @@ class _Attention(_Forward):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "copy": None}
 
-    @property
-    def forward(self) -> Any:
-        return self.call  # a method: Dynamo guards on an object's id, and would compile each block separately
-
     def call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.encoder.count_calls()
         is_compiling = torch.compiler.is_compiling()
@@ -376,12 +362,9 @@ class _Attention(_Forward):
         """Update the copy of the forward, because the original may have been patched."""
         self.look_up()
         copies, forward = self.encoder.copies, self.of_class
-        if self.original is not None:
-            self.copy = None
-        else:
-            if forward not in copies:
-                copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
-            self.copy = copies[forward]
+        if self.original is None and forward not in copies:
+            copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
+        self.copy = copies[forward] if self.original is None else None
         return True
 
 
@@ -481,9 +464,11 @@ def adapt_attention(
     by_layer = EncodingStack(built).by_layer
     encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
     for i, (path, module) in enumerate(found.items()):
-        adaptation.attentions.append(_Attention(module, path, encoders[i if by_layer else 0]))
-        adaptation.attentions[-1].install()
-    _ModelForward(model, adaptation).install()
+        attention = _Attention(module, path, encoders[i if by_layer else 0])
+        adaptation.attentions.append(attention)
+        # Set a method, because Dynamo guards on an object's id, and would compile each block separately.
+        module.forward = attention.call
+    model.forward = _ModelForward(model, adaptation)
     return model
 
 
@@ -497,7 +482,7 @@ def restore_attention(model: Model) -> Model:
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
     for own in {attention.adaptation for attention in found}:
-        replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
+        replaced = [a.path for a in own.attentions if vars(a.module).get("forward") != a.call]
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
                 f"model: expected the forward methods that adapt_attention set, got a different one in "

@@ -129,8 +129,12 @@ class Copier:
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
         self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
-        self.seen: list[Any] = []  # all callables passed to it
-        self._replaced: dict[int, Any] = {}  # by the id of the original, which lives as long as this object
+        self._exchanged: dict[int, tuple[Any, Any]] = {}  # id of a callable -> the callable and its replacement
+
+    @property
+    def seen(self) -> list[Any]:
+        """All callables passed to ``exchange``."""
+        return [value for value, _ in self._exchanged.values()]
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
         """Return a copy of a function, or None if it looks up nothing that is replaced."""
@@ -168,20 +172,14 @@ class Copier:
         """Return the places of each name whose every use in the code refers to a replaced function."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
-        for kind, base, *attributes in lookups.chains:
-            name, holder = base, space
-            if attributes:
-                free = function.__code__.co_freevars
-                owner = space.get(base) if kind == "global" else None
-                if kind == "cell" and base in free:
-                    owner = _contents((function.__closure__ or ())[free.index(base)])
-                *path, name = attributes
+        cells = dict(zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
+        for kind, *path, name in lookups.chains:
+            if path or kind == "global":
+                holder = {"global": space, "cell": cells, "local": {}}[kind]
                 for each in path:
-                    owner = vars(owner).get(each) if isinstance(owner, ModuleType) else None
-                holder = vars(owner) if isinstance(owner, ModuleType) else None
-            elif kind != "global":
-                continue
-            places.setdefault(name, []).append(holder and self._place(holder, name, function, depth))
+                    owner = holder.get(each)
+                    holder = vars(owner) if isinstance(owner, ModuleType) else {}
+                places.setdefault(name, []).append(self._place(holder, name, function, depth) if holder else None)
         for path, name in lookups.imports:
             places.setdefault(name, []).append(self._place(_imported(path, space), name, function, depth))
         return {name: found for name, found in places.items() if None not in found}
@@ -198,27 +196,24 @@ class Copier:
             table = {**value} if type(value) is dict else copy.deepcopy(value)  # a shallow copy would share its values
             table.update(ours)
             return (space, table)
-        is_torch = _package_of(space) == "torch" and value is not SDPA
-        if isinstance(value, (type, ModuleType)) or not callable(value) or is_torch:
+        if _package_of(space) == "torch" and value is not SDPA:
             return None
-        if id(value) not in self._replaced:
-            ours = self._replaced[id(value)] = self._exchange(value)
-            is_function = isinstance(value, FunctionType) and depth < _DEPTH
-            if ours is None and is_function and _package_of(value.__globals__) == _package_of(caller.__globals__):
-                self._replaced[id(value)] = self.copy(value, depth + 1)
-        ours = self._replaced[id(value)]
+        package = _package_of(caller.__globals__)
+        is_helper = isinstance(value, FunctionType) and depth < _DEPTH and _package_of(value.__globals__) == package
+        ours = self.replace(value, depth + 1, may_copy=is_helper)
         return None if ours is None else (space, ours)
 
-    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False) -> Any:
+    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False, may_copy: bool = True) -> Any:
         """Return the replacement of a value, or its copy. The function inside a decorator is only copied."""
         if isinstance(value, (type, ModuleType)) or not callable(value):
             return None
         ours = None if is_wrapped else self._exchange(value)
-        return self.copy(value, depth) if ours is None and isinstance(value, FunctionType) else ours
+        return self.copy(value, depth) if ours is None and may_copy and isinstance(value, FunctionType) else ours
 
     def _exchange(self, value: Any) -> Any:
-        self.seen.append(value)
-        return self.exchange(value)
+        if id(value) not in self._exchanged:
+            self._exchanged[id(value)] = value, self.exchange(value)
+        return self._exchanged[id(value)][1]
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:

@@ -150,8 +150,8 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
         fuses = how.on_cpu or hidden_states.is_cuda or impl == "triton"
         for names, own in how.group(attn, text, tables).items() if fuses else ():
             over = (heads, heads) if heads else None
-            pair = [getattr(attn, name, None) for name in names]
-            norm = norm_of(*pair, hidden_states.dtype, over, hidden_states.device)
+            q_norm, k_norm = (getattr(attn, name, None) for name in names)
+            norm = norm_of(q_norm, k_norm, hidden_states.dtype, over, hidden_states.device)
             if norm is None or not isinstance(norm.weight, tuple):
                 norms = {}
                 break

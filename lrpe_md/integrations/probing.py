@@ -327,12 +327,12 @@ class Reading:
 
     def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         """Return the leaf of the first entry, and the index of each entry in that leaf."""
-        leaf, rest = -1, numbers
-        for leaf, shape in self.shapes.items():
-            if rest[0] < shape.numel():
-                break
+        rest, leaves = numbers, iter(self.shapes.items())
+        leaf, shape = next(leaves)
+        while rest[0] >= shape.numel():
             rest = rest - shape.numel()
-        return leaf, torch.unravel_index(rest, tuple(self.shapes[leaf]))
+            leaf, shape = next(leaves)
+        return leaf, torch.unravel_index(rest, tuple(shape))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Find the table entries that contain cos and sin, or the angles that they are computed from."""

@@ -395,12 +395,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Fit the absolute table to the model, and keep the model's frequencies if the checkpoint has none."""
-        fitted: Any = copy(state_dict)  # keeps its metadata
+        fitted = _without_table(state_dict, self)
         table, own = fitted.get("pos_embed"), self.pos_embed
-        if table is not None and own is None:
-            del fitted["pos_embed"]
-            _warn_of_table()
-        elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
+        if table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
             first = 0 if self.no_embed_class else self.num_prefix_tokens
             fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
         own = with_own_frequencies({}, self)
@@ -572,19 +569,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
     The absolute table is dropped or resampled to fit the model. Learned frequencies and decays that the checkpoint
     lacks keep their initial values."""
-    if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
-        state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
-        _warn_of_table()
-    state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
-    return with_own_frequencies(state_dict, model)
+    fitted = timm_vit.checkpoint_filter_fn(_without_table(state_dict, model), model)  # pyright: ignore[reportArgumentType]
+    return with_own_frequencies(fitted, model)
 
 
-def _warn_of_table() -> None:
-    warnings.warn(
-        "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', and "
-        "with adapt(.., absolute='keep')",
-        stacklevel=3,
-    )
+def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
+    """Return a copy of a state_dict with its metadata, but without the absolute table if the model has none."""
+    fitted: Any = copy(state_dict)
+    if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
+        warnings.warn(
+            "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', "
+            "and with adapt(.., absolute='keep')",
+            stacklevel=3,
+        )
+    return fitted
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
