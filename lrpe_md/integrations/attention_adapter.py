@@ -604,14 +604,10 @@ def _build(
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     """Read head_dim and num_heads from a third-party attention."""
     for source in (module, getattr(module, "config", None)):
-        heads, size, width = (_read_attribute(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
+        groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
+        heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)
         if heads and (size or width):
             return size or (width or 0) // heads, heads
     raise ValueError(
         f"head_dim, num_heads: expected both as arguments, because {path} does not have them as attributes, got None"
     )
-
-
-def _read_attribute(source: Any, names: Sequence[str]) -> int | None:
-    values = (getattr(source, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

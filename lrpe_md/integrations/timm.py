@@ -516,12 +516,6 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
     check_key_norm(memory, has_norm, (True,))
 
 
-def _has_attention(model: nn.Module) -> bool:
-    """Return whether the class of any module is named like an attention."""
-    names = (type(module).__name__.lower() for module in model.modules())
-    return any(part in name for name in names for part in ("attn", "attention", "mhsa"))
-
-
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
@@ -534,7 +528,8 @@ def _attentions(model: Any) -> list[list[Any]]:
                 )
         if isinstance(model, str):
             raise TypeError(f"model: expected a timm VisionTransformer itself, got {model!r}; pass the model first")
-        if isinstance(model, nn.Module) and not _has_attention(model):
+        names = [type(m).__name__.lower() for m in model.modules()] if isinstance(model, nn.Module) else ["attention"]
+        if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
             raise TypeError(
                 f"model: expected a timm VisionTransformer itself, got {kind}, which has no attention "
                 "whose q and k could be encoded"
