@@ -493,7 +493,7 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
         except Unlike as e:
             error = e
         except Exception as e:  # a third-party function may raise anything
-            error = Unlike(0, f"raises {type(e).__name__}: {e}")
+            error = Unlike(0, f"raises {type(e).__name__} with all kinds of tables that drop_in knows: {e}")
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not caused by the sizes
                 num_answers = _MOST_ANSWERS
         failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)
