@@ -58,7 +58,7 @@ __all__ = sorted({name for name in {*_EAGER, *_LAZY} if not name.startswith("_")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a lazy name on first use."""
+    """Import a lazily loaded name when it is first used."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     if _IS_COMMAND and not name.startswith("_"):
@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all names, including those not imported yet."""
+    """Return all public names, including those not imported yet."""
     return sorted({*globals(), *_LAZY})

@@ -1,7 +1,6 @@
-"""Namespace of the registered operators: ``torch.ops.lrpe_md``.
+"""Namespace ``torch.ops.lrpe_md`` of the registered operators.
 
 scripts/kernel_hub.py replaces this file in builds for the Kernel Hub, which assigns its own namespace.
-
 """
 
 from typing import Any
@@ -14,5 +13,5 @@ ops: Any = torch.ops.lrpe_md
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """Return a qualified name: ``forward`` → ``lrpe_md::forward``."""
+    """Return an operator's qualified name, such as ``lrpe_md::forward`` for ``forward``."""
     return f"lrpe_md::{op_name}"

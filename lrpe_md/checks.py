@@ -1,4 +1,4 @@
-"""Argument checks shared by frequencies, positions and calls."""
+"""Argument checks that frequencies, positions and calls share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
-    """Return one value for q and one for k, or one for a single tensor. A tuple is a pair; other values are shared."""
+    """Return one value per tensor, such as q and k. A tuple contains one value for each. Other values are repeated."""
     if type(value) is not tuple:
         return (value,) * num_tensors
     if len(value) != num_tensors or num_tensors != 2:
@@ -31,7 +31,7 @@ def split_pair(name: str, value: Any, num_tensors: int = 2) -> tuple[Any, ...]:
 
 
 def describe_positions(value: Any) -> str:
-    """Describe invalid positions for an error, with advice if they look like a grid shape."""
+    """Describe invalid positions for an error message, with advice if they look like a grid shape."""
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not sizes or any(type(size) is not int for size in sizes):
         return type(value).__name__
@@ -47,17 +47,17 @@ def invalid_positions(value: Any) -> TypeError:
 
 
 def count_axes(number: int) -> str:
-    """Return "1 axis", "2 axes"."""
+    """Return a count with its noun, such as "1 axis" or "2 axes"."""
     return f"{number} {'axis' if number == 1 else 'axes'}"
 
 
 def or_one(number: int) -> str:
-    """Return "4 or 1" for a size that may be 4 or 1, and "1" if both are the same."""
+    """Describe a size that may also be 1 in an error, such as "4 or 1" for 4, or "1" for 1."""
     return "1" if number == 1 else f"{number} or 1"
 
 
 def as_integer(value: Any) -> Any:
-    """Return an int for any integer-like value (such as a NumPy integer), a SymInt unchanged, or None."""
+    """Convert an integer-like value, such as a NumPy integer, to int. Keep a SymInt, and return None for others."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):  # type() of a constant has no guard
         return value
     try:
@@ -67,21 +67,21 @@ def as_integer(value: Any) -> Any:
 
 
 def fleeting() -> bool:
-    """Return whether a dispatch mode, function transform or trace is active, so that new tensors must not be cached."""
+    """Return whether a dispatch mode, function transform or trace is active, which rules out caching new tensors."""
     return bool(num_dispatch_modes() or are_transforms_active() or is_tracing())
 
 
 def can_read(t: Tensor) -> bool:
-    """Return whether the host can read t's values: it must be a plain CPU tensor outside of traces and transforms."""
+    """Return whether the host can read t's values. It must be a plain CPU tensor outside of traces and transforms."""
     if torch.compiler.is_compiling() or fleeting():
         return False
     return type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
 
 
 def check_offsets(cu_seqlens: Tensor, num_tokens: int, *, to_the_end: bool = True) -> None:
-    """Check the boundaries of packed sequences, if their values can be read.
+    """Check the boundaries of packed sequences if the host can read their values.
 
-    to_the_end: False if tokens may follow the last sequence.
+    to_the_end: whether the last sequence must end at the last token.
     """
     if not can_read(cu_seqlens):
         return
@@ -103,12 +103,12 @@ SYNONYMS: dict[str, str] = {
 
 
 def a_or_an(noun: str) -> str:
-    """Return a noun with its article: "a Tensor", "an OptimizedModule"."""
+    """Return a noun with its article, such as "a Tensor" or "an OptimizedModule"."""
     return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
-    """Return " (did you mean 'rotate'?)" to append to an error, or "" if no known name is close."""
+    """Return a hint to append to an error, such as " (did you mean 'rotate'?)", or "" if no known name is similar."""
     names = list(known)
     close = get_close_matches(name, names, n=1) if isinstance(name, str) else ()
     if isinstance(name, str) and (synonym := SYNONYMS.get(name.lower())) in names:
@@ -117,7 +117,7 @@ def suggest(name: Any, known: Iterable[str]) -> str:
 
 
 def check_reference(reference: Sequence[int | None], grid: Sequence[int], patch_size: Sequence[int]) -> None:
-    """Reject a reference size that is far above the patch grid, because it is probably in pixels."""
+    """Raise an error if a reference size is far above the patch grid, because it is probably in pixels."""
     sizes = zip(reference, grid, patch_size, strict=True)
     if any(size is not None and patch >= 8 and size >= number * patch for size, number, patch in sizes):
         raise ValueError(
@@ -132,7 +132,7 @@ def is_finite_number(value: Any) -> bool:
 
 
 def check_dense(name: str, value: Any, form: str) -> None:
-    """Check that a value is a dense, strided tensor."""
+    """Check that a value is a dense, strided tensor. ``form`` describes the expected shape in the error."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor {form}, got {type(value).__name__}")
     if value.is_nested:
@@ -145,7 +145,7 @@ def check_dense(name: str, value: Any, form: str) -> None:
 
 
 def is_real(t: Tensor) -> bool:
-    """Return whether a tensor holds real numbers, not bools or complex numbers."""
+    """Return whether a tensor's dtype is a real number type, not bool or complex."""
     return t.dtype != torch.bool and not t.is_complex()
 
 
@@ -157,17 +157,17 @@ def check_at_least(least: int, **numbers: Any) -> None:
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    """Check that an option has one of its known values."""
+    """Check that an option has one of the known values."""
     if value not in known:
         *others, last = map(repr, known)
         raise ValueError(f"{name}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 def repeat_over_layers(name: str, value: Any, depth: int, known: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the value for each layer. A single value applies to all layers; a sequence is repeated over the depth.
+    """Return one value per layer. A single value applies to all layers, and a sequence is repeated over the depth.
 
     Raises:
-        ValueError: an unknown value, or a sequence whose length does not divide the depth.
+        ValueError: for an unknown value, or a sequence whose length does not divide the depth.
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for each in values:

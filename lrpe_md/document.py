@@ -1,8 +1,9 @@
-"""Functions with the names of the LRPE document: thin wrappers around :mod:`lrpe_md.functional`.
+"""Thin wrappers around :mod:`lrpe_md.functional` with the names and arguments of the LRPE document.
 
-X is (B, H, N, D); ``shape`` = (n_k, .., n_1), slowest axis first. The first ``l`` (condition) tokens have Θ = 0.
-``*_torch`` runs the reference and ``*_triton`` the kernels. ``*_fwd_triton`` and ``*_bwd_triton`` run one pass without
-autograd. ``*_cache_*`` stores Θ (H, N, D) in float32, modulo 2π, and reads it again in the backward.
+The input x is (B, H, N, D), and ``shape`` is (n_k, .., n_1), slowest axis first. The first ``l`` tokens are condition
+tokens with Θ = 0. ``*_torch`` runs the reference, and ``*_triton`` runs the kernels. ``*_fwd_triton`` and
+``*_bwd_triton`` run a single pass without autograd. ``*_cache_*`` stores Θ (H, N, D) in float32, modulo 2π, for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def lrpe_cosine_md(
     axis_order: AxisOrder = "minor_first",
     impl: Impl = "auto",
 ) -> Tensor:
-    """Apply LRPE's cosine map on a grid: (B, H, l + Π shape, D) → (B, H, l + Π shape, 2D).
+    """Apply LRPE's cosine map on a grid, from (B, H, l + Π shape, D) to (B, H, l + Π shape, 2D).
 
     Args:
-        theta: (E,) or (H, E) with K · E ≥ D. Θ = concat(s_1 θ, .., s_k θ)[:D], where s_1 is the fastest axis, or the
-            slowest with ``axis_order="major_first"``.
-        l: number of condition tokens in front of the grid.
+        theta: frequencies (E,) or (H, E) with K · E ≥ D. Θ is concat(s_1 θ, .., s_k θ)[:D], where s_1 is the position
+            on the fastest axis, or on the slowest with ``axis_order="major_first"``.
+        l: number of condition tokens before the grid.
 
     Other arguments, differentiability and errors are the same as in :func:`lrpe_md.cosine`.
     """
@@ -73,7 +74,7 @@ lrpe_cosine_md_triton = partial(lrpe_cosine_md, impl="triton")
 
 
 def lrpe_cosine_md_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd, with the arguments of :func:`lrpe_cosine_md`."""
+    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_cosine_md`."""
     return _forward(x, _cosine_call(x, theta, **kwargs))[0]
 
 
@@ -83,10 +84,10 @@ def lrpe_cosine_md_bwd_triton(do: Tensor, x: Tensor, theta: Tensor, **kwargs) ->
 
 
 def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run :func:`lrpe_cosine_md` with Θ stored for the backward, which takes H · N · D more floats.
+    """Run :func:`lrpe_cosine_md`, and store H · N · D angles Θ for the backward pass.
 
-    This function only exists because the document defines it. It is never faster (docs/tuning.md), and with θ per head
-    it reads more memory.
+    This function only exists because the document defines it. It is never faster than recomputing Θ (docs/tuning.md),
+    and it reads more memory if each head has its own θ.
     """
     call = _cosine_call(x, theta, **kwargs)
     use_triton("triton", x, (), is_transforming())
@@ -95,7 +96,7 @@ def lrpe_cosine_md_cache_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
 
 
 def lrpe_cosine_md_cache_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
-    """Return the output and theta_cache (H, N, D) float32, without autograd. H is 1 if theta is shared."""
+    """Return the output and theta_cache (H, N, D) in float32, without autograd. H is 1 if all heads share theta."""
     call = _cosine_call(x, theta, **kwargs)
     return _forward(x, call)[0], store_angles(call)
 
@@ -135,16 +136,17 @@ def lrpe_rotate_1d(
     inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Apply RoPE on a sequence: rotate token t by (t + offset) θ; (B, H, N, D) → (B, H, N, D).
+    """Apply RoPE to a sequence (B, H, N, D), rotating token t by (t + offset) θ.
 
     Args:
-        x: one tensor, or (q, k) in one launch; their head counts may differ (GQA).
-        theta: (H, R/2), (1, R/2), (R/2,), or (H,) for one frequency per head. R is the rotated width, H the number of
-            heads of x, or of k. If H = R/2, a theta of that length is read as (R/2,).
-        offset: position of the first token: an int, or integers of shape (), (1,) or (B,). Tensors are read on the
-            device, without a synchronisation or a new kernel for each value. With left padding, it is negative.
-        cu_seqlens: (S + 1,) boundaries of sequences packed end to end. x is (1, H, N, D) or (N, H, D), and so is the
-            result. In each sequence, positions start again at ``offset``, which may be (S,). See
+        x: one tensor, or (q, k), which share a launch and may have different numbers of heads (GQA).
+        theta: frequencies (H, R/2), (1, R/2) or (R/2,), or (H,) for one frequency per head. R is the rotated width, and
+            H is the number of heads of x, or of k. If H = R/2, a theta of that length means (R/2,).
+        offset: position of the first token, an int or an integer tensor of shape (), (1,) or (B,). A tensor is read on
+            the device, so a new value needs no synchronisation and no new kernel. With left padding, the offset is
+            negative.
+        cu_seqlens: boundaries (S + 1,) of sequences packed end to end in x (1, H, N, D) or (N, H, D). The result has
+            the same shape. In each sequence, positions start again at ``offset``, which may be (S,). See
             :func:`lrpe_md.positions.packed_positions`.
         rotary_dim: rotate the first R channels (an int) or a slice of them.
         pairs, amplitude, inverse: see :func:`lrpe_md.rotate`.
@@ -169,7 +171,7 @@ lrpe_rotate_1d_triton = partial(lrpe_rotate_1d, impl="triton")
 
 
 def lrpe_rotate_1d_fwd_triton(x: Tensor, theta: Tensor, **kwargs) -> Tensor:
-    """Run the forward pass without autograd, with the arguments of :func:`lrpe_rotate_1d`."""
+    """Run the forward pass without autograd. It accepts the arguments of :func:`lrpe_rotate_1d`."""
     return _forward(x, _rotate_call(x, theta, **kwargs))[0]
 
 
@@ -191,10 +193,10 @@ def lrpe_rotate_md(
     inverse: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Apply RoPE on a grid: (B, H, l + Π shape, D) → the same shape; theta (E,) or (H, E) with K · E ≥ D/2.
+    """Apply RoPE on a grid to x (B, H, l + Π shape, D), with theta (E,) or (H, E) where K · E ≥ D/2.
 
-    inverse: rotate by -Θ. Other arguments: see :func:`lrpe_cosine_md`. Source: RoPE-ViT's axial form (arXiv
-        2403.13298).
+    With ``inverse``, rotate by -Θ. The other arguments are the same as in :func:`lrpe_cosine_md`. Source: the axial
+    form of RoPE-ViT (arXiv 2403.13298).
     """
     grid = Grid(shape, prefix=l)
     omega = axial_omega(theta, rotary_slice(None, x.shape[-1])[1] // 2, grid.num_axes, axis_order=axis_order)

@@ -65,70 +65,74 @@ def cosine(
     out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """Apply LRPE's cosine map: x → [x̄ cos Θ, x̄ sin Θ] with x̄ = act(x).
+    """Apply LRPE's cosine map, x → [x̄ cos Θ, x̄ sin Θ] with x̄ = act(x).
 
     The angles are Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c]. ``cosine(x, ...)`` encodes one tensor, and ``cosine(q,
     k, ...)`` encodes two in one launch. Inputs are never modified.
 
     Args:
-        xs: one or two tensors (B, H, N, D) with any strides; the head counts may differ (GQA). Slices of a packed qkv
-            projection are not copied. DTensors sharded along batch, heads or tokens keep their sharding; pass the
-            other arguments unsharded, equal on all ranks. Packed samples, or tables with a row per token, also allow
-            (N, H, D).
-        qkv: instead of xs, a projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens. It is not copied.
-        num_key_heads: H_k, for a qkv with stacked heads: (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D).
-        omega: (H or 1, D, K) float32 or float64, in radians per unit of position. H is the number of key heads; query
-            head h uses ``omega[h // (H_q / H_k)]``.
-        positions: a :class:`Grid`, a :class:`Coordinates`, or coordinates (N, K) or (B, N, K). Pass a pair (for q, for
-            k) if they differ, as in cross-attention; this takes two launches. For packed tokens, (N, H, D) or
-            (1, H, N, D), pass the result of :func:`lrpe_md.pack`.
-        tables: cos and sin, instead of omega, positions, phase and amplitude: a pair of tensors, or one complex tensor
-            cos + i sin. Each is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D), in any float dtype and with any
-            strides, and is not copied. H is the number of key heads. Shared rows may be expanded (stride 0).
-        prefix: with tables, the number of tokens before their first row. These tokens, and any after the last row,
-            become [x̄, 0]. Default: none, with a row for every token. Positions define their own prefix.
-        rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R, takes
-            their place; the other channels become x̄. Default: all. Mapping a part copies the output, and softmax over
-            the features also copies the input.
-        act: "none", "relu", "sigmoid", "silu", "softplus" or "softmax", applied to all tokens, prefix included.
-        dim: for softmax, -1 (features) or -2 (sequence); otherwise None.
-        phase: φ, (H or 1, D), added to Θ of grid tokens (not prefix or suffix). Pass a pair (for q, for k) if they
-            differ; None means no phase (PoPE has one on the keys only). With P groups of phases, (P, H or 1, D), the
-            outputs of all groups are concatenated, so that q·k is the sum over groups. If only one of a pair has
-            groups, the other is repeated for each. Each group costs a launch, and the output is copied.
-        amplitude: factor on cos Θ and sin Θ of grid tokens: a number, or float32 or float64 (D,) or (H or 1, D). Under
-            ``torch.compile``, a tensor avoids a recompile for each new value.
-        order: "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
-        norm: a :class:`Norm` of q and k, giving x̄ = act(norm(x)) in the same pass. Not supported with softmax over the
-            sequence. With rotary_dim it is a separate pass in float32.
-        out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache
-            (B, H, L, ..). For q and k, pass a pair; None allocates. It must not overlap with an input. The output is
-            copied with phase groups, rotary_dim of the cosine map, a norm over all heads, non-contiguous channels, on a
-            CPU and in compiled code. All other calls write it in a single launch.
-        out_start: index along L where token 0 is written; out is then the whole cache (B, H, L, ..). Integers of shape
-            (), (1,) or (B,), read on the device, so that each replay of a CUDA graph can write elsewhere. On a CPU,
-            tokens out of range raise IndexError before any write (when compiled, at run time); a GPU drops them
-            silently.
-        impl: "auto" uses Triton on a GPU and the reference elsewhere; "triton" raises if it cannot run.
+        xs: one or two tensors (B, H, N, D) with any strides. Their numbers of heads may differ (GQA). Slices of a
+            packed qkv projection are not copied. DTensors sharded along batch, heads or tokens keep their sharding;
+            pass the other arguments unsharded and equal on all ranks. With packed samples, or with tables that have a
+            row per token, (N, H, D) is also accepted.
+        qkv: packed projection (B, N, 3, H, D), or (N, 3, H, D) for packed tokens, instead of xs. It is not copied.
+        num_key_heads: H_k, if qkv stacks the heads of q, k and v as (B, N, H_q + 2 H_k, D) or (N, H_q + 2 H_k, D).
+        omega: frequencies (H or 1, D, K) in radians per unit of position, as float32 or float64. H is the number of key
+            heads, and query head h uses ``omega[h // (H_q / H_k)]``.
+        positions: a :class:`Grid`, a :class:`Coordinates`, or a tensor (N, K) or (B, N, K). If q and k have different
+            positions, as in cross-attention, pass a pair (for q, for k). This takes two launches. For packed tokens (N,
+            H, D) or (1, H, N, D), pass the result of :func:`lrpe_md.pack`.
+        tables: cos and sin, as a pair of tensors or as one complex tensor cos + i sin, instead of omega, positions,
+            phase and amplitude. The shape is (N', D), (B or 1, N', D) or (B or 1, H or 1, N', D), where H is the number
+            of key heads. Any float dtype and any strides are accepted, including stride 0, and nothing is copied.
+        prefix: number of tokens before the first row of the tables. These tokens, and any after the last row, become
+            [x̄, 0]. By default, the tables must have a row for every token. Positions define their own prefix.
+        rotary_dim: map only the first R channels (an int) or a slice of them. [x̄ cos Θ, x̄ sin Θ], of width 2R,
+            replaces these channels, and the others become x̄. By default, all channels are mapped. Mapping a part
+            copies the output, and softmax over the features also copies the input.
+        act: activation of all tokens, including the prefix: "none", "relu", "sigmoid", "silu", "softplus" or "softmax".
+        dim: dimension of the softmax, -1 (features) or -2 (sequence). It must be None for other activations.
+        phase: φ (H or 1, D), which is added to Θ of grid tokens, but not of prefix and suffix tokens. If q and k have
+            different phases, pass a pair (for q, for k), in which None means no phase. PoPE only has a phase on the
+            keys. With P groups of phases (P, H or 1, D), the outputs of all groups are concatenated, so that q·k is the
+            sum over groups. If only one of a pair has groups, the other is repeated for each. Each group costs a
+            launch, and the output is copied.
+        amplitude: factor on cos Θ and sin Θ of grid tokens, a number or a float32 or float64 tensor (D,) or (H or 1,
+            D). Under ``torch.compile``, a tensor avoids a recompile for each new value.
+        order: order of the two halves. "sin_cos" returns [x̄ sin Θ, x̄ cos Θ] (cosFormer).
+        norm: a :class:`Norm` to apply to q and k in the same pass, x̄ = act(norm(x)). With rotary_dim, it runs in a
+            separate pass in float32. Softmax over the sequence does not support a norm.
+        out: tensor to write the output to, with any strides, such as ``cache[:, :, n : n + N]`` of a static cache (B,
+            H, L, ..). For q and k, pass a pair, in which None allocates a new tensor. It must not overlap with an
+            input. Most calls write to it directly. The output is copied with phase groups, a norm over all heads,
+            non-contiguous channels, or rotary_dim in the cosine map, and also on a CPU and in compiled code.
+        out_start: index along L at which token 0 is written. ``out`` is then the whole cache (B, H, L, ..). The index
+            is an integer tensor of shape (), (1,) or (B,), which is read on the device, so that each replay of a CUDA
+            graph can write elsewhere. If tokens are out of range, a CPU raises IndexError before it writes anything
+            (compiled code raises it at run time), and a GPU drops these tokens silently.
+        impl: "auto" uses Triton on a GPU and the reference elsewhere. "triton" raises an error if Triton cannot run.
 
     Returns:
-        (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order; ``out`` if it was passed.
-        With P groups (B, H, N, 2PD); with rotary_dim (B, H, N, D - R + 2PR); for packed tokens (N, H, 2D). For qkv: q,
-        k as (B, N, H, 2D) or (N, H, 2D), and v as an unchanged view. Arithmetic is float32, or float64 for float64 x.
+        a tensor (B, H, N, 2D) for each input, in x's dtype (also under autocast) and memory order, or ``out`` if you
+        passed it. The width is 2PD with P groups, and D - R + 2PR with rotary_dim. For packed tokens, the shape is (N,
+        H, 2D). For qkv, the result is q and k as (B, N, H, 2D) or (N, H, 2D), and v as an unchanged view. Arithmetic is
+        in float32, or in float64 for float64 inputs.
 
-    Differentiable with respect to xs, omega, phase, and the norm's weight and bias. First-order reverse mode runs the
-    fused, deterministic backward. Under ``torch.func`` transforms, forward mode and double backward, "auto" runs the
-    reference, which is differentiable to any order and also with respect to coordinates and amplitude. Gradients of
-    tables take as long as the reference. ``out`` only works for calls that don't record gradients.
+    The result is differentiable with respect to xs, omega, phase, and the norm's weight and bias. Ordinary gradients
+    come from a fused, deterministic backward pass. Under ``torch.func`` transforms, and for forward mode and double
+    backward, "auto" runs the reference, which is differentiable to any order and also with respect to coordinates and
+    amplitude. Gradients of tables take as long as the reference. You can only pass ``out`` to calls that don't record
+    gradients.
 
     Raises:
-        ValueError, TypeError: an invalid argument, before anything is launched.
+        ValueError, TypeError: for an invalid argument, before a kernel is launched.
 
-    Without a phase, q·k is the same for a distance and its negative (on each axis, with axial frequencies): mirrored or
-    reversed inputs cannot be told apart. A causal mask, tokens off the grid or a phase on the keys break the symmetry.
+    Without a phase, q·k is the same for a distance and its negative (with axial frequencies, separately on each axis),
+    so mirrored or reversed inputs cannot be told apart. A causal mask, tokens outside of the grid or a phase on the
+    keys break this symmetry.
 
-    Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270); softplus and phase: PoPE
-    (arXiv 2509.10534).
+    Source: Qin et al., Linearized Relative Positional Encoding (arXiv 2307.09270). Softplus and the phase come from
+    PoPE (arXiv 2509.10534).
     """
     options = Options("cosine", act, dim, "half", rotary_dim, order, impl)
     if qkv is not None or num_key_heads is not None:
@@ -192,32 +196,34 @@ def rotate(
     out_start: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """Apply RoPE on any number of axes: pairs (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ) of x̄ = act(x).
+    """Apply RoPE with any number of axes, which rotates each pair (a, b) of x̄ = act(x) by its angle Θ.
+
+    A pair becomes (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
 
     The arguments are the same as for :func:`cosine`, except for these:
 
     Args:
-        omega: (H or 1, R/2, K), where R is the rotated width.
-        tables: the last dimension is R/2, one entry per pair, or R, one entry per channel. A pair (a, b) with entries
-            per channel becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat the entries of each pair, as
-            in many libraries, can be passed unchanged.
-        pairs: "half" pairs channel p with p + R/2 (Llama), "interleaved" pairs 2p with 2p + 1 (RoFormer). Integers are
-            block sizes in pairs, each block in the half layout.
-        rotary_dim: rotate the first R channels (an int) or a slice of them; the others become x̄. Default: all.
-        phase: φ, (H or 1, R/2), or one for q and one for k.
-        amplitude: a number, or (R/2,) or (H or 1, R/2), as used by YaRN and LongRoPE.
-        inverse: rotate by -Θ, including the phase, by negating omega and phase, or the sin of tables. This undoes a
-            rotation, but not an activation or amplitude.
-        norm: a :class:`Norm` of q and k, over each head or all heads, in the same pass.
+        omega: frequencies (H or 1, R/2, K), where R is the rotated width.
+        tables: the last dimension is R/2, with one entry per pair, or R, with one entry per channel. With one entry per
+            channel, a pair (a, b) becomes (a cos_a - b sin_a, a sin_b + b cos_b). Tables that repeat each pair's entry,
+            as in many libraries, therefore work unchanged.
+        pairs: "half" pairs channel p with p + R/2 (Llama), and "interleaved" pairs 2p with 2p + 1 (RoFormer). A
+            sequence of integers gives the sizes of blocks, in pairs, where each block has the half layout.
+        rotary_dim: rotate only the first R channels (an int) or a slice of them. The others become x̄. By default, all
+            channels are rotated.
+        phase: φ (H or 1, R/2), or a pair (for q, for k).
+        amplitude: a number, or a tensor (R/2,) or (H or 1, R/2), as in YaRN and LongRoPE.
+        inverse: rotate by -Θ, where Θ includes the phase. This undoes a rotation, but not an activation or amplitude.
+        norm: a :class:`Norm` to apply to q and k in the same pass, over each head or over all heads.
         out, out_start: see :func:`cosine`; rotary_dim needs no copy here.
 
     Returns:
-        (B, H, N, D) for each input, in x's dtype and memory order; (N, H, D) for packed tokens. For qkv: q, k and v in
-        its order, each (B, N, H, D) or (N, H, D).
+        a tensor (B, H, N, D), or (N, H, D) for packed tokens, for each input, in x's dtype and memory order. For qkv,
+        the result is q, k and v, each (B, N, H, D) or (N, H, D).
 
     Differentiability and errors are the same as for :func:`cosine`.
 
-    Source: Su et al., RoFormer (arXiv 2104.09864); several axes: RoPE-ViT (arXiv 2403.13298).
+    Sources: Su et al., RoFormer (arXiv 2104.09864); for several axes, RoPE-ViT (arXiv 2403.13298).
     """
     if qkv is not None or num_key_heads is not None:
         again: Any = partial(

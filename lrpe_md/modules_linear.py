@@ -1,3 +1,3 @@
-"""Former module of LinearAttention, which pickles of version 0.2 refer to."""
+"""Old import path of LinearAttention, which pickles from version 0.2 need."""
 
 from .modules.linear import LinearAttention as LinearAttention

@@ -15,24 +15,24 @@ __all__ = ["parameter_groups"]
 def parameter_groups(
     model: nn.Module, lr: float, *, weight_decay: float = 0.05, frequency_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return a model's trainable parameters as groups for any ``torch.optim`` optimiser.
+    """Split a model's trainable parameters into groups for any ``torch.optim`` optimiser.
 
         optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.05, frequency_lr=1e-4))
 
     Args:
-        model: parameters without requires_grad are left out.
+        model: the model. Parameters that don't require gradients are left out.
         lr: learning rate of all parameters except the frequencies.
-        weight_decay: decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies, phases,
-            parameters marked ``_no_weight_decay``, and names listed by ``model.no_weight_decay()``.
-        frequency_lr: learning rate of frequencies learned by this library's encodings; default: ``lr``. Frequencies are
-            learned as logarithms, so a step of Adam changes each by about this fraction of its value. With
-            ``frequencies="mixed"`` or ``learnable="raw"`` the step has about this absolute size.
+        weight_decay: weight decay of tensors with two or more dimensions. It is 0 for biases, norms, frequencies,
+            phases, parameters marked ``_no_weight_decay``, and names that ``model.no_weight_decay()`` lists.
+        frequency_lr: learning rate of frequencies learned by this library's encodings. The default is ``lr``.
+            Frequencies are learned as logarithms, so an Adam step changes each by about this fraction of its value.
+            With ``frequencies="mixed"`` or ``learnable="raw"``, the step changes them by about this absolute value.
 
     Returns:
-        up to three groups, with "name" "decay", "no_decay" or "frequencies". Empty groups are left out.
+        up to three groups, whose "name" is "decay", "no_decay" or "frequencies". Empty groups are left out.
 
     Raises:
-        ValueError: a negative or non-finite learning rate or decay.
+        ValueError: for a negative or non-finite learning rate or weight decay.
     """
     rates = {"lr": lr, "weight_decay": weight_decay, "frequency_lr": lr if frequency_lr is None else frequency_lr}
     for name, value in rates.items():

@@ -21,7 +21,7 @@ def convert_pairs(
     rotary_dim: int | slice | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """Reorder the output channels of a q or k projection from the ``source`` to the ``target`` layout of pairs.
+    """Convert a q or k projection from one layout of channel pairs to another by reordering its output channels.
 
     If q' is the output of the converted projection, ``rotate(q', pairs=target)`` equals ``rotate(q, pairs=source)``
     with its channels reordered. Convert both q and k, so that attention scores stay the same. Convert weights, biases
@@ -29,18 +29,19 @@ def convert_pairs(
 
     Args:
         weight: weight (H · D, C) or bias (H · D,) of a linear layer, or any tensor with H · D channels along ``dim``.
-            For a packed projection, pass the rows of q and of k separately.
-        source, target: "half", "interleaved", or block sizes in pairs; see :func:`lrpe_md.rotate`. RoFormer, GPT-J,
-            GLM, Cohere and Mistral's own code are "interleaved"; Llama in transformers is "half".
-        head_dim: D.
-        num_heads: H, checked against the weight; default: any.
-        rotary_dim: the rotated channels of a head, see :func:`lrpe_md.rotate`; other channels keep their places.
+            For a packed projection, convert the rows of q and k separately.
+        source, target: current and new layout, "half", "interleaved", or block sizes in pairs; see
+            :func:`lrpe_md.rotate`. RoFormer, GPT-J, GLM, Cohere and Mistral's own code use "interleaved". Llama in
+            transformers uses "half".
+        head_dim: number of channels per head, D.
+        num_heads: H, to check the weight's size. By default, any number is accepted.
+        rotary_dim: rotated channels of a head; see :func:`lrpe_md.rotate`. The other channels keep their places.
 
     Returns:
-        a new tensor of the same shape and dtype; differentiable.
+        a new tensor with the same shape and dtype, which is differentiable with respect to the weight.
 
     Raises:
-        ValueError: an invalid shape, layout or width.
+        ValueError: for an invalid shape, layout or width.
     """
     if head_dim < 1:
         raise ValueError(f"head_dim: expected at least 1, got {head_dim}")

@@ -1,17 +1,17 @@
-"""Reference implementation in plain PyTorch: any float dtype, differentiable to any order.
+"""Reference implementation in plain PyTorch. It supports any float dtype and derivatives of any order.
 
     Θ[n, h, c] = Σ_j s_j[n] · ω[h, c, j] + φ[h, c]     for grid tokens; Θ = 0 for prefix and suffix tokens
     x̄ = act(x), or act(norm(x))
     cosine   y = [x̄ ⊙ cos Θ, x̄ ⊙ sin Θ]                                d -> 2d
     rotate   pairs (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ)      d -> d
 
-Channels that are not mapped become x̄. An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens. The caller may
-pass tables of cos Θ and sin Θ instead. Rotation tables with an entry per channel map a pair (a, b) to
-(a cos_a - b sin_a, a sin_b + b cos_b).
+Channels that are not mapped become x̄. An amplitude a[h, c] multiplies cos Θ and sin Θ of grid tokens. Callers may pass
+tables of cos Θ and sin Θ instead. Rotation tables with one entry per channel map a pair (a, b) to (a cos_a - b sin_a, a
+sin_b + b cos_b).
 
-Shapes: B batch, H heads, N tokens, D head_dim, C channels (cosine: D, rotate: pairs), K axes.
-Angles and the sums of their gradients are float64. x is upcast to at least float32, which is also the dtype of sine and
-cosine. The result has x's dtype.
+In shapes, B is the batch size, and H, N and K are the numbers of heads, tokens and axes. D is head_dim, and C is the
+number of mapped channels (cosine) or pairs (rotate). Angles and the sums of their gradients are float64. x is upcast to
+at least float32, and cos Θ and sin Θ have the dtype of the upcast x. The result has x's dtype.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Spec(NamedTuple):
 
 
 def widen(omega: Tensor) -> Tensor:
-    """Cast the frequencies shared by q and k to float64, so that their gradients are summed before rounding.
+    """Cast frequencies that q and k share to float64, so that the gradients from q and k are summed before rounding.
 
-    A rotation's gradients from q and k partly cancel each other.
+    For a rotation, these two gradients partly cancel each other.
     """
     return omega.to(torch.float64)
 
@@ -86,7 +86,7 @@ def angles(
 def cos_sin(
     theta: Tensor, amplitude: Tensor | None = None, rotated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return cos Θ and sin Θ (.., H, N, C), times the amplitude (H or fewer, C) for tokens on the grid."""
+    """Return cos Θ and sin Θ (.., H, N, C). For tokens on the grid, multiply both by the amplitude (H or fewer, C)."""
     if amplitude is None:
         return theta.cos(), theta.sin()
     gain = amplitude.to(theta.dtype).repeat_interleave(theta.shape[-3] // amplitude.shape[0], dim=0)[:, None, :]
@@ -96,16 +96,16 @@ def cos_sin(
 
 
 def fold(theta: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reduce float64 angles by whole turns, then cast them to the dtype of the arithmetic without losing precision."""
+    """Cast float64 angles to ``dtype``, after removing whole turns so that the cast loses little precision."""
     if theta.dtype == dtype:
         return theta
     return (theta - 2 * torch.pi * (theta.detach() / (2 * torch.pi)).round()).to(dtype)
 
 
 class ActivationFunction(NamedTuple):
-    """Activation, x̄ = act(x). The kernels have a branch for each entry, in ``engine/kernels/activations.py``.
+    """Activation function x̄ = act(x). ``engine/kernels/activations.py`` has a branch for each one.
 
-    Softmax is not elementwise; its kernels are in ``engine/kernels/softmax.py``.
+    Softmax is not elementwise, so its kernels are in ``engine/kernels/softmax.py``.
     """
 
     forward: Callable[[Tensor, int | None], Tensor]  # x̄ from x and dim
@@ -129,7 +129,7 @@ ACTIVATIONS: dict[str, ActivationFunction] = {
 
 
 def activate(x: Tensor, act: str, dim: int | None = None) -> Tensor:
-    """Return x̄ = act(x); ``dim`` is -1 (features) or -2 (sequence) for softmax and None otherwise."""
+    """Return x̄ = act(x). For softmax, ``dim`` is -1 (features) or -2 (sequence). Otherwise, it is None."""
     return ACTIVATIONS[act].forward(x, dim)
 
 
@@ -137,7 +137,7 @@ NORMS = ("rms", "layer")
 
 
 class Scales(NamedTuple):
-    """Weight γ and bias β of one tensor, each (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
+    """Weight γ and bias β of one tensor, of shape (D,), (H, D) or (P, 1 or H, D) for P groups of tokens."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -156,7 +156,7 @@ NO_SCALES = Scales()
 
 
 def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
-    """Return norm(x). x is already in the dtype of the arithmetic."""
+    """Return norm(x), computed in x's dtype."""
     over = (-1,) if spec.norm_over == "head" else (1, -1)
     if spec.norm == "layer":
         mean = x.mean(over, keepdim=True)
@@ -171,7 +171,10 @@ def normalise(spec: Spec, x: Tensor, scales: Scales = NO_SCALES) -> Tensor:
 
 
 def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: int = 0) -> Tensor:
-    """Map C channels, from ``start`` on, to [x cos Θ, x sin Θ] or [x sin Θ, x cos Θ]: (.., D) -> (.., D + C)."""
+    """Apply the cosine map to C channels of x (.., D), beginning at ``start``, and return (.., D + C).
+
+    The C channels become [x cos Θ, x sin Θ] or, with order "sin_cos", [x sin Θ, x cos Θ].
+    """
     width = cos.shape[-1]
     before, mapped, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     first, second = (cos, sin) if order == "cos_sin" else (sin, cos)
@@ -179,7 +182,7 @@ def cosine(x: Tensor, cos: Tensor, sin: Tensor, order: str = "cos_sin", start: i
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
-    """Rotate the pairs of channels from ``spec.rotary_start`` on; the other channels stay unchanged."""
+    """Rotate pairs of channels, beginning at ``spec.rotary_start``. The other channels stay unchanged."""
     start, width = spec.rotary_start, 2 * spec.num_channels
     before, turned, after = x.split([start, width, x.shape[-1] - start - width], dim=-1)
     a, b = split_pairs(turned, spec.pairs, spec.sections)
@@ -204,7 +207,7 @@ def split_pairs(x: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> tuple[
 
 
 def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ()) -> Tensor:
-    """Undo :func:`split_pairs`."""
+    """Inverse of :func:`split_pairs`."""
     if pairs == "interleaved":
         return torch.stack([a, b], dim=-1).flatten(-2)
     blocks = [(a, b)]
@@ -214,7 +217,7 @@ def join_pairs(a: Tensor, b: Tensor, pairs: str, sections: tuple[int, ...] = ())
 
 
 class Map(NamedTuple):
-    """Map x̄ → y. The kernels have a branch for each entry but "none", in ``engine/kernels/encode.py``."""
+    """Map from x̄ to y. ``engine/kernels/encode.py`` has a branch for each map except "none"."""
 
     channels: Callable[[int], int]  # C, from the number of mapped channels
     out_dim: Callable[[int, int], int]  # width of a head of y, from head_dim and C
@@ -235,7 +238,7 @@ MAPS: dict[str, Map] = {
         head_dim=lambda out_dim, channels: out_dim,
         apply=rotate,
     ),
-    "none": Map(  # no angles: for linear attention, and for its norm over all heads
+    "none": Map(  # no angles: for linear attention and its norm over all heads
         channels=lambda width: 0,
         out_dim=lambda head_dim, channels: head_dim,
         head_dim=lambda out_dim, channels: out_dim,
@@ -245,7 +248,7 @@ MAPS: dict[str, Map] = {
 
 
 def no_autocast(x: Tensor):
-    """Return a context without autocast, or a null context (which is not exported) if autocast is off already."""
+    """Return a context that disables autocast, or a null context (which torch.export omits) if autocast is off."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -262,7 +265,7 @@ def encode(
     amplitude: Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> Tensor:
-    """Encode x (B, H, N, D) at coords (N, K) or (B, N, K) with omega (H or fewer, C, K)."""
+    """Encode x (B, H, N, D) at positions ``coords`` (N, K) or (B, N, K) with frequencies omega (H or fewer, C, K)."""
     return activate_and_map(spec, x, coords, rotated, omega, phase, amplitude, scales)[1].to(x.dtype)
 
 
@@ -276,7 +279,7 @@ def activate_and_map(
     amplitude: Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> tuple[Tensor, Tensor]:
-    """Return x̄ and y in the dtype of the arithmetic. The arguments are the same as for :func:`encode`."""
+    """Return x̄ and y in at least float32. The arguments are the same as for :func:`encode`."""
     with no_autocast(x):
         dtype = torch.promote_types(x.dtype, torch.float32)
         theta = angles(coords, omega, phase, rotated)
@@ -286,7 +289,7 @@ def activate_and_map(
 
 
 def _map(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Return x̄ and y in the dtype of cos and sin, which is that of the arithmetic."""
+    """Return x̄ and y in the dtype of cos and sin."""
     x = x.to(cos.dtype)
     if spec.norm != "none":
         x = normalise(spec, x, scales)
@@ -295,17 +298,17 @@ def _map(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, scales: Scales) -> tup
 
 
 def encode_tables(spec: Spec, x: Tensor, cos: Tensor, sin: Tensor, first: int, scales: Scales = NO_SCALES) -> Tensor:
-    """Encode x with tables of cos Θ and sin Θ instead of computed angles.
+    """Encode x with tables of cos Θ and sin Θ instead of computed angles. Tokens without a row become x̄.
 
-    cos, sin: any float dtype, (N', W), (B or 1, N', W) or (B or 1, H or fewer, N', W). W is the number of pairs or of
-    rotated channels. first: row of token 0, negative if tokens come before the tables. Tokens without a row become x̄.
+    ``cos`` and ``sin`` are (N', W), (B or 1, N', W) or (B or 1, H or fewer, N', W) in any float dtype. W is the number
+    of pairs or of mapped channels. ``first`` is the row of token 0, which is negative if the first tokens have no row.
     """
     with no_autocast(x):
         return _map(spec, x, *place_tables(x, cos, sin, first), scales)[1].to(x.dtype)
 
 
 def place_tables(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (B or 1, H or 1, N, W) for the tokens of x, in the dtype of the arithmetic."""
+    """Return cos and sin (B or 1, H or 1, N, W) for the tokens of x, in at least float32."""
     dtype, num_tokens = torch.promote_types(x.dtype, torch.float32), x.shape[2]
     placed = []
     for t, missing in ((cos, 1.0), (sin, 0.0)):

@@ -1,14 +1,16 @@
-"""Reference implementation of linear attention in plain PyTorch: any float dtype, differentiable to any order.
+"""Reference implementation of linear attention in plain PyTorch, for any float dtype and derivatives of any order.
 
     q̄ = act(norm(q)), q̂ = map(q̄), the same for k        S = Σ_m β_m k̂_m v_mᵀ                o_n = q̂_n S / z_n
     z    "unrotated" max(q̄_n · Σ_m β_m k̄_m, eps)    "encoded" q̂_n · Σ_m β_m k̂_m, o = 0 if |z| < eps    "none" 1
 
-The sums run over all tokens m ("full"), over m ≤ n ("causal"), or over n's block and all earlier ones ("block"). Causal
-and block states may decay, and block states may follow the delta rule: see reference_memory.py.
+The mask selects the tokens m of the sums: all tokens for "full", all m ≤ n for "causal", and the tokens in n's block
+and in all earlier blocks for "block". Causal and block states may decay, and block states may follow the delta rule.
+Both are described in reference_memory.py.
 
-Shapes: B batch, H heads (H_q of q, H_k of k and v; query head h reads key head h // (H_q / H_k)), N tokens, D head_dim,
-Ê width of q̂ and k̂, D_v width of v. Sequences are processed in chunks of L tokens, so no table is N × N.
-Arithmetic is float32, or float64 if q is, regardless of autocast and TF32 settings.
+In shapes, B is the batch size, H_q and H_k are the numbers of heads of q and of k and v, N is the number of tokens, D
+is head_dim, Ê is the width of q̂ and k̂, and D_v is the width of v. Query head h reads key head h // (H_q / H_k).
+Sequences are processed in chunks of L tokens, so that no matrix is N × N. Computations use float32, or float64 if q is
+float64, regardless of autocast and TF32 settings.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ class Attention(NamedTuple):
 
     @property
     def forgets(self) -> bool:
-        """Return whether the state is more than a plain sum over earlier tokens; see reference_memory.py."""
+        """Return whether the state is more than a plain sum over tokens (see reference_memory.py)."""
         return self.memory != "sum"
 
     @property
     def rule(self) -> str:
-        """Return "delta" if old values of a block's keys are removed before new ones are added, else "add"."""
+        """Return "delta" if a block's keys replace old values in the state, or "add" if new values are only added."""
         return "delta" if self.memory.startswith("delta") else "add"
 
     @property
@@ -76,9 +78,9 @@ class Features(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Normaliser z of each output row."""
+    """Definition of the normaliser z."""
 
-    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's; None: z is 1
+    feature: Callable[[Features], Tensor] | None  # z_n is q's feature times the sum of k's features; None if z is 1
     divide: Callable[[Tensor, Tensor, float], Tensor]  # o from q̂ S (.., N, D_v), z (.., N, 1) and eps
 
 
@@ -98,7 +100,7 @@ NORMALIZERS: dict[str, Normalizer] = {
 
 
 def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales = NO_SCALES) -> Features:
-    """Return x̄ and x̂ of q or k (B, H, N, D), in at least float32. angles: None if there is no map."""
+    """Return x̄ and x̂ of q or k (B, H, N, D) in at least float32. ``angles`` is None if there is no map."""
     if angles is not None:
         return Features(*activate_and_map(spec, x, *angles, scales))
     with no_autocast(x):
@@ -110,7 +112,7 @@ def form_features(spec: Spec, x: Tensor, angles: Angles | None, scales: Scales =
 
 
 def zero_gated_tokens(gate: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Set k and v to 0 for tokens whose gate is 0, so that they get no gradient and NaN does not spread."""
+    """Set each x to 0 for tokens with gate 0. These tokens then get no gradient, and their NaN values do not spread."""
     if gate is None:
         return xs
     out = (gate.logical_not() if gate.dtype == torch.bool else gate == 0)[..., None]
@@ -143,21 +145,26 @@ def attend(
     ends: tuple[int, int] = (0, 0),
     operands: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute linear attention: o (B, H_q, N_q, D_v) in q's dtype, and the state after the last token.
+    """Return the output o (B, H_q, N_q, D_v) of linear attention in q's dtype, and the state after the last token.
 
     Args:
-        q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D), (B, H_k, N_k, D_v). N_q ≠ N_k only with mask "full".
-        q_angles, k_angles: None if there is no map.
-        scales: weights of the norm of q and of k.
-        gate: β (B, H_k or 1, N_k), float or bool. 0 removes a token, even if it holds NaN, and gets no gradient.
-        decay: g, (H_k or 1,), or (B or 1, H_k or 1, F) for each block of the grid; with mask "causal", for each token.
-            The state does not decay in prefix and suffix.
-        cu_seqlens: (num_seqs + 1,), from 0 to N, with B = 1: sequences do not see each other. Not with mask "block".
-        state: sums before the first token: (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), Σ is
-            (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. For both directions, the sums of the backward memory
-            after the last token follow, and those before the first token are returned.
-        ends: numbers of prefix and suffix tokens, for mask "block"; each forms a block of its own.
-        operands: for tests, round both factors of each product to this dtype, also in the backward.
+        attention: mask, normaliser and memory.
+        spec: norm, activation and map of q and k.
+        q, k, v: (B, H_q, N_q, D), (B, H_k, N_k, D) and (B, H_k, N_k, D_v). N_q may differ from N_k with mask "full".
+        q_angles, k_angles: angles of q and of k, or None if there is no map.
+        scales: weights of the norm for q and for k.
+        gate: β (B, H_k or 1, N_k), float or bool. A gate of 0 removes a token, even one that contains NaN, and gets no
+            gradient.
+        decay: g for each head (H_k or 1,), or for each block of the grid (B or 1, H_k or 1, F). With mask "causal",
+            each token is a block. The state does not decay in prefix and suffix.
+        cu_seqlens: offsets (num_seqs + 1,) of packed sequences, from 0 to N. Sequences do not attend to each other. B
+            must be 1, and mask "block" is not supported.
+        state: sums before the first token, which are (S, Σ), or (S,) with normalizer "none". S is (B, H_k, Ê, D_v), and
+            Σ is (B, H_k, D or Ê). With cu_seqlens, num_seqs replaces B. With both directions, the reverse direction's
+            sums after the last token follow. The returned state then also contains the reverse direction's sums before
+            the first token.
+        ends: numbers of prefix and suffix tokens with mask "block". Prefix and suffix are separate blocks.
+        operands: dtype to which both factors of each product are rounded, also in the backward. Used by tests.
     """
     with no_autocast(q):
         k, v = zero_gated_tokens(gate, k, v)
@@ -170,7 +177,7 @@ def attend(
 
 
 class _Terms(NamedTuple):
-    """Factors and sums of linear attention. With normalizer "none", the fields for z are None."""
+    """Factors of the products in linear attention. With normalizer "none", the fields for z are None."""
 
     q: Tensor  # q̂ (B, H_q, .., Ê)
     k: Tensor  # β k̂ (B, H_k, .., Ê)
@@ -185,7 +192,7 @@ class _Terms(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State: S and Σ."""
+    """State (S, Σ) of linear attention."""
 
     products: Tensor
     features: Tensor | None
@@ -194,7 +201,7 @@ class _State(NamedTuple):
         return _State(function(self.products), None if self.features is None else function(self.features))
 
     def join(self, other: _State, function: Callable[..., Tensor], *args: Tensor) -> _State:
-        """Combine each field of two states with a function, which also gets args."""
+        """Combine the fields of two states with ``function(field, other_field, *args)``."""
         features = None
         if self.features is not None and other.features is not None:
             features = function(self.features, other.features, *args)
@@ -218,7 +225,7 @@ def attend_encoded(
     operands: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute :func:`attend` from features q̄, q̂, k̄ and k̂. dtype: dtype of the output."""
+    """Implement :func:`attend`, given the features q̄, q̂, k̄ and k̂. The output has dtype ``dtype``."""
     normalizer = NORMALIZERS[attention.normalizer]
     with no_autocast(v):
         wide = torch.promote_types(q.hat.dtype, torch.float32)
@@ -249,7 +256,7 @@ def attend_encoded(
 
 
 def _initial(terms: _Terms, state: Sequence[Tensor], num_seqs: int) -> _State:
-    """Return the state before the first token."""
+    """Return the state before the first token, or zeros if no state is passed."""
     if state:
         products, *features = state
         return _State(products, features[0] if features else None).map(lambda t: t.to(terms.k.dtype))
@@ -263,19 +270,19 @@ Rows = tuple[Tensor, Tensor | None, _State]  # q̂ S, z, and the state after the
 
 
 def _sum_keys(terms: _Terms, operands: torch.dtype | None) -> _State:
-    """Sum the states over the tokens of each (.., N, ·)."""
+    """Return the state of tokens (.., N, ·), summed over N."""
     return _State(
         product(terms.k.transpose(-2, -1), terms.v, operands), None if terms.z_k is None else terms.z_k.sum(-2)
     )  # fmt: skip
 
 
 def _share(t: Tensor, heads: int) -> Tensor:
-    """Repeat the key heads of t (B, H_k, ..) for each query head."""
+    """Repeat the key heads of t (B, H_k, ..) to match the query heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
 def _read_state(terms: _Terms, state: _State, operands: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Return q̂ S and z = z_q · Σ, with one state for all tokens of each (.., N, ·)."""
+    """Return q̂ S and z = z_q · Σ of queries (.., N, ·), where all N tokens read the same state."""
     heads = terms.q.shape[1]
     rows = product(terms.q, _share(state.products, heads), operands)
     if terms.z_q is None or state.features is None:
@@ -303,7 +310,7 @@ def _attend_causal(
         size = max(1, min(CHUNK, num_tokens))
         chunks = -(-num_tokens // size)
     else:
-        # Always pad by at least one token, because a pad of 0 would be traced as another graph.
+        # Always pad by at least one token, because padding by 0 tokens would be traced as another graph.
         size, chunks = CHUNK, num_tokens // CHUNK + 1
     pad = chunks * size - num_tokens
     terms = terms.map(lambda t: torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (chunks, size)))
@@ -322,7 +329,7 @@ def _attend_causal(
 
 
 def _accumulate(before: _State, parts: _State) -> _State:
-    """Return the state before each part and after the last: (B, H, C, ..) → (B, H, C + 1, ..)."""
+    """Return the states (B, H, C + 1, ..) before each part and after the last one, given parts (B, H, C, ..)."""
 
     def sums(first: Tensor, each: Tensor) -> Tensor:
         first = first.unsqueeze(2)
@@ -332,7 +339,10 @@ def _accumulate(before: _State, parts: _State) -> _State:
 
 
 def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -> _State:
-    """Sum the tokens of each chunk, decayed to its end. weights: :func:`multiply_decay` of the chunk's tokens."""
+    """Sum the states of each chunk's tokens, with the decay up to the end of the chunk.
+
+    ``weights`` is the result of :func:`multiply_decay` for the tokens of each chunk.
+    """
     remaining = weights[..., -1, 1:, None]
     z_k = None if terms.z_k is None else remaining * terms.z_k
     return _sum_keys(terms._replace(k=remaining * terms.k, z_k=z_k), operands)
@@ -341,9 +351,10 @@ def _sum_decayed(terms: _Terms, weights: Tensor, operands: torch.dtype | None) -
 def _within_chunks(
     terms: _Terms, before: _State, operands: torch.dtype | None, causal: bool = True, decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return rows and z (B, H, C, L, ·) from the state before each chunk and, if causal, the chunk's own tokens.
+    """Return q̂ S and z (B, H, C, L, ·), given the state before each chunk.
 
-    decay: :func:`multiply_decay` of the tokens of each chunk.
+    If ``causal`` is set, queries also attend to earlier tokens of their chunk and to themselves. ``decay`` is the
+    result of :func:`multiply_decay` for the tokens of each chunk.
     """
     rows, z = _read_state(terms, before, operands)
     if not causal:
@@ -363,7 +374,7 @@ def _within_chunks(
 
 
 def _share_decay(t: Tensor, heads: int) -> Tensor:
-    """Repeat the decays of key heads for each query head, unless all heads share one (B, 1, ..)."""
+    """Repeat the decays of key heads to match the query heads, unless all heads share one decay (B, 1, ..)."""
     return t if t.shape[1] == 1 else _share(t, heads)
 
 
@@ -371,7 +382,7 @@ def _attend_blocks(
     attention: Attention, terms: _Terms, before: _State, ends: tuple[int, int], operands: torch.dtype | None,
     decay: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """Attend over the prefix, the blocks and the suffix in turn."""
+    """Compute block attention on the prefix, the blocks and the suffix, one after the other."""
     state, found = before, []
     for piece in _cut_blocks(terms, ends, attention.block):
         through = _accumulate(state, _sum_keys(piece, operands))
@@ -381,9 +392,9 @@ def _attend_blocks(
 
 
 def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]:
-    """Return prefix (one block), grid blocks and suffix (one block), each (B, H, blocks, tokens, ·).
+    """Return the prefix (one block), the blocks of the grid, and the suffix (one block) as (B, H, blocks, tokens, ·).
 
-    There may be no queries, for a call that only forms a state.
+    There may be no queries, because some calls only compute a state.
     """
     prefix, suffix = ends
     num_blocks = (terms.k.shape[2] - prefix - suffix) // size
@@ -400,7 +411,7 @@ def _cut_blocks(terms: _Terms, ends: tuple[int, int], size: int) -> list[_Terms]
 
 
 def _join_blocks(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Join the rows and z of the pieces from :func:`_cut_blocks` along the tokens."""
+    """Concatenate the rows and z of the pieces from :func:`_cut_blocks` along the tokens."""
     rows, zs = (
         None if ts[0] is None else torch.cat([t.flatten(2, 3) for t in ts], dim=2) for ts in zip(*found, strict=True)
     )
@@ -412,9 +423,9 @@ def _attend_forgetting(
     attention: Attention, terms: _Terms, given: tuple[_State, _State], ends: tuple[int, int],
     operands: torch.dtype | None, decay: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Attend over blocks with decay, by the delta rule or in both directions.
+    """Compute block attention with decay, with the delta rule or in both directions.
 
-    given: the states before the first token and, for both directions, after the last one.
+    ``given`` is the state before the first token and, for the reverse direction, the state after the last one.
     """
     if attention.rule == "delta":
         # torch.compile unrolls the scan. A static number of tokens keeps each step free of symbolic sizes.
@@ -449,7 +460,7 @@ def _scan_blocks(
     attention: Attention, pieces: list[_Terms], parts: _State, before: _State, decay: Tensor,
     operands: torch.dtype | None, backward: bool = False,
 ) -> _State:  # fmt: skip
-    """Return the state before each block and after the last, in scan order. backward: scan from the last block."""
+    """Return the state before each block and after the last one. With ``backward``, scan from the last block."""
 
     def order(t: Tensor) -> Tensor:
         return t.flip(2) if backward else t
@@ -477,11 +488,11 @@ _ATTEND: dict[str, Callable[..., Rows]] = {"full": _attend_full, "causal": _atte
 
 
 class _Chunks(NamedTuple):
-    """Layout of packed tokens in which each sequence starts a new chunk, computed without synchronisation."""
+    """Layout of packed tokens in chunks, where each sequence starts a new chunk."""
 
-    source: Tensor  # (C L,): the token in each slot, or N if it is empty
+    source: Tensor  # (C L,): the token in each slot, or N for empty slots
     place: Tensor  # (N,): the slot of each token
-    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs if it has none
+    sequence: Tensor  # (C,): the sequence of each chunk, or num_seqs for chunks without a sequence
 
 
 def _lay_out_chunks(cu_seqlens: Tensor, num_tokens: int) -> _Chunks:
@@ -533,11 +544,15 @@ def _attend_packed(
 def _attend_packed_decaying(
     terms: _Terms, first: _State, logs: Tensor, sequence: Tensor, operands: torch.dtype | None
 ) -> Rows:
-    """Attend within chunks of packed sequences. logs: log g of each token, (1, H or 1, C, L)."""
+    """Compute causal attention with decay for the chunks of packed sequences.
+
+    ``logs`` is log g of each token (1, H or 1, C, L).
+    """
     weights, by_chunk = multiply_decay(logs), logs.sum(-1)
     parts = _sum_decayed(terms, weights, operands)
     same = sequence[:, None] == sequence
-    # Chunk c sees part c' decayed over the chunks in between, and its initial state decayed over all chunks before it.
+    # Chunk c sees part c' after the decay of the chunks in between. It sees the initial state of its sequence after the
+    # decay of all earlier chunks of the sequence.
     between = torch.where(same, multiply_decay(by_chunk)[..., :-1, 1:], 0)
     from_start = sum_after(by_chunk.flip(-1), sequence.flip(0)).flip(-1).exp()
 
@@ -556,24 +571,27 @@ def _attend_packed_decaying(
 
 
 def _scale_rows(t: Tensor, factors: Tensor) -> Tensor:
-    """Multiply t by factors that match its first dimensions."""
+    """Multiply t by factors whose shape is a prefix of t's shape."""
     return t * factors.reshape(*factors.shape, *(1,) * (t.ndim - factors.ndim))
 
 
 def _by_chunk(t: Tensor, sequence: Tensor) -> Tensor:
-    """Look up the state of each chunk: (num_seqs, H, ..) → (1, H, C, ..)."""
+    """Convert states of sequences (num_seqs, H, ..) to states of their chunks (1, H, C, ..)."""
     return t.index_select(0, sequence).transpose(0, 1)[None]
 
 
 def _add_to(total: Tensor | None, parts: Tensor | None, sequence: Tensor) -> Tensor | None:
-    """Add the parts (1, H, C, ..) of each sequence to its total (num_seqs, H, ..)."""
+    """Add the parts (1, H, C, ..) of each sequence to the sequence's total (num_seqs, H, ..)."""
     if total is None or parts is None:
         return None
     return total.index_add(0, sequence, parts[0].transpose(0, 1))
 
 
 def _sum_before(parts: Tensor, sequence: Tensor) -> Tensor:
-    """Return the sums (1, H, C, ..) of all earlier parts of the same sequence, without subtracting larger sums."""
+    """Return, for each part, the sum (1, H, C, ..) of all earlier parts of its sequence.
+
+    The sums are not computed as differences of larger sums, because this would lose precision.
+    """
     size = parts.shape[2]
     reach, total = 1, parts
     shape = (1, 1, size) + (1,) * (parts.ndim - 3)

@@ -2,8 +2,9 @@
 
     S_f = g_f (I − A_f) S_{f−1} + B_f        A_f = Σ_{m∈f} β_m k̂_m k̂_mᵀ        B_f = Σ_{m∈f} β_m k̂_m v_mᵀ
 
-f is the index of a block of tokens. With rule "add", A is 0. The normaliser's sums follow the same rule, with their
-own A. Shapes: B batch, H key heads, F blocks. A state is (B, H, ..), and a series of states is (B, H, F, ..).
+Block f contains the tokens m. With rule "add", A is 0. The normaliser's sums follow the same rule, with their own A. B
+is the batch size, H the number of key heads, and F the number of blocks. A state is (B, H, ..), and a series of states
+is (B, H, F, ..).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["accumulate", "apply_delta_rule", "lay_out_decay", "multiply_decay", 
 
 
 def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor:
-    """Expand a decay per head (H,) or per block to (B or 1, H or 1, F), in like's dtype."""
+    """Expand a decay per head (H,), or one per block, to (B or 1, H or 1, F) in the dtype of ``like``."""
     if decay is None:
         return like.new_ones(1, 1, num_blocks)
     decay = decay.to(like.dtype)
@@ -25,10 +26,10 @@ def lay_out_decay(decay: Tensor | None, num_blocks: int, like: Tensor) -> Tensor
 
 
 def multiply_decay(log_decay: Tensor) -> Tensor:
-    """Return Π g over blocks j + 1 .. i, the weight of block j in the state after i: (.., F) → (.., F + 1, F + 1).
+    """Return the weights (.., F + 1, F + 1) of block j in the state after block i, given log g (.., F).
 
-    Block 0 stands for the initial state. Each product has its own sum of logarithms, because a difference of two
-    sums would lose precision if the decay is strong.
+    The weight is the product of g over blocks j + 1 to i, and block 0 is the initial state. Each product has its own
+    sum of logarithms, because a difference of two cumulative sums would lose precision if the decay is strong.
     """
     size = log_decay.shape[-1] + 1
     logs = torch.nn.functional.pad(log_decay, (1, 0))[..., :, None].expand(*log_decay.shape[:-1], size, size)
@@ -38,9 +39,10 @@ def multiply_decay(log_decay: Tensor) -> Tensor:
 
 
 def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
-    """Return the state before each block and after the last one, (B, H, F + 1, ..), for rule "add".
+    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "add".
 
-    ``before`` has shape (B, H, ..) and ``parts`` (B, H, F, ..); ``weights`` come from :func:`multiply_decay`.
+    ``before`` has shape (B, H, ..), and ``parts`` has shape (B, H, F, ..). ``weights`` come from
+    :func:`multiply_decay`.
     """
     series = torch.cat([before.unsqueeze(2), parts], dim=2)
     batch, heads, size = series.shape[:3]
@@ -48,9 +50,9 @@ def accumulate(before: Tensor, parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: Tensor) -> Tensor:
-    """Return the series of :func:`accumulate` for rule "delta".
+    """Return the states (B, H, F + 1, ..) before each block and after the last one, for rule "delta".
 
-    transitions: A, (B, H, F, E, E); decay (B or 1, H or 1, F).
+    ``transitions`` contains A (B, H, F, E, E), and ``decay`` has shape (B or 1, H or 1, F).
     """
     state, series = before, [before]
     for f in range(parts.shape[2]):
@@ -63,7 +65,7 @@ def apply_delta_rule(before: Tensor, parts: Tensor, transitions: Tensor, decay: 
 
 
 def sum_after(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum values (.., C) over the later chunks of the same sequence. sequence (C,): the sequence of each chunk."""
+    """For each chunk, sum values (.., C) over the later chunks with the same sequence number in ``sequence`` (C,)."""
     index = torch.arange(len(sequence), device=sequence.device)
     chosen = (index > index[:, None]) & (sequence == sequence[:, None])
     return torch.where(chosen, values[..., None, :], 0).sum(-1)

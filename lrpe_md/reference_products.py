@@ -1,4 +1,4 @@
-"""Matrix products of the reference, computed in their factors' dtype regardless of autocast and TF32 settings."""
+"""Matrix products for the reference, computed in the dtype of their factors regardless of autocast and TF32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["product"]
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Compute float32 products in full float32: without autocast, TF32 and, on a CPU, bfloat16."""
+    """Disable autocast, TF32 and (on a CPU) bfloat16 products, so that float32 products have full precision."""
     backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore
     before = [(backend, backend.fp32_precision) for backend in backends]
     loose = [(backend, precision) for backend, precision in before if precision not in ("ieee", "none")]
@@ -35,7 +35,7 @@ def _exact_products(x: Tensor) -> Iterator[None]:
 
 
 class _Product(torch.autograd.Function):
-    """Product a @ b, whose derivatives are also computed in full precision."""
+    """Product a @ b, with derivatives that also have full precision."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, operands: torch.dtype | None) -> Tensor:
@@ -82,9 +82,10 @@ def _rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, operands: torch.dtype | None = None) -> Tensor:
-    """Return a (.., M, K) @ b (.., K, N) in their own dtype, regardless of autocast and TF32 settings.
+    """Multiply a (.., M, K) and b (.., K, N) in their own dtype, regardless of autocast and TF32.
 
-    operands: round both factors to this dtype first, also in the derivatives. The rounding itself passes gradients on.
+    If ``operands`` is set, both factors are first rounded to this dtype, also in the derivatives. Gradients pass
+    through the rounding unchanged.
     """
     if torch.compiler.is_compiling():  # the settings at tracing time apply to the whole graph
         with no_autocast(a):

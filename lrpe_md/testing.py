@@ -1,10 +1,11 @@
-"""Test inputs, runs and error budgets for kernels.
+"""Test cases, inputs and error budgets for kernels.
 
-An implementation passes if its error against float64, on the same inputs, is at most twice (RMS) and four times
-(maximum) the reference's. The reference error is that of the reference in the inputs' dtype, or of the exact result
-rounded to that dtype, whichever is larger. This reference computes angles in the inputs' dtype, whereas
-:func:`lrpe_md.rotate` uses float64: see :func:`rounded_angles`. No tolerance is chosen by hand. For float64 inputs,
-there is no more precise reference, so the error of a float32 run is scaled by the ratio of the machine epsilons.
+An implementation passes if its RMS error is at most twice the reference's, and its maximum error at most four times.
+Errors are measured against a float64 result for the same inputs. The reference's error is the error of the reference in
+the inputs' dtype, or of the exact result rounded to that dtype, whichever is larger. It computes angles in the dtype of
+frequencies and positions, whereas :func:`lrpe_md.rotate` uses float64; see :func:`rounded_angles`. No tolerance is
+chosen by hand. Float64 inputs have no more precise reference, so the error of a float32 run is scaled by the ratio of
+the machine epsilons.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RMS_FACTOR, MAX_FACTOR = 2.0, 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """A single call: everything that determines its result, in a form small enough to print."""
+    """Settings of a single call, which determine its result and are short enough to print."""
 
     map: Literal["cosine", "rotate"] = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -91,7 +92,7 @@ class Case:
 
     @property
     def channels(self) -> int:
-        """Number of angles per head."""
+        """Number of channels or pairs per head that have an angle."""
         cut = self.rotary_dim if isinstance(self.rotary_dim, slice) else slice(self.rotary_dim)
         width = len(range(self.head_dim)[cut])
         return width if self.map == "cosine" else width // 2
@@ -119,11 +120,11 @@ class Inputs:
     tables: tuple[Tensor, ...] = ()  # cos and sin, or one complex tensor
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """Return the norm, optionally with other weights, given in the same order."""
+        """Return the norm, optionally with different weights in the same order."""
         return _make_norm(self.case, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Cast every floating-point tensor to a different dtype."""
+        """Return the inputs with all floating-point tensors cast to another dtype."""
 
         def cast(t: Tensor) -> Tensor:
             if t.is_complex():
@@ -155,7 +156,7 @@ def _make_norm(case: Case, own: dict[str, Tensor], weights: Sequence[Tensor] | N
 
 
 def _strided(values: Tensor, layout: str, width: int = 1) -> Tensor:
-    """Copy the values (B, H, N, D) to a memory layout, with NaN in the gaps."""
+    """Copy values (B, H, N, D) into a tensor with a given memory layout, and fill its gaps with NaN."""
     b, h, n, d = values.shape
     if layout == "bhnd":
         return values.contiguous()
@@ -192,7 +193,7 @@ def make_positions(case: Case, device: torch.device | str = "cpu") -> Positions:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Make random inputs, which are the same on every device."""
+    """Make random inputs, which are the same on all devices."""
     generator = torch.Generator().manual_seed(case.seed)
     positions = make_positions(case, device)
     assert not isinstance(positions, Tensor)
@@ -223,9 +224,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 
 def make_tables(case: Case, randn: Callable[..., Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Make cos and sin tables of random numbers, not of angles, so that every entry matters; gaps hold NaN.
+    """Make cos and sin tables of random numbers, not from angles, so that every entry matters. Gaps contain NaN.
 
-    randn: draws a tensor of a given size.
+    randn: function that draws a random tensor of a given size.
     """
     if case.tables == "none":
         return ()
@@ -263,12 +264,12 @@ def _make_weights(case: Case, randn: Callable[..., Tensor], device: torch.device
 
 
 def as_tuple(ys: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Wrap a single result as a tuple."""
+    """Return a result as a tuple, wrapping a single tensor."""
     return ys if isinstance(ys, tuple) else (ys,)
 
 
 def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function (xs, omega, phase=None, weights=None) -> ys that calls the operator as the case specifies."""
+    """Return a function (xs, omega, phase=None, weights=None) -> ys that makes the case's call."""
     case = inputs.case
     call: Any = cosine if case.map == "cosine" else rotate
     options: dict[str, Any] = {"impl": impl, "act": case.act, "dim": case.dim}
@@ -292,7 +293,10 @@ def bind(inputs: Inputs, impl: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Tensor]:
-    """Run forward and backward; return y0 (, y1), dx0 (, dx1), domega, dphase, and dweight0 etc. of a norm."""
+    """Run forward and backward, and return the outputs and gradients by name.
+
+    The names are y0 (and y1), dx0 (and dx1), domega and dphase, and dweight0, .. for a norm.
+    """
     frequencies = frequencies and not inputs.tables
     xs = [x.detach().requires_grad_() for x in inputs.xs]
     omega = inputs.omega.detach().requires_grad_(frequencies)
@@ -311,9 +315,9 @@ def run(inputs: Inputs, impl: str, *, frequencies: bool = True) -> dict[str, Ten
 
 @contextmanager
 def rounded_angles() -> Iterator[None]:
-    """Patch the reference to compute angles in the dtype of frequencies and positions (float32 on plain grids).
+    """Make the reference compute angles in the dtype of frequencies and positions, which is float32 for plain grids.
 
-    This measures how far float32 arithmetic is from float64, which sets the error budget.
+    The error of such a reference shows how far float32 arithmetic is from float64, which sets the error budget.
     """
     exact, positions = reference.angles, Layout.positions
 
@@ -353,11 +357,11 @@ class Violation:
 def budget_violation(
     name: str, actual: Tensor, same: Tensor, exact: Tensor, case: Case | None = None, *, ulps: float = 0.0
 ) -> Violation | None:
-    """Return None if ``actual`` is within the budget, else the violation.
+    """Return how ``actual`` violates the error budget, or None if it does not.
 
-    The budget comes from ``same``, the reference in actual's dtype with :func:`rounded_angles`, and ``exact``, in
-    float64. ``ulps`` units in the last place are subtracted from each error, because bfloat16 stores of Triton's
-    interpreter truncate.
+    The budget is the difference between ``same``, the reference in actual's dtype with :func:`rounded_angles`, and
+    ``exact``, the reference in float64. ``ulps`` units in the last place are subtracted from each error, because
+    Triton's interpreter truncates when it stores bfloat16.
     """
     assert actual.dtype == same.dtype, (name, actual.dtype, same.dtype)
     return _judge(name, actual, (same.double() - exact).abs(), exact, case, ulps)
@@ -390,12 +394,12 @@ def check(
     frequencies: bool = True,
     ulps: float = 0.0,
 ) -> list[Violation]:
-    """Run a case with ``impl``, and return the violations of the error budget.
+    """Run a case with ``impl``, and return its violations of the error budget.
 
-    The gradients of ω, φ, a norm and a state's sums have few entries, each of which is a sum. If only these violate the
-    budget, by at most half in RMS or with fewer than 32 entries, five draws are judged together. A single draw may be
-    unlucky: in about one of a hundred draws, the reference's error is below half of its mean, or below a third for 16
-    entries.
+    The gradients of ω, φ, norm weights and state sums have few entries, each of which is a sum. A single draw of them
+    may be unlucky. In about one in a hundred draws, the reference's error is below half of its mean, or below a third
+    for 16 entries. Therefore, five draws are judged together if only these gradients violate the budget, by at most
+    half in RMS or with fewer than 32 entries.
     """
     return _check_case(lambda seed: _draw_encoding(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
@@ -420,7 +424,7 @@ Draw = dict[str, tuple[Tensor, ...]]
 
 
 def _draw_encoding(case: Case, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
+    """Return the output of ``impl``, the reference's error and the exact value of each result."""
     inputs = make_inputs(case, device)
     actual = run(inputs, impl, frequencies=frequencies)
     exact = run(inputs.to(torch.float64), "reference", frequencies=frequencies)
@@ -452,7 +456,7 @@ def _violations(draw: Draw, case: Case | LinearCase, ulps: float) -> list[Violat
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A single call of linear attention: everything that determines its result, in a form small enough to print."""
+    """Settings of a single call of linear attention, which determine its result and are short enough to print."""
 
     map: Literal["cosine", "rotate"] | None = "cosine"
     shape: tuple[int, ...] = (3, 5)
@@ -505,7 +509,7 @@ class LinearCase:
 
     @property
     def encoding(self) -> Case:
-        """Return the corresponding case of the encoding, with q's positions and frequencies, and the norm."""
+        """Return the case that encodes q with the same positions, frequencies and norm."""
         return Case(
             self.map or "cosine", self.shape, self.prefix, self.suffix, self.scale, coords=self.coords,
             origin=self.origin, masked=self.masked, batch=self.batch, heads=self.heads, omega_heads=self.omega_heads,
@@ -516,17 +520,17 @@ class LinearCase:
 
     @property
     def has_positions(self) -> bool:
-        """True if the call needs positions."""
+        """Whether the call needs positions."""
         return self.map is not None or self.mask == "block" or self.norm_groups > 1
 
     @property
     def key_scale(self) -> float:
-        """Factor of random keys, which keeps A of a block below about 1 with the delta rule."""
+        """Factor on the random keys, which limits A of the delta rule to about 1 per block."""
         return (self.head_dim * self.block) ** -0.5 if self.rule == "delta" else 1.0
 
     @property
     def out_dim(self) -> int:
-        """Width of a head of q̂ and k̂."""
+        """Number of channels per head of q̂ and k̂."""
         return self.encoding.out_dim if self.map == "cosine" else self.head_dim
 
     def __str__(self) -> str:
@@ -552,11 +556,11 @@ class LinearInputs:
     decay: Tensor | None = None
 
     def norm(self, weights: Sequence[Tensor] | None = None) -> Norm | None:
-        """Return the norm, optionally with other weights, given in the same order."""
+        """Return the norm, optionally with different weights in the same order."""
         return _make_norm(self.case.encoding, self.weights, weights)
 
     def to(self, dtype: torch.dtype) -> LinearInputs:
-        """Cast every floating-point tensor to a different dtype."""
+        """Return the inputs with all floating-point tensors cast to another dtype."""
 
         def cast(t: Any) -> Any:
             if isinstance(t, tuple):
@@ -572,7 +576,7 @@ class LinearInputs:
 
 
 def make_linear_inputs(case: LinearCase, device: torch.device | str = "cpu") -> LinearInputs:
-    """Make random inputs, which are the same on every device."""
+    """Make random inputs, which are the same on all devices."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def randn(*size: int) -> Tensor:
@@ -635,7 +639,7 @@ def _make_decay(case: LinearCase, num_tokens: int, device: torch.device | str) -
 def _make_frequencies(
     case: LinearCase, randn: Callable[..., Tensor], device: torch.device | str
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Make omega, phase and amplitude."""
+    """Make random omega, phase and amplitude, or None for those that the case does not use."""
     if case.map is None:
         return None, None, None
     channels = case.encoding.channels
@@ -648,9 +652,9 @@ def _make_frequencies(
 
 
 def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = None) -> Callable[..., Any]:
-    """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that runs the case.
+    """Return a function (q, k, v, omega, phase, gate, state, weights, decay) -> (o, state) that makes the case's call.
 
-    operands: dtype to which the reference rounds both factors of its products, as the kernels do for 16-bit inputs.
+    operands: dtype to which the reference rounds the factors of its products, as the kernels do for 16-bit inputs.
     """
     case = inputs.case
 
@@ -697,10 +701,10 @@ def bind_linear(inputs: LinearInputs, impl: str, operands: torch.dtype | None = 
 def run_linear(
     inputs: LinearInputs, impl: str, *, frequencies: bool = True, operands: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Run forward and backward of linear attention.
+    """Run linear attention forward and backward, and return the outputs and gradients by name.
 
-    Returns o, dq, dk, dv; dgate of a float gate, ddecay, domega, dphase; S, sums, dS, dsums of the states; and dweight0
-    etc. of a norm.
+    The names are o, dq, dk and dv; dgate (for a float gate), ddecay, domega and dphase; S, sums, dS and dsums for
+    states; and dweight0, .. for a norm.
     """
     names = ("S", "sums")
     qkv = [t.detach().requires_grad_() for t in inputs.qkv]
@@ -733,23 +737,23 @@ def check_linear(
     frequencies: bool = True,
     ulps: float = 0.0,
 ) -> list[Violation]:
-    """Run a case of linear attention with ``impl``, and return the violations of the error budget.
+    """Run a case of linear attention with ``impl``, and return its violations of the error budget.
 
-    For 16-bit inputs, the kernels multiply bfloat16 operands. With bfloat16 inputs, o and dv are rounded to bfloat16
-    anyway, so they are compared with the plain reference. All other results are compared with a reference that has
-    bfloat16 operands:
+    For 16-bit inputs, the kernels multiply bfloat16 operands. With bfloat16 inputs and full attention, o and dv are
+    compared with the plain reference, because they are rounded to bfloat16 in any case. All other results are compared
+    with a reference that also has bfloat16 operands. This concerns:
 
-    - float32 results: the state, and gradients of the gate, the frequencies and the state;
-    - float16 results, which are finer than the operands;
-    - dq and dk, which are differences (exactly 0 if a token sees only one other);
-    - normalizer "encoded", which divides by a difference, and causal or block masks;
-    - a single key, where o is its v and the plain reference has no error at all.
+    - float32 results, which are the state and the gradients of the gate, the frequencies and the state
+    - float16 results, which are more precise than the operands
+    - dq and dk, which are differences (exactly 0 if a token attends to only one token)
+    - normalizer "encoded", which divides by a difference, and causal or block masks
+    - a single key, where o equals v and the plain reference has no error
     """
     return _check_case(lambda seed: _draw_linear(replace(case, seed=seed), impl, device, frequencies), case, ulps)
 
 
 def _draw_linear(case: LinearCase, impl: str, device: torch.device | str, frequencies: bool) -> Draw:
-    """For each result, return the output of ``impl``, the reference's error, and the exact value."""
+    """Return the output of ``impl``, the reference's error and the exact value of each result."""
     inputs = make_linear_inputs(case, device)
     actual = run_linear(inputs, impl, frequencies=frequencies)
     exact = run_linear(inputs.to(torch.float64), "reference", frequencies=frequencies)

@@ -1,4 +1,4 @@
-"""Models with relative positions, built on timm's blocks."""
+"""Models with relative position encodings, built from timm's layers."""
 
 from lrpe_md.integrations.extras import require
 

@@ -1,8 +1,9 @@
-"""Blocks of diffusion transformers: one class whose options reproduce the blocks of published models.
+"""Blocks of diffusion transformers, in a single class whose options reproduce the blocks of published models.
 
-There are three ways to attend to text. Text and patches attend to each other with separate weights (MM-DiT, SD3, arXiv
-2403.03206). Patches attend to text (PixArt-α, arXiv 2310.00426). Or both share the weights of one sequence (FLUX,
-Lumina 2). Blocks are conditioned on a vector through adaLN-zero (DiT, arXiv 2212.09748).
+There are three ways to attend to text. Text and patches can attend to each other with separate weights (MM-DiT, SD3,
+arXiv 2403.03206). Patches can attend to text with cross-attention (PixArt-α, arXiv 2310.00426). Finally, text and
+patches can form one sequence with shared weights (FLUX, Lumina 2). Blocks are conditioned on a vector through
+adaLN-zero (DiT, arXiv 2212.09748).
 
 Shapes: B batch, L text tokens, N tokens (text, then registers and patches), C embed_dim, H heads, D head_dim.
 """
@@ -36,9 +37,9 @@ TextAttention: TypeAlias = Literal["joint", "cross", "single"]
 
 
 class BlockOptions(NamedTuple):
-    """Options of a block, documented in :class:`lrpe_md.models.dit.DiT`.
+    """Options of a block. See :class:`lrpe_md.models.dit.DiT` for their meaning.
 
-    feature_act: activation of q and k in linear attention, which replaces the encoding's activation.
+    ``feature_act`` is the activation of q and k in linear attention. It replaces the encoding's activation.
     """
 
     embed_dim: int
@@ -57,10 +58,10 @@ class BlockOptions(NamedTuple):
 
 
 class TimeEmbedding(nn.Module):
-    """Embedding of a time, t (B,) → (B, C): cosines and sines of 1000 t, in at least float32, and a two-layer MLP.
+    """Embedding of diffusion times (B,) as vectors (B, C), from cosines and sines of 1000 t and a two-layer MLP.
 
     Attributes:
-        base: base of the frequencies, base^(-i / num_frequencies).
+        base: base b of the frequencies b^(-i / num_frequencies).
     """
 
     def __init__(self, embed_dim: int, num_frequencies: int = 128, base: float = 1e4) -> None:
@@ -76,12 +77,12 @@ class TimeEmbedding(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x · (1 + scale) + shift, with x (B, N, C), and scale and shift (B, C)."""
+    """Return x · (1 + scale) + shift for tokens x (B, N, C) and scale and shift (B, C)."""
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
 def modulation(embed_dim: int, number: int) -> nn.Sequential:
-    """Build the layers that turn a vector (B, C) into shifts, scales and gates (B, number · C)."""
+    """Build the layers that compute shifts, scales and gates (B, number · C) from a conditioning vector (B, C)."""
     return nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, number * embed_dim))
 
 
@@ -93,7 +94,7 @@ class ModulationTable(nn.Module):
         self.table = nn.Parameter(torch.zeros(number, embed_dim))
 
     def forward(self, shared: Tensor) -> Tensor:
-        """Add the offsets to the first rows of m shared vectors, or to a single one: (B, m C) → (B, rows · C)."""
+        """Add the offsets to the first of the shared vectors (B, m C), or to a single vector (B, C)."""
         number, embed_dim = self.table.shape
         return (shared.unflatten(-1, (-1, embed_dim))[:, :number] + self.table).flatten(1)
 
@@ -103,7 +104,7 @@ def _build_modulation(options: BlockOptions, number: int) -> nn.Module:
 
 
 def build_norm(options: BlockOptions) -> nn.Module:
-    """Build the norm that precedes attention, an MLP or the head."""
+    """Build the norm to apply before attention, an MLP or the head."""
     if options.norm == "rms":
         return RmsNorm(options.embed_dim, eps=1e-6)
     return nn.LayerNorm(options.embed_dim, eps=1e-6, elementwise_affine=False)
@@ -124,7 +125,7 @@ def _build_mlp(options: BlockOptions) -> nn.Module:
 
 
 def _normalize(norm: nn.Module, x: Tensor, dtype: torch.dtype, over: str) -> Tensor:
-    """Normalise q or k (B, H, N, D) over a "head" or over all "heads"."""
+    """Normalise q or k (B, H, N, D) over each "head" or over all "heads" together."""
     if over == "heads":
         x = norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
     else:
@@ -133,11 +134,11 @@ def _normalize(norm: nn.Module, x: Tensor, dtype: torch.dtype, over: str) -> Ten
 
 
 class Stream(nn.Module):
-    """Self-attention and MLP weights of one sequence in a block.
+    """Weights of a block's self-attention and MLP for one sequence.
 
     Args:
-        parallel: attention and MLP read the same input, and share one gate for their sum.
-        last: the output is unused, so only q, k and v have weights.
+        parallel: whether attention and MLP read the same input, with a single gate for their sum.
+        last: whether the output is unused, in which case there are only weights for q, k and v.
     """
 
     def __init__(self, options: BlockOptions, *, parallel: bool = False, last: bool = False) -> None:
@@ -157,9 +158,9 @@ class Stream(nn.Module):
             self.mlp = _build_mlp(options)
 
     def project(self, x: Tensor, c: Tensor, normed: bool = True) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Project x (B, N, C) to q, k and v (B, H, N, D). Also return ``rest`` for :meth:`update` and :meth:`feed`.
+        """Project x (B, N, C) to q, k and v (B, H, N, D), and also return ``rest`` for :meth:`update` and :meth:`feed`.
 
-        c: conditioning vector, (B, C or 6 C). normed: apply the norms of q and k.
+        ``c`` is the conditioning vector (B, C or 6 C). If ``normed`` is True, q and k are normalised.
         """
         shift, scale, *rest = self.modulation(c).chunk(self.num_vectors, dim=-1)
         x = modulate(self.norm1(x), shift, scale)
@@ -172,7 +173,7 @@ class Stream(nn.Module):
         return (q, k, v), tuple(rest)
 
     def update(self, x: Tensor, attended: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the output of attention (B, H, N, D), and with ``parallel`` also that of the MLP, to x (B, N, C)."""
+        """Add the attention's output (B, H, N, D) to x (B, N, C), together with the MLP's if they run in parallel."""
         if self.last:
             return x
         attended = self.proj(self.norm(rearrange(attended, "b h n d -> b n (h d)")))
@@ -181,7 +182,7 @@ class Stream(nn.Module):
         return x + rest[0][:, None] * attended
 
     def feed(self, x: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
-        """Add the output of the MLP to x (B, N, C), unless :meth:`update` has already done so."""
+        """Add the MLP's output to x (B, N, C), unless :meth:`update` has already done so."""
         if self.last or self.parallel:
             return x
         _, shift, scale, gate = rest
@@ -189,7 +190,7 @@ class Stream(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from patches to text, without positions (PixArt-α, arXiv 2310.00426; Wan, arXiv 2503.20314)."""
+    """Cross-attention from patches to text, without positions (PixArt-α, arXiv 2310.00426; Wan, arXiv 2503.20314)."""
 
     def __init__(self, options: BlockOptions) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
-        """Return x (B, N, C) plus its attention to text (B, L, C). mask: (B, L), False for padding."""
+        """Add the attention to text (B, L, C) to x (B, N, C). The mask (B, L) is False for padding."""
         q = rearrange(self.q(self.norm(x)), "b n (h d) -> b h n d", h=self.num_heads)
         k, v = rearrange(self.kv(text), "b l (two h d) -> two b h l d", two=2, h=self.num_heads)
         q = _normalize(self.q_norm, q, v.dtype, self.qk_norm)
@@ -212,15 +213,15 @@ class CrossAttention(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """A block of a diffusion transformer.
+    """Block of a diffusion transformer.
 
     Args:
-        text: "joint": text and patches attend to both, with separate weights. "cross": patches attend to patches, then
-            to text, before the MLP (or after it with ``parallel``). "single": text and patches share the weights of one
-            sequence. None: no text.
+        text: how to attend to text. With "joint", text and patches attend to each other, with separate weights. With
+            "cross", patches attend to patches and then to text, before the MLP (or after it with ``parallel``). With
+            "single", text and patches form one sequence with shared weights. None means no text.
         parallel: see :class:`Stream`.
-        last: the text that the block returns is unused.
-        decay: decay of the memory, see :meth:`lrpe_md.Memory.build_decay`.
+        last: whether the text that the block returns is unused.
+        decay: decay of the linear attention state; see :meth:`lrpe_md.Memory.build_decay`.
     """
 
     def __init__(
@@ -239,13 +240,14 @@ class DiTBlock(nn.Module):
         self.num_heads, self.scale = options.num_heads, (options.embed_dim // options.num_heads) ** -0.5
 
     def forward(self, x: Tensor, text: Tensor | None, c: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Update the patches x and the text.
+        """Return the updated patches and text.
 
         Args:
-            x: (B, N - L, C), or with cross-attention (B, N, C).
-            text: (B, L, C).
-            c: (B, C), or with shared modulation (B, 6 C).
-            context: its mask, False for padding, is (B, N), or with cross-attention (B, L).
+            x: patches (B, N - L, C), or (B, N, C) with cross-attention.
+            text: text tokens (B, L, C), or None.
+            c: conditioning vector (B, C), or (B, 6 C) with shared modulation.
+            context: inputs that all blocks share. Its mask is (B, N), or (B, L) with cross-attention, and False for
+                padding.
         """
         norm = self.norm(context, 0 if text is None else text.shape[1], x.dtype)
         if self.text is not None and text is not None:
@@ -273,7 +275,7 @@ class DiTBlock(nn.Module):
         return self.image.feed(self.image.update(x, attended[:, :, length:], rest), rest), text
 
     def norm(self, context: Context, length: int, dtype: torch.dtype) -> Norm | None:
-        """Return the norms of q and k as a single norm for the encoding; None if they must run before it."""
+        """Return the norm of q and k for the encoding to apply, or None if it must run before the encoding."""
         if not takes_norm(context.encoding, self.attention):
             return None
         heads = (self.num_heads, self.num_heads) if self.qk_norm == "heads" else None
@@ -286,7 +288,7 @@ class DiTBlock(nn.Module):
         return join_norms((text, image))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context, norm: Norm | None) -> Tensor:
-        """Compute self-attention from q, k and v (B, H, N, D) before their encoding."""
+        """Encode q and k (B, H, N, D), and return their self-attention."""
         encoding, positions = context.encoding, context.positions
         mask = None if self.cross is not None else context.attn_mask
         if self.attention == "linear":
@@ -307,7 +309,7 @@ class DiTBlock(nn.Module):
 
 
 def join_norms(groups: Sequence[Norm | None]) -> Norm | None:
-    """Combine the per-head norms of prefix, grid and suffix tokens; return None if one is None or they differ."""
+    """Combine the per-head norms of prefix, grid and suffix tokens, or return None if one is missing or they differ."""
     norms = [norm for norm in groups if norm is not None and norm.weight is not None]
     if len(norms) < len(groups) or len({(n.kind, n.eps, n.over, n.offset, n.bias is None) for n in norms}) > 1:
         return None

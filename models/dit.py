@@ -1,14 +1,14 @@
-"""A diffusion transformer for images and videos, with text, adaLN-zero blocks and relative positions.
+"""A diffusion transformer for images and videos, with text, adaLN-zero blocks and relative position encodings.
 
     model = DiT(encoding="rotate", text_encoder=TextEncoder())
     v = model(z, t, tokenize(["a red square"]))       # z (B, C, height, width), t (B,); losses and sampling: .flow
 
-Text joins the self-attention of patches, or patches attend to it with cross-attention. Blocks are conditioned on time
-and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to call. The
-options reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` their sizes.
+Text joins the self-attention of patches, or patches attend to text with cross-attention. Blocks are conditioned on time
+and pooled text through adaLN-zero (DiT, arXiv 2212.09748). Image size and text length may change from call to call.
+Options reproduce the blocks of published models, and ``DiT.from_name("XL/2", ..)`` uses a published size.
 
-Forward mode (``torch.func.jvp``, dual numbers) works with respect to every input. Encodings then run the reference, and
-attention runs PyTorch's plain implementation, because the fused ones don't support forward mode.
+Forward-mode differentiation (``torch.func.jvp``, dual numbers) works with respect to all inputs. In this mode,
+encodings run the reference, and attention runs PyTorch's plain implementation, because fused kernels don't support it.
 
 Shapes: B batch, K axes, L text tokens, R registers, N tokens (text, then registers and patches), C embed_dim, H heads,
 D head_dim.
@@ -59,7 +59,7 @@ SIZES = {  # DiT, arXiv 2212.09748, table 1
 
 
 def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
-    """Cut x (B, C, [frames,] height, width) into patches (B, N, C Π patch_size), in row-major order."""
+    """Split x (B, C, [frames,] height, width) into patches (B, N, C Π patch_size), in row-major order."""
     axes = AXES[len(patch_size)]
     split = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b c {split} -> b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)})"
@@ -67,7 +67,7 @@ def patchify(x: Tensor, patch_size: Sequence[int]) -> Tensor:
 
 
 def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """Undo :func:`patchify`. shape: the shape of the patch grid."""
+    """Undo :func:`patchify` for a patch grid of the given shape."""
     axes = AXES[len(patch_size)]
     joined = " ".join(f"({a} p{a})" for a in axes)
     pattern = f"b ({' '.join(axes)}) (c {' '.join(f'p{a}' for a in axes)}) -> b c {joined}"
@@ -76,7 +76,7 @@ def unpatchify(x: Tensor, shape: Sequence[int], patch_size: Sequence[int]) -> Te
 
 
 def check_input(x: Tensor, in_chans: int, num_axes: int) -> None:
-    """Check that x is (B, in_chans, [frames,] height, width); if the channels are on another axis, name the fix."""
+    """Check that x is (B, in_chans, [frames,] height, width), and suggest a fix if the channels are on another axis."""
     if x.ndim == 2 + num_axes and x.shape[1] == in_chans:
         return
     axis = next((i for i in range(2, x.ndim) if x.shape[i] == in_chans), None) if x.ndim == 2 + num_axes else None
@@ -90,56 +90,59 @@ class DiT(nn.Module):
     """Diffusion transformer for images (B, in_chans, height, width) or videos (B, in_chans, frames, height, width).
 
     Args:
-        num_axes: 2 for images, 3 for videos.
-        in_chans: channels of pixels or latents.
-        out_chans: channels of the output. Default: in_chans.
-        patch_size: one number for height and width (and 1 for frames), or one for each axis.
+        num_axes: number of axes, 2 for images and 3 for videos.
+        in_chans: number of input channels, of pixels or latents.
+        out_chans: number of output channels. Default: in_chans.
+        patch_size: one number for height and width (with 1 for frames), or one number for each axis.
         embed_dim, depth, num_heads: width, number of blocks and number of heads; see :meth:`from_name`.
-        mlp, mlp_ratio: "gelu", "gelu_tanh" (its tanh approximation) or "swiglu"; hidden width as a multiple of
-            embed_dim.
+        mlp, mlp_ratio: kind of MLP, "gelu", "gelu_tanh" (with the tanh approximation) or "swiglu", and its hidden width
+            as a multiple of embed_dim.
         norm: "layer" (LayerNorm without weights) or "rms" (RMSNorm with weights).
-        qk_norm: RMSNorm of q and k over each "head" or over all "heads", or "none".
-        modulation: "block": each block has an MLP from time to shifts, scales and gates. "shared": all blocks share one
-            MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv 2310.00426).
-        parallel: run a block's attention and MLP in parallel on the same input (ViT-22B, arXiv 2302.05442). One value,
-            or a sequence that is repeated over the blocks.
+        qk_norm: "head" or "heads" applies RMSNorm to q and k over each head or over all heads. "none" disables it.
+        modulation: with "block", each block has its own MLP that computes shifts, scales and gates from the time. With
+            "shared", all blocks share one MLP, and each block learns offsets (adaLN-single, PixArt-α, arXiv
+            2310.00426).
+        parallel: whether to run a block's attention and MLP in parallel on the same input (ViT-22B, arXiv 2302.05442).
+            Pass one value, or a sequence that is repeated over the blocks.
         reg_tokens: number of register tokens. They are not rotated.
-        encoding, encoding_kwargs: encoding of q and k, see :func:`lrpe_md.integrations.encoding.build_encoding`. A
+        encoding, encoding_kwargs: encoding of q and k; see :func:`lrpe_md.integrations.encoding.build_encoding`. A
             preset (flux1, wan, qwen_image, ..) also defines the positions of text and image.
-        absolute: positions added to the patches: "none", "sincos", or "sincos_dit" (with channels in the order that
-            DiT's and PixArt's weights expect).
-        attention, normalizer: "softmax" or "linear", see :func:`lrpe_md.linear_attention`. One kind, or a sequence that
-            is repeated over the blocks: ("linear", "linear", "linear", "softmax"). Linear layers default to act="relu".
-            With normalizer="none", they add an RMSNorm after the attention. Cross-attention is always softmax.
-        memory: how linear layers forget other frames: a :class:`lrpe_md.Memory` with directions="both". Only for videos
-            (``num_axes=3``) with text_attention="cross", because text in the sequence would be forgotten, too.
-        keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
+        absolute: absolute position embedding to add to the patches, "none", "sincos", or "sincos_dit" (with the channel
+            order that DiT's and PixArt's weights expect).
+        attention, normalizer: "softmax" or "linear"; see :func:`lrpe_md.linear_attention`. Pass one kind, or a sequence
+            that is repeated over the blocks, such as ("linear", "linear", "linear", "softmax"). Linear layers default
+            to act="relu". With normalizer="none", they add an RMSNorm after the attention. Cross-attention always uses
+            softmax.
+        memory: a :class:`lrpe_md.Memory` with directions="both", which defines how linear layers forget other frames.
+            This requires videos (``num_axes=3``) and text_attention="cross", because text in the sequence would be
+            forgotten, too.
+        keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
         text_encoder: module that turns the ``text`` of :meth:`forward` into a :class:`lrpe_md.models.text.Text` and
             defines the empty condition. Use an encoder from :mod:`lrpe_md.models.text` (for captions, class labels or
-            precomputed features), or write your own as described there. None: an unconditional model.
-        text_width, pooled_width: channels of precomputed features, instead of a text_encoder; short for
-            :class:`lrpe_md.models.text.TextFeatures`.
-        text_attention: "joint": text and patches attend to both, with separate weights (MM-DiT, SD3). "single": they
-            share the weights of one sequence. "cross": patches attend to patches, then to text. One value, or a
-            sequence that is repeated over the blocks; FLUX has joint blocks followed by single ones.
-        cross_norm: apply a LayerNorm before cross-attention.
-        text_projection: layers from text features to embed_dim: "linear", or "mlp" with one hidden layer.
-        pooled_projection: the same for pooled features. "none" adds them unchanged to the time embedding (DiT's class
+            precomputed features), or write your own as described there. None builds an unconditional model.
+        text_width, pooled_width: number of channels of precomputed features. This is a shorthand for passing
+            :class:`lrpe_md.models.text.TextFeatures` as text_encoder.
+        text_attention: with "joint", text and patches attend to each other, with separate weights (MM-DiT, SD3). With
+            "single", they form one sequence with shared weights. With "cross", patches attend to patches and then to
+            text. Pass one value, or a sequence that is repeated over the blocks. FLUX has joint blocks followed by
+            single ones.
+        cross_norm: whether to apply a LayerNorm before cross-attention.
+        text_projection: projection of text features to embed_dim, "linear", or "mlp" with one hidden layer.
+        pooled_projection: projection of pooled features. "none" adds them unchanged to the time embedding (DiT's class
             labels).
-        text_positions: positions of text: "skip" (not rotated), "zero", "axis" or "diagonal", or a
-            :class:`lrpe_md.Tokens` with a rule, its axis and its start. Default: "skip", or the preset's rule.
-        image_after: axes on which the image follows the text. None: the image starts at the origin, or where the preset
-            places it.
-        interval: also condition on t - r, for mean velocities (``r`` of :meth:`forward`).
+        text_positions: rule for the positions of text, "skip" (not rotated), "zero", "axis" or "diagonal", or a
+            :class:`lrpe_md.Tokens` with a rule, an axis and a start. The default is the preset's rule, or "skip".
+        image_after: axes on which the image continues after the text. With None, the image starts at the origin, or
+            where the preset places it.
+        interval: whether to condition on t - r as well, to predict mean velocities; see ``r`` in :meth:`forward`.
 
     Attributes:
-        reference: interpolation size; you can change it later. None: one unit per patch (or the preset's), which
-            extrapolates beyond the trained size. Otherwise a size per axis, or None for an axis: positions are
-            interpolated to a grid of this size, for any number of patches.
-        grad_checkpointing: recompute the blocks in the backward.
+        reference: size of the grid to which positions are interpolated, one number or None for each axis. None
+            extrapolates with one unit per patch, or with the preset's rule. You can change it at any time.
+        grad_checkpointing: whether to recompute the blocks in the backward pass.
 
     Raises:
-        ValueError, TypeError: an invalid argument.
+        ValueError, TypeError: for an invalid argument.
     """
 
     @explain_misplaced_options
@@ -207,14 +210,14 @@ class DiT(nn.Module):
 
     @classmethod
     def from_name(cls, name: str, **kwargs: Any) -> DiT:
-        """Build a model of a published size: ``DiT.from_name("XL/2", encoding="rotate")``.
+        """Build a model of a published size, such as ``DiT.from_name("XL/2", encoding="rotate")``.
 
         Args:
-            name: a size ("S", "B", "L" or "XL"), a slash, and a patch size.
-            kwargs: arguments of the class. They override those that the name implies.
+            name: size ("S", "B", "L" or "XL"), a slash, and the patch size.
+            kwargs: arguments of the class, which override those that the name implies.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: for an unknown name.
         """
         size, _, patch_size = name.partition("/")
         if size not in SIZES or not patch_size.isdecimal():
@@ -226,7 +229,7 @@ class DiT(nn.Module):
     def _set_encoding(
         self, encoding: Encoding, kwargs: dict[str, Any], kinds: Sequence[AttentionKind], normalizer: NormalizerName
     ) -> Act | None:
-        """Build the encoding, and return the activation that linear layers use instead of the encoding's own."""
+        """Build the encoding, and return the activation with which linear layers replace the encoding's own."""
         head_dim = self.embed_dim // self.num_heads
         self.encoding, feature_act = build_for_layers(
             encoding, kwargs, head_dim, self.num_heads, kinds, self.num_axes, normalizer
@@ -349,7 +352,7 @@ class DiT(nn.Module):
         self.positions((2,) * self.num_axes, 0 if self.cross else 1)  # check the rules
 
     def _init_weights(self) -> None:
-        """Initialise weights like DiT: blocks start as the identity, and the output is zero."""
+        """Initialise the weights as in DiT, so that each block is initially the identity and the output is zero."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("text_encoder."):
                 nn.init.xavier_uniform_(module.weight)
@@ -369,7 +372,7 @@ class DiT(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: frequencies, phases, decays and embedding tables."""
+        """Return the names of frequencies, phases, decays and embedding tables, which an optimiser should not decay."""
         ends = ("text_encoder.embed.weight", "reg_token", "modulation.table")
         table = {name for name, _ in self.named_parameters() if name.endswith(ends)}
         return table | EncodingStack(self.encoding).no_weight_decay(self)
@@ -381,8 +384,9 @@ class DiT(nn.Module):
 
         Args:
             shape: shape of the patch grid.
-            length: number of text tokens; 0 with cross-attention, which keeps text out of the sequence.
-            mask: (B, L), False for padding. An image that follows the text then starts where its sample's text ends.
+            length: number of text tokens in the sequence. With cross-attention, there are none.
+            mask: mask (B, L) of the text, which is False for padding. If the image follows the text, each sample's
+                image then starts where its text ends.
         """
         before = length if self.preset is not None else replace(self.text_positions, length=length)
         stack = EncodingStack(self.encoding)
@@ -392,13 +396,13 @@ class DiT(nn.Module):
         return _insert_unrotated(placed, length, self.num_registers) if self.num_registers else placed
 
     def encode_text(self, text: Any) -> Text:
-        """Encode the condition once, for many calls of :meth:`forward`.
+        """Encode the condition once, to reuse it in many calls of :meth:`forward`.
 
         Args:
-            text: input of the text_encoder, or a :class:`lrpe_md.models.text.Text`, which is only checked.
+            text: input of the text_encoder. A :class:`lrpe_md.models.text.Text` is only checked.
 
         Raises:
-            ValueError, TypeError: no text_encoder, or features whose widths differ from those that it declares.
+            ValueError, TypeError: if there is no text_encoder, or the features don't have the widths that it declares.
         """
         if self.text_encoder is None:
             raise ValueError(
@@ -423,14 +427,14 @@ class DiT(nn.Module):
         return encoded if encoded.mask is None else encoded._replace(mask=encoded.mask.bool())
 
     def empty_text(self, batch: int, like: Any = None) -> Text:
-        """Return empty conditions for a batch, as the text_encoder defines them.
+        """Return the text_encoder's empty condition for each sample of a batch.
 
         Args:
-            like: the text that they replace. If the encoder has no method ``empty`` and this is a
-                :class:`lrpe_md.models.text.Text`, the empty conditions are zeros.
+            like: text that the empty condition replaces. If it is a :class:`lrpe_md.models.text.Text` and the encoder
+                has no method ``empty``, the empty condition consists of zeros.
 
         Raises:
-            TypeError: an encoder without a method ``empty``.
+            TypeError: if the encoder has no method ``empty``.
         """
         empty = getattr(self.text_encoder, "empty", None)
         if empty is not None or self.text_encoder is None:
@@ -445,13 +449,13 @@ class DiT(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, text: Any = None, r: Tensor | None = None, drop: Tensor | None = None
     ) -> Tensor:
-        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), in x's shape.
+        """Return the velocity at x (B, in_chans, [frames,] height, width) and t (B,), with x's shape.
 
         Args:
             text: input of the text_encoder, such as tokens (B, L) or labels (B,), or the result of :meth:`encode_text`.
-                None: the empty condition.
-            r: (B,), end of the interval of a mean velocity. Default: t.
-            drop: (B,) bool, True for samples whose condition is replaced by the empty one. For guidance, drop about a
+                None means the empty condition.
+            r: end (B,) of the time interval over which to predict the mean velocity. Default: t.
+            drop: mask (B,) of the samples whose condition is replaced by the empty one. For guidance, drop about a
                 tenth in training.
         """
         shape = self._grid_shape(x, t)
@@ -478,7 +482,7 @@ class DiT(nn.Module):
         return unpatchify(self.head(modulate(self.norm(tokens), shift, scale)), shape, self.patch_size)
 
     def _embed_patches(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the tokens of registers and patches, (B, R + N, C)."""
+        """Embed x, and return the register and patch tokens (B, R + N, C)."""
         tokens = self.embed(patchify(x, self.patch_size)).to(x.dtype)  # residuals keep x's dtype, even under autocast
         if self.sincos is not None:
             grid = Grid(shape) if self.reference is None else Grid(shape).interpolate(self.reference)
@@ -494,7 +498,7 @@ class DiT(nn.Module):
     def _run_blocks(
         self, tokens: Tensor, features: Tensor | None, c: Tensor, positions: Any, mask: Tensor | None, frame: int
     ) -> Tensor:
-        """Run all blocks. frame: number of patches in a frame."""
+        """Run all blocks, with ``frame`` patches per frame."""
         stack = EncodingStack(self.encoding)
         positions = stack.locate(positions)
         if self.shared_modulation is not None:
@@ -508,7 +512,7 @@ class DiT(nn.Module):
         return tokens
 
     def _condition(self, text: Any, drop: Tensor | None, batch: int) -> Text:
-        """Return the condition of each sample, or the empty condition if ``drop`` is True."""
+        """Return the condition of each sample, or the empty condition where ``drop`` is True."""
         if self.text_encoder is None and text is None:
             if drop is not None:
                 raise ValueError("drop: expected None, because the model has no text_encoder; build it with one")
@@ -538,7 +542,7 @@ class DiT(nn.Module):
 
 
 def _widths(encoder: Any) -> tuple[int, int]:
-    """Return the number of channels of an encoder's features and of its pooled features."""
+    """Return the widths of an encoder's features and of its pooled features."""
     if encoder is None:
         return 0, 0
     width = getattr(encoder, "width", None)
@@ -569,7 +573,7 @@ def _check_options(options: BlockOptions, *, absolute: str, reg_tokens: int, dep
 
 
 def _check_patch_size(num_axes: int, patch_size: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the patch size of each axis."""
+    """Check the patch size, and return one number per axis."""
     if num_axes not in AXES:
         raise ValueError(f"num_axes: expected 2 (images) or 3 (videos), got {num_axes}")
     if isinstance(patch_size, int):
@@ -586,7 +590,7 @@ def _projection(kind: str, width: int, embed_dim: int, act: Any) -> nn.Module:
 
 
 def _move_image(placed: Coordinates, axes: Sequence[int], length: int, mask: Tensor) -> Coordinates:
-    """Move each sample's image to the end of its text."""
+    """Shift each sample's image so that it follows the end of its text."""
     padding = length - mask.sum(1)
     behind = torch.zeros_like(placed.coords)
     behind[length:, list(axes)] = 1

@@ -1,10 +1,10 @@
-"""Flow matching: losses, guidance and sampling.
+"""Losses, guidance and sampling for flow matching.
 
 The straight path from an image (t = 0) to noise (t = 1) is z_t = (1 - t) x + t ε, and its velocity is v = ε - x (Lipman
-et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). A model is called as ``model(z, t, text)``. It returns v, or ε
+et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003). Models are called as ``model(z, t, text)``. They return v, or ε
 with ``prediction="noise"``, or x with ``prediction="sample"``.
 
-Shapes: B batch; x, z, ε (B, C, ..); t (B,).
+B is the batch size. The shape of x, z and ε is (B, C, ..), and the shape of t is (B,).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NOISE_START = 0.99  # largest t if the model predicts noise, because the velocit
 def draw_times(
     batch: int, distribution: Times = "logit-normal", *, generator: torch.Generator | None = None, device: Any = None
 ) -> Tensor:
-    """Draw random times for training, (B,) float32.
+    """Draw random times (B,) for training, in float32.
 
-    distribution: "logit-normal" is sigmoid(n) with n ~ N(0, 1), which favours the middle (SD3, arXiv 2403.03206).
-        "uniform" is on [0, 1).
+    distribution: "logit-normal" draws sigmoid(n) with n ~ N(0, 1), which favours the middle (SD3, arXiv 2403.03206).
+        "uniform" draws from [0, 1).
     """
     if distribution not in ("logit-normal", "uniform"):
         raise ValueError(f"distribution: expected 'logit-normal' or 'uniform', got {distribution!r}")
@@ -52,9 +52,10 @@ def _check_prediction(prediction: str) -> None:
 
 
 def velocity_of(output: Tensor, z: Tensor, t: Tensor, prediction: Prediction = "velocity") -> Tensor:
-    """Return the velocity at z and t (B,) from a model's output.
+    """Convert a model's output at z and t (B,) to a velocity.
 
-    From noise ε it is (ε - z) / (1 - t), so t must be below 1. From a sample x it is (z - x) / t, so t must be above 0.
+    For noise ε, the velocity is (ε - z) / (1 - t), so t must be below 1. For a sample x, it is (z - x) / t, so t must
+    be above 0.
     """
     _check_prediction(prediction)
     if prediction == "velocity":
@@ -72,16 +73,16 @@ def flow_matching_loss(
     drop: Tensor | None = None,
     prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Return the mean squared error of the model's prediction for each sample, (B,), in at least float32.
+    """Return the mean squared error (B,) of the model's prediction for each sample, in at least float32.
 
     Args:
         x: images (B, C, ..).
         text: the model's text input.
-        t: (B,), from 0 (image) to 1 (noise).
-        noise: ε, with the shape of x.
-        drop: (B,) bool, True for samples whose text is replaced by the empty condition. For guidance, drop about a
-            tenth in training.
-        prediction: the model's target: "velocity" (ε - x), "noise" (ε) or "sample" (x).
+        t: times (B,), from 0 (image) to 1 (noise).
+        noise: noise ε, with x's shape.
+        drop: mask (B,) of the samples whose text is replaced by the empty condition. For guidance, drop about a tenth
+            in training.
+        prediction: what the model predicts, "velocity" (ε - x), "noise" (ε) or "sample" (x).
     """
     _check_prediction(prediction)
     z = torch.lerp(x, noise, _like(t, x))
@@ -90,19 +91,19 @@ def flow_matching_loss(
 
 
 def _dropped(drop: Tensor | None) -> dict[str, Tensor]:
-    """Return drop as a keyword argument, or no arguments if it is None, because other models don't accept it."""
+    """Return ``drop`` as a keyword argument if it is not None, because not all models accept it."""
     return {} if drop is None else {"drop": drop}
 
 
 def mean_flow_loss(
     model: Any, x: Tensor, text: Any, r: Tensor, t: Tensor, noise: Tensor, *, drop: Tensor | None = None
 ) -> Tensor:
-    """Return the MeanFlow loss of each sample, (B,): ``model(z, t, text, r)`` learns the mean velocity u from t to r.
+    """Return the MeanFlow loss (B,), with which ``model(z, t, text, r)`` learns the mean velocity u from t to r.
 
-    u satisfies u = v - (t - r) du/dt. du/dt is a forward-mode derivative along (v, 1), and is treated as a constant. A
-    trained model samples in one step, z_0 = z_1 - u(z_1, r=0, t=1).
+    The target for u is v - (t - r) du/dt. The derivative du/dt is computed with forward mode along (v, 1), and treated
+    as a constant. A trained model samples in a single step, z_0 = z_1 - u(z_1, r=0, t=1).
 
-    Source: Geng et al., arXiv 2505.13447 (without guidance and adaptive weights).
+    Source: Geng et al., arXiv 2505.13447, without guidance and adaptive weights.
     """
     z, v = torch.lerp(x, noise, _like(t, x)), noise - x
     u, du, *_ = jvp(lambda z, t: model(z, t, text, r, **_dropped(drop)), (z, t), (v, torch.ones_like(t)))
@@ -119,22 +120,23 @@ def _mean_square(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = None) -> Velocity:
-    """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with negative text.
+    """Return a function (z, t) → v_neg + scale · (v_text - v_neg), where v_neg is the velocity with the negative text.
 
-    Texts are encoded only once. If the model predicts noise or samples, so does the function; see :func:`velocity_of`.
+    Texts are encoded only once. If the model predicts noise or samples, the function does, too; see
+    :func:`velocity_of`.
 
     Args:
         model: a :class:`lrpe_md.models.dit.DiT`.
-        text: the model's text input for B samples; None: the empty condition.
-        scale: guidance scale. 1 runs only the conditional model, at half the cost.
-        negative: text to steer away from, for B samples or one. Default: the empty condition of the model's
+        text: the model's text input for B samples. None means the empty condition.
+        scale: guidance scale. With 1, only the conditional model runs, which halves the cost.
+        negative: text to steer away from, for B samples or for one. The default is the empty condition of the model's
             text_encoder.
 
     Raises:
-        TypeError: a text_encoder without a method ``empty``, if there is no negative.
-        ValueError: a number of negative texts other than 1 and B.
+        TypeError: if there is no negative, and the text_encoder has no method ``empty``.
+        ValueError: if the number of negative texts is neither 1 nor B.
 
-    Source: Ho and Salimans, classifier-free guidance (arXiv 2207.12598).
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (arXiv 2207.12598).
     """
     if scale == 1 or (text is None and negative is None):
         known = None if text is None else model.encode_text(text)
@@ -160,10 +162,10 @@ def guided(model: Any, text: Any = None, scale: float = 1.0, negative: Any = Non
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
-    """Return times from 1 to 0, (steps + 1,) float64.
+    """Return the sampling times (steps + 1,) from 1 to 0, in float64.
 
-    shift: map t to shift · t / (1 + (shift - 1) t). Values above 1 spend more steps near the noise. For images with m
-        pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
+    ``shift`` changes each time t to shift · t / (1 + (shift - 1) t). With values above 1, more steps are close to the
+    noise. For images with m pixels instead of n, use √(m/n) (SD3, arXiv 2403.03206, eq. 23).
     """
     if steps < 1 or not shift > 0:
         raise ValueError(f"steps, shift: expected at least 1 and a positive number, got {steps}, {shift}")
@@ -172,9 +174,10 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
 
 
 def integrate(velocity: Velocity, z: Tensor, times: Tensor, method: Method = "heun") -> Tensor:
-    """Integrate dz/dt = velocity(z, t) along ``times`` (S,), and return the last z. velocity is called with t (B,).
+    """Integrate dz/dt = velocity(z, t) along ``times`` (S,), and return the last z.
 
-    method: "euler" (order 1), or "heun" (order 2, with two calls per step).
+    ``velocity`` is called with times of shape (B,). The method is "euler" (first order), or "heun" (second order, with
+    two calls per step).
     """
     if method not in ("euler", "heun"):
         raise ValueError(f"method: expected 'euler' or 'heun', got {method!r}")
@@ -201,12 +204,12 @@ def sample(
     shift: float = 1.0,
     prediction: Prediction = "velocity",
 ) -> Tensor:
-    """Sample images from noise (B, C, ..), of any size that the model's patch size divides.
+    """Sample images from noise (B, C, ..), which may have any size that the model's patch size divides.
 
-    For text, scale and negative, see :func:`guided`; for steps and shift, :func:`time_grid`; for method,
-    :func:`integrate`. prediction must be the one used in training. A noise prediction does not determine the image at
-    t = 1, so sampling starts at ``NOISE_START``. A sample prediction does not determine the noise at t = 0, so the last
-    step uses Euler's method.
+    :func:`guided` documents text, scale and negative, :func:`time_grid` documents steps and shift, and
+    :func:`integrate` documents method. Pass the same ``prediction`` as in training. A noise prediction does not
+    determine the image at t = 1, so sampling starts at ``NOISE_START`` instead. A sample prediction does not determine
+    the noise at t = 0, so the last step uses Euler's method.
     """
     predict, times = guided(model, text, scale, negative), time_grid(steps, shift)
 

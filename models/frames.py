@@ -1,4 +1,4 @@
-"""Softmax attention between the frames of a video, whose keys are encoded again as a window moves.
+"""Softmax attention between the frames of a video, which re-encodes the keys when its window moves.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -20,10 +20,10 @@ __all__ = ["FrameAttention", "attend_frames"]
 
 
 class FrameAttention(LrpeAttention):
-    """Attention whose tokens see their own frame and earlier ones, if its :class:`Context` has frames."""
+    """Attention to a token's own frame and to earlier ones, if the :class:`Context` has frames."""
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute attention, x (B, N, C) → (B, N, C)."""
+        """Compute attention for x (B, N, C)."""
         context = attn_mask if isinstance(attn_mask, Context) else Context(None, None)
         if self.attention == "linear" or context.block_for(self.memory) is None:
             return super().forward(x, attn_mask, is_causal)
@@ -33,11 +33,11 @@ class FrameAttention(LrpeAttention):
 
 
 def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, is_causal: bool = False) -> Tensor:
-    """Compute softmax attention of raw q, k, v (B, H, N, D), in which tokens see their own frame and earlier ones.
+    """Compute softmax attention of unencoded q, k, v (B, H, N, D) to a token's own frame and to earlier ones.
 
-    Frames have ``context.block`` tokens each and follow the prefix, which only sees itself and is visible to all
-    tokens. Carried keys are stored before encoding. The first frame of a window is always at position 0, and keys are
-    re-encoded as the window moves. Positions therefore never exceed the window (block-relativistic RoPE, arXiv
+    Frames have ``context.block`` tokens each and follow the prefix. All tokens attend to the prefix, which only attends
+    to itself. Keys of earlier frames are stored without encoding, and re-encoded when the window moves. The first frame
+    in the window is always at position 0, so positions never exceed the window (block-relativistic RoPE, arXiv
     2511.20649).
     """
     grid, size, window = context.positions, context.block, context.window
@@ -80,7 +80,7 @@ def attend_frames(attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, 
 
 
 def _check_kept(before: Any, k: Tensor, v: Tensor, prefix: int, size: int) -> None:
-    """Check that keys and values of earlier frames match the new ones."""
+    """Check that the stored keys and values of earlier frames match the new ones."""
     fits = type(before) is tuple and len(before) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in before)
     if fits:
         fits = all(
@@ -105,7 +105,7 @@ def _take_frames(t: Tensor, prefix: int, first: int, last: int, size: int) -> Te
 
 
 def _mask_frames(num_queries: int, num_keys: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Return a mask (queries, keys) that is True for the keys that each query sees; queries are the last tokens."""
+    """Return a mask (queries, keys) that is True where a query attends to a key. Queries are the last of the tokens."""
     frame = ((torch.arange(num_keys, device=device) - prefix) // size).clamp_min(-1)
     return frame[num_keys - num_queries :, None] >= frame
 
@@ -114,9 +114,10 @@ def _attend_window(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, frames: tuple[int, int | None],
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Encode q and k, and compute attention.
+    """Encode q and k of a window, and compute its attention.
 
-    frames: number of frames in the keys, and in the queries, which are the last of these; None: the same tokens.
+    frames: number of frames in k, and number of frames in q, which are the last of them. For q, None means the same
+    tokens as in k.
     """
     encoding, grid, size = context.encoding, context.positions, context.block
     if encoding is not None:

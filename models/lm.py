@@ -1,11 +1,11 @@
-"""A compact causal language model that works with all encodings of q and k.
+"""A compact causal language model that supports all encodings of q and k.
 
-It has pre-norm blocks with RMSNorm and SwiGLU, grouped-query attention, and tied embeddings. In decoding, layers with
-softmax attention use a static cache of encoded keys, and layers with linear attention a state of constant size (see
-:mod:`lrpe_md.models.lm_decode`). ``model.rescale`` rescales the frequencies at run time, in place.
+It has pre-norm blocks with RMSNorm and SwiGLU, grouped-query attention, and tied embeddings. For decoding, softmax
+attention uses a static cache of encoded keys, and linear attention uses a state of constant size; see
+:mod:`lrpe_md.models.lm_decode`. ``model.rescale`` rescales the frequencies in place at run time.
 
 Shapes: B batch, N tokens, C dim, H query heads, G key heads, R = H / G, D head_dim, E width of encoded keys (2D with
-cosine, else D), L length of the cache.
+cosine, D otherwise), L length of the cache.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class LmConfig:
     """Architecture of a :class:`CausalLm`.
 
     Args:
-        hidden: hidden width of the SwiGLU.
-        encoding: map of q and k: "rotate", "cosine", or "none" for no positions. Or a scheme on one axis: a name from
-            :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base override the scheme if
-            they differ from their defaults.
+        hidden: hidden width of the SwiGLU layers.
+        encoding: map of q and k, "rotate", "cosine", or "none" for no positions. You can also pass a scheme with one
+            axis, as a name from :func:`lrpe_md.list_presets`, a Scheme or a Preset. act, phase, learnable and base
+            override the scheme if they differ from their defaults.
         act: activation before the map. softplus with cosine and phase is PoPE (arXiv 2509.10534).
-        phase: learn a phase per layer, key head and channel. It applies only to keys, because it would cancel if q had
-            it, too.
-        learnable: learn the frequencies, per layer and key head.
-        base: base of the frequencies' geometric series.
+        phase: whether to learn a phase for each layer, key head and channel. It applies only to keys, because the same
+            phase on q would cancel it.
+        learnable: whether to learn the frequencies, separately for each layer and key head.
+        base: base of the geometric series of frequencies.
         attention: "softmax" or "linear" for all layers, or a sequence of kinds that is repeated over the depth.
-            "linear" replaces the denominator by an RMSNorm after the attention (TransNormer, arXiv 2210.10340), so that
-            features may be negative.
-        memory: how linear layers forget earlier tokens: a :class:`lrpe_md.Memory` with a decay. On a GPU, the gradient
-            of learned decays runs the slower reference.
-        keep_encoded: if False, softmax attention encodes q and k again in the backward instead of keeping them.
+            "linear" uses an RMSNorm after the attention instead of a denominator (TransNormer, arXiv 2210.10340), so
+            that features may be negative.
+        memory: a :class:`lrpe_md.Memory` with a decay, which defines how linear layers forget earlier tokens. On a GPU,
+            the slower reference computes the gradient of learned decays.
+        keep_encoded: if False, softmax attention re-encodes q and k in the backward pass instead of storing them.
 
     Raises:
-        ValueError: an unknown name, or sizes that don't divide evenly.
+        ValueError: if a name is unknown, or sizes don't divide evenly.
     """
 
     vocab_size: int = 256
@@ -118,7 +118,7 @@ class LmConfig:
 
     @property
     def scheme(self) -> Scheme | None:
-        """Scheme of the encoding; None for "rotate", "cosine" and "none"."""
+        """Scheme of the encoding, or None for "rotate", "cosine" and "none"."""
         if isinstance(self.encoding, Preset):
             return self.encoding.scheme
         if isinstance(self.encoding, Scheme):
@@ -162,7 +162,7 @@ def build_layers(config: LmConfig) -> EncodingStack:
 
 
 class Context(NamedTuple):
-    """Inputs that a forward passes to each attention."""
+    """Inputs that each attention layer receives in a forward pass."""
 
     positions: Grid | Tensor
     rows: Any = None  # (N,), rows of the cache to write these tokens to
@@ -172,7 +172,7 @@ class Context(NamedTuple):
 
 
 class LmAttention(nn.Module):
-    """Causal grouped-query attention, x (B, N, C) → (B, N, C)."""
+    """Causal grouped-query attention for x (B, N, C)."""
 
     def __init__(self, config: LmConfig, encoding: nn.Module | None, index: int) -> None:
         super().__init__()
@@ -246,15 +246,15 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """Decoding state on the device, written in place.
+    """Decoding state on the device, which each call updates in place.
 
     Args:
-        length: number of tokens in the cache, () int64.
-        padding: number of padding tokens at the start of each sample, (B,) int64.
-        layers: for each layer, encoded keys (B, G, L, E) and values (B, G, L, D); with linear attention, a state
-            (B, G, E, D).
-        max_length: L. Writing more tokens raises an IndexError on a CPU, and a device error on a GPU. Without softmax
-            attention, there is no limit.
+        length: number of tokens in the cache, a scalar int64 tensor.
+        padding: number of padding tokens at the start of each sample, an int64 tensor (B,).
+        layers: encoded keys (B, G, L, E) and values (B, G, L, D) of each layer, or a state (B, G, E, D) with linear
+            attention.
+        max_length: L. More tokens raise an IndexError on a CPU, and a device error on a GPU. Without softmax attention,
+            there is no limit.
     """
 
     length: Tensor
@@ -268,7 +268,7 @@ class Cache:
 
 
 def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
-    """Check that tokens are integers (B, N) with N > 0 and, if passed, this batch size."""
+    """Check that tokens are integers (B, N) with N > 0, and that B is ``batch`` if you pass it."""
     if not isinstance(tokens, Tensor):
         raise TypeError(
             f"{name}: expected a tensor of integers (B, N), got {type(tokens).__name__}; for the bytes of a text, pass "
@@ -281,7 +281,7 @@ def check_tokens(name: str, tokens: Tensor, batch: int | None = None) -> None:
 
 
 def check_room(length: int, number: int, max_length: int) -> None:
-    """Check that ``number`` more tokens fit into a cache that already holds ``length``."""
+    """Check that ``number`` more tokens fit into a cache that already contains ``length`` tokens."""
     if length + number > max_length:
         raise IndexError(
             f"cache: expected at most {max_length - length} more tokens (max_length is {max_length}), got {number}; "
@@ -290,10 +290,10 @@ def check_room(length: int, number: int, max_length: int) -> None:
 
 
 class CausalLm(nn.Module):
-    """Causal language model, tokens (B, N) → logits (B, N, vocab_size).
+    """Causal language model that computes logits (B, N, vocab_size) from tokens (B, N).
 
-    Differentiable with respect to all parameters, including learned frequencies and phases. Logits have the dtype of
-    the weights, or of autocast. Frequencies stay float32 if the model is cast to a different dtype.
+    Logits are differentiable with respect to all parameters, including learned frequencies and phases. They have the
+    dtype of the weights, or of autocast. Frequencies stay float32 if you cast the model to another dtype.
     """
 
     def __init__(self, config: LmConfig) -> None:
@@ -306,7 +306,7 @@ class CausalLm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights like GPT-2: N(0, 0.02²), times 1/√(2 depth) in layers that add to the residual stream."""
+        """Initialise weights as in GPT-2, with N(0, 0.02²), and scale residual output layers by 1/√(2 depth)."""
         for name, parameter in self.named_parameters():
             if name.endswith(("proj.weight", "fc2.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.depth))
@@ -314,11 +314,13 @@ class CausalLm(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Compute logits. With a cache, tokens continue those in it and are added to it; (B, 1) decodes one step.
+        """Compute logits, and add the tokens to the cache if you pass one.
+
+        With a cache, the tokens follow those that it contains. Tokens (B, 1) decode a single step.
 
         Raises:
-            ValueError: invalid tokens or an incompatible cache. The length of a cache on a GPU is not read.
-            IndexError: on a CPU, more tokens than a cache with softmax attention has room for.
+            ValueError: for invalid tokens or an incompatible cache. On a GPU, the cache's length is not checked.
+            IndexError: on a CPU, if a cache with softmax attention has no room for the tokens.
         """
         if cache is not None:
             self._check_cache(tokens, cache)
@@ -374,20 +376,20 @@ class CausalLm(nn.Module):
         return Cache(padded.new_zeros(()), padded, layers, max_length)
 
     def rescale(self, scaling: Scaling | None) -> None:
-        """Rescale the frequencies of all layers in place; None restores the trained ones.
+        """Rescale the frequencies of all layers in place. None restores the trained frequencies.
 
-        For example, ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Keys that are already
-        cached keep their old encoding, so create a new cache.
+        An example is ``model.rescale(partial(yarn_scaling, factor=4, original_length=512))``. Cached keys keep their
+        old encoding, so create a new cache afterwards.
         """
         if self.config.encoding != "none":
             set_scaling(self, scaling)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies, phases and decays."""
+        """Return the names of frequencies, phases and decays, which an optimiser should not decay."""
         return self.encoding.no_weight_decay(self)
 
     @property
     def encoding(self) -> EncodingStack:
-        """Encodings of the layers. Each is registered by its layer's attention module."""
+        """Encodings of all layers. Each belongs to its layer's attention module."""
         blocks: Any = self.blocks
         return EncodingStack([block.attn.encoding for block in blocks])

@@ -1,4 +1,4 @@
-"""Decoding with :class:`lrpe_md.models.lm.CausalLm`: single steps, replayed as a CUDA graph on a GPU, and sampling.
+"""Decoding and sampling with :class:`lrpe_md.models.lm.CausalLm`, in steps that run as a CUDA graph on a GPU.
 
 Shapes: B batch, N tokens.
 """
@@ -30,17 +30,17 @@ def generate(
     padding: Tensor | None = None,
     cuda_graph: bool | None = None,
 ) -> Tensor:
-    """Continue each prompt: (B, N) → (B, N + max_new_tokens).
+    """Generate tokens after each prompt, and return prompts and new tokens as (B, N + max_new_tokens).
 
     Args:
-        prompt: tokens (B, N) with N > 0. If prompts have different lengths, use :func:`left_pad`.
+        prompt: tokens (B, N) with N > 0. Use :func:`left_pad` for prompts with different lengths.
         temperature, top_p, generator: see :func:`sample`.
-        padding: number of padding tokens at the start of each prompt, (B,), from 0 to N. Values are not checked,
-            because that would force a synchronisation with the GPU.
-        cuda_graph: whether to replay decoding steps as a CUDA graph. None: only on a GPU.
+        padding: number of padding tokens (B,) at the start of each prompt, from 0 to N. Values are not checked, because
+            that would force a synchronisation with the GPU.
+        cuda_graph: whether to replay decoding steps as a CUDA graph. None means yes on a GPU only.
 
     Raises:
-        TypeError, ValueError: an invalid argument.
+        TypeError, ValueError: for an invalid argument.
     """
     check_tokens("prompt", prompt)
     check_at_least(0, max_new_tokens=max_new_tokens)
@@ -56,12 +56,12 @@ def generate(
 
 
 class Decoder:
-    """Model with a cache. Call :meth:`prefill` on a batch of prompts, then :meth:`step`; neither synchronises.
+    """Decoder with a static cache. Call :meth:`prefill` with prompts, and then :meth:`step` for each new token.
 
     Args:
-        batch, max_length, padding: see :meth:`CausalLm.new_cache`.
-        cuda_graph: whether to capture a step as a CUDA graph and replay it. None: only on a GPU. The graph stays valid
-            after ``model.rescale`` and further training, because both change tensors in place.
+        batch, max_length, padding: size of the cache; see :meth:`CausalLm.new_cache`.
+        cuda_graph: whether to capture a step as a CUDA graph and replay it. None means yes on a GPU only. The graph
+            stays valid after ``model.rescale`` and further training, because both change tensors in place.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Clear the cache, process tokens (B, N), and return the logits (B, vocab_size) of the next token.
+        """Clear the cache, process the prompts (B, N), and return the logits (B, vocab_size) of the next token.
 
         Raises:
-            ValueError: no tokens, a different batch size, or a dtype that is not an integer.
-            IndexError: more tokens than a cache with softmax attention has room for.
+            ValueError: if there are no tokens, the batch size differs, or the dtype is not an integer.
+            IndexError: if a cache with softmax attention has no room for the tokens.
         """
         check_tokens("prompt", prompt, len(self.token))
         self._take_room(0, prompt.shape[1])
@@ -98,13 +98,13 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token: Tensor) -> Tensor:
-        """Process one more token per sample, (B,), and return the logits (B, vocab_size) of the next token.
+        """Process one more token (B,) per sample, and return the logits (B, vocab_size) of the next token.
 
         With a CUDA graph, the next step overwrites these logits.
 
         Raises:
-            ValueError: tokens of the wrong shape or dtype.
-            IndexError: a full cache with softmax attention.
+            ValueError: if tokens have the wrong shape or dtype.
+            IndexError: if a cache with softmax attention is full.
         """
         if tuple(token.shape) != (len(self.token),) or token.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"token: expected integers ({len(self.token)},), got {token.dtype} {tuple(token.shape)}")
@@ -116,7 +116,7 @@ class Decoder:
         return self.logits
 
     def _take_room(self, length: int, number: int) -> None:
-        """Check that the cache has room, and count its tokens on the host, to avoid a synchronisation."""
+        """Check that the cache has room, with a token count on the host to avoid a synchronisation."""
         if "softmax" in self.model.config.kinds:
             check_room(length, number, self.cache.max_length)
         self.length = length + number
@@ -155,12 +155,12 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def sample(
     logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Sample tokens from softmax(logits / temperature), (.., vocab_size) → (..), without a synchronisation.
+    """Sample tokens (..) from softmax(logits / temperature), with logits (.., vocab_size), without a synchronisation.
 
     Args:
-        temperature: 0 always chooses the most likely token.
-        top_p: keep the most likely tokens that together reach this probability (arXiv 1904.09751).
-        generator: random generator on the logits' device.
+        temperature: divisor of the logits. With 0, the most likely token is always chosen.
+        top_p: sample only from the most likely tokens that together reach this probability (arXiv 1904.09751).
+        generator: random number generator on the logits' device.
     """
     check_sampling(temperature, top_p)
     if temperature == 0:
@@ -175,7 +175,7 @@ def sample(
 
 
 def left_pad(prompts: Sequence[Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Pad prompts (N_i,) on the left to a batch (B, N). Return it with the number of padding tokens of each, (B,)."""
+    """Pad prompts (N_i,) on the left. Return the batch (B, N) and the number of padding tokens (B,) of each prompt."""
     if not prompts or any(p.ndim != 1 or not len(p) for p in prompts):
         raise ValueError(
             f"prompts: expected at least one prompt (N,) with N > 0, got {[tuple(p.shape) for p in prompts]}"

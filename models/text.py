@@ -1,4 +1,4 @@
-"""Conditions of a diffusion model: captions, class labels, or precomputed features.
+"""Conditions of a diffusion model, such as captions, class labels or precomputed features.
 
 An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and defines the empty condition:
 
@@ -10,9 +10,9 @@ An encoder is an ``nn.Module`` that turns its inputs into a :class:`Text` and de
         def empty(self, batch): ...                  # return empty conditions: inputs of forward, or a Text
         def drop(self, labels, where): ...           # optional: return the inputs, empty if where (B,) is True
 
-Use :class:`TextEncoder` for bytes (trained with the model), :class:`LabelEncoder` for classes,
-:class:`PretrainedEncoder` for T5, CLIP and other models from transformers, and :class:`TextFeatures` for precomputed
-features.
+Use :class:`TextEncoder` for captions as bytes, with weights that are trained together with the model. Use
+:class:`LabelEncoder` for classes, :class:`PretrainedEncoder` for T5, CLIP and other models from transformers, and
+:class:`TextFeatures` for precomputed features.
 
 Shapes: B batch, L tokens of text, C width.
 """
@@ -42,12 +42,12 @@ NUM_TOKENS = 2 + 256
 
 
 class Text(NamedTuple):
-    """Conditions of B samples.
+    """Text conditions of a batch of B samples.
 
     Args:
-        features: tokens (B, L, C) that patches attend to, or None.
-        mask: (B, L), False or 0 for padding; None: no padding.
-        pooled: features (B, P) that are added to the time embedding, or None.
+        features: text tokens (B, L, C) that patches attend to, or None.
+        mask: mask (B, L), which is False or 0 for padding, or None if there is no padding.
+        pooled: pooled features (B, P) that are added to the time embedding, or None.
     """
 
     features: Tensor | None
@@ -60,13 +60,13 @@ class Text(NamedTuple):
         return next((len(t) for t in (self.features, self.pooled) if t is not None), 0)
 
     def zeros(self, batch: int) -> Text:
-        """Return the empty condition of precomputed features: one token of zeros (SD3, arXiv 2403.03206)."""
+        """Return one token of zeros, the default empty condition for precomputed features (SD3, arXiv 2403.03206)."""
         features = None if self.features is None else self.features.new_zeros(batch, 1, self.features.shape[2])
         return Text(features, None, None if self.pooled is None else self.pooled.new_zeros(batch, self.pooled.shape[1]))
 
 
 def join_texts(first: Text, second: Text) -> Text:
-    """Concatenate both along the batch, padded to the same length."""
+    """Concatenate two texts along the batch, padded to the same length."""
     (a, mask, p), (b, other, r) = _padded_alike(first, second)
     return Text(
         None if a is None or b is None else torch.cat([a, b]),
@@ -76,7 +76,7 @@ def join_texts(first: Text, second: Text) -> Text:
 
 
 def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
-    """Replace the samples of ``text`` for which ``where`` (B,) is True by those of ``other`` (B or 1 samples)."""
+    """Replace samples of ``text`` with those of ``other`` (B or 1 samples) where the mask ``where`` (B,) is True."""
     (a, mask, p), (b, other_mask, r) = _padded_alike(text, other)
     rows = where[:, None]
     return Text(
@@ -87,7 +87,7 @@ def replace_texts(text: Text, other: Text, where: Tensor) -> Text:
 
 
 def _padded_alike(first: Text, second: Text) -> tuple[Text, Text]:
-    """Pad the shorter text to the length of the other. Afterwards, both have a mask or neither does."""
+    """Pad the shorter text to the length of the longer one, and make sure that both or neither have a mask."""
     if first.features is None or second.features is None:
         return first, second
     length = max(first.features.shape[1], second.features.shape[1])
@@ -108,11 +108,11 @@ def _padded(text: Text, length: int) -> Text:
 
 
 def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device | str = "cpu") -> Tensor:
-    """Return START and the UTF-8 bytes of each caption, truncated to ``max_length`` and padded: (B, L) int64.
+    """Convert captions to int64 tokens (B, L), START followed by UTF-8 bytes, truncated to ``max_length`` and padded.
 
     Raises:
-        TypeError: a single string, or a caption that is not a string.
-        ValueError: no captions, or a max_length below 1.
+        TypeError: for a single string, or a caption that is not a string.
+        ValueError: if there are no captions, or max_length is below 1.
     """
     if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
         raise TypeError(f"captions: expected a sequence of strings, got {captions!r}")
@@ -126,14 +126,14 @@ def tokenize(captions: Sequence[str], max_length: int = 64, device: torch.device
 
 
 class TextEncoder(nn.Module):
-    """Transformer with 1D RoPE, from tokens (B, L) of :func:`tokenize` to a :class:`Text` of the same length.
+    """Transformer with 1D RoPE that encodes tokens (B, L) from :func:`tokenize` as a :class:`Text` of the same length.
 
-    Padding does not affect other tokens. ``pooled`` is the output of the START token, the only token of an empty
-    caption.
+    Padding does not affect other tokens. ``pooled`` is the output for the START token, which is the only token of an
+    empty caption.
 
     Args:
-        width: C.
-        depth, num_heads, mlp_ratio: sizes of the blocks, which are timm's with RMSNorm and qk-norm.
+        width: number of channels C.
+        depth, num_heads, mlp_ratio: sizes of timm's blocks, which have RMSNorm and qk-norm.
     """
 
     def __init__(self, width: int = 192, depth: int = 2, num_heads: int = 3, mlp_ratio: float = 4.0) -> None:
@@ -153,7 +153,7 @@ class TextEncoder(nn.Module):
         self.norm = RmsNorm(width)
 
     def forward(self, tokens: Tensor) -> Text:
-        """Encode tokens (B, L) to features (B, L, C), mask (B, L) and pooled (B, C)."""
+        """Encode tokens (B, L) as features (B, L, C), a mask (B, L) and pooled features (B, C)."""
         if not isinstance(tokens, Tensor):
             raise ValueError(f"text: expected tokens (B, L), got {type(tokens).__name__}; pass tokenize(captions)")
         if tokens.ndim != 2 or tokens.is_floating_point():
@@ -167,20 +167,21 @@ class TextEncoder(nn.Module):
         return Text(x, mask, x[:, 0])
 
     def empty(self, batch: int) -> Tensor:
-        """Return the tokens of empty captions, (B, 1)."""
+        """Return the tokens (B, 1) of empty captions."""
         return torch.full((batch, 1), START, device=self.embed.weight.device)
 
     def drop(self, tokens: Tensor, where: Tensor) -> Tensor:
-        """Replace captions for which ``where`` (B,) is True by empty ones, padded to the same length: (B, L)."""
+        """Replace captions with empty ones where the mask ``where`` (B,) is True, without changing the length."""
         return torch.where(where[:, None] & (tokens != START), PAD, tokens)
 
 
 class LabelEncoder(nn.Module):
-    """Embedding of class labels (B,) as a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
+    """Encoder of class labels (B,) as a :class:`Text` with only pooled features (DiT, arXiv 2212.09748).
 
     Args:
-        num_classes: labels are 0 to num_classes - 1. The table has one more row, for the empty condition.
-        width: P, the width of the pooled features.
+        num_classes: number of classes, with labels from 0 to num_classes - 1. The embedding table has one more row, for
+            the empty condition.
+        width: number of channels P of the pooled features.
     """
 
     def __init__(self, num_classes: int, width: int = 192) -> None:
@@ -191,7 +192,7 @@ class LabelEncoder(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, labels: Tensor) -> Text:
-        """Look up labels (B,) → pooled (B, P)."""
+        """Look up the pooled features (B, P) of labels (B,)."""
         if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
             got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise ValueError(f"text: expected integer class labels (B,), got {got}")
@@ -203,22 +204,22 @@ class LabelEncoder(nn.Module):
         return Text(None, None, self.embed(labels))
 
     def empty(self, batch: int) -> Tensor:
-        """Return labels of the empty condition, (B,)."""
+        """Return the labels (B,) of the empty condition."""
         return torch.full((batch,), self.num_classes, device=self.embed.weight.device)
 
     def drop(self, labels: Tensor, where: Tensor) -> Tensor:
-        """Replace labels (B,) for which ``where`` (B,) is True by the label of the empty condition."""
+        """Replace labels (B,) with the label of the empty condition where the mask ``where`` (B,) is True."""
         return torch.where(where, self.num_classes, labels)
 
 
 class TextFeatures(nn.Module):
-    """Pass-through encoder for precomputed features, for example of T5 or CLIP, as a :class:`Text`.
+    """Encoder that returns its input unchanged, which is a :class:`Text` of precomputed T5 or CLIP features.
 
     Args:
-        width: C; 0: only pooled features.
-        pooled_width: P; 0: no pooled features.
-        empty: the :class:`Text` of one empty caption, from the encoder that computed the features. It is saved with the
-            model. Default: one token of zeros, and zeros as pooled features.
+        width: number of channels C. With 0, there are only pooled features.
+        pooled_width: number of channels P of pooled features. With 0, there are none.
+        empty: :class:`Text` of a single empty caption, from the encoder that computed the features. It is saved with
+            the model. The default is one token of zeros, and zeros as pooled features.
     """
 
     empty_features: Tensor | None
@@ -255,13 +256,14 @@ class TextFeatures(nn.Module):
 
 
 class PretrainedEncoder(nn.Module):
-    """Frozen text model from transformers, such as T5EncoderModel or CLIPTextModel, from captions to a :class:`Text`.
+    """Encoder of captions with a frozen text model from transformers, such as T5EncoderModel or CLIPTextModel.
 
-    Its weights become part of the diffusion model and its checkpoints. If the encoder is large, precompute the
-    features: pass the result of ``PretrainedEncoder(model, tokenizer)(captions)`` to :class:`TextFeatures`.
+    Its weights become part of the diffusion model and its checkpoints. If the text model is large, precompute the
+    features. Pass the result of ``PretrainedEncoder(model, tokenizer)(captions)`` to a model with
+    :class:`TextFeatures`.
 
     Args:
-        model: model that returns ``last_hidden_state`` and, optionally, ``pooler_output``.
+        model: text model that returns ``last_hidden_state`` and, optionally, ``pooler_output``.
         tokenizer: the model's tokenizer.
         max_length: maximum number of tokens per caption.
     """
@@ -275,14 +277,14 @@ class PretrainedEncoder(nn.Module):
         self.pooled_width = 0 if pooled is None else pooled.shape[-1]
 
     def train(self, mode: bool = True) -> PretrainedEncoder:
-        """Keep the text model in evaluation mode."""
+        """Set the mode, but keep the text model in evaluation mode."""
         super().train(mode)
         self.model.eval()
         return self
 
     @torch.no_grad()
     def forward(self, captions: Sequence[str]) -> Text:
-        """Encode B captions, without gradients: features (B, L, C), mask (B, L) and, if available, pooled (B, P)."""
+        """Encode B captions without gradients. Pooled features are None if the text model has none."""
         if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
             raise TypeError(f"text: expected a sequence of captions, got {captions!r}")
         tokens = self.tokenizer(
@@ -297,5 +299,5 @@ class PretrainedEncoder(nn.Module):
         return [""] * batch
 
     def drop(self, captions: Sequence[str], where: Tensor) -> list[str]:
-        """Replace captions for which ``where`` (B,) is True by empty ones."""
+        """Replace captions with empty ones where the mask ``where`` (B,) is True."""
         return ["" if out else caption for caption, out in zip(captions, where.tolist(), strict=True)]

@@ -1,11 +1,11 @@
-"""Video transformers with relative positions in space and time, built on timm's VisionTransformer.
+"""Video transformers with relative position encodings in space and time, built on timm's VisionTransformer.
 
-``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")`` builds one. The default encoding is that of the
-image models. Blocks, head and weight names are the same, too; the patch embedding takes tubelets, and the grid has
-three axes, (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
+Build one with ``timm.create_model("lrpe_video_tiny_patch16_224", encoding="rotate")``. The default encoding, blocks,
+head and weight names are the same as in the image models. However, the patch embedding embeds tubelets, and the grid
+has three axes (T, H, W). For video diffusion models with text and time, see ``lrpe_md.models.dit.DiT(num_axes=3)``.
 
 The number of frames and the resolution may change from call to call. Positions advance by one unit per token, as in
-training, or are interpolated to a grid of a different size (``model.reference``).
+training, or are interpolated to the grid size ``model.reference``.
 
 Shapes: B batch, T, H, W grid of tubelets, S = H W tokens per frame, P prefix tokens (class, registers), C embed_dim.
 """
@@ -42,10 +42,10 @@ Reference = Sequence[int | None] | None
 
 
 class TubeletEmbed(nn.Module):
-    """Embedding of tubelets, x (B, in_chans, frames, height, width) → (B, T H W, C) (ViViT, arXiv 2103.15691).
+    """Embedding of videos (B, in_chans, frames, height, width) as tubelets (B, T H W, C) (ViViT, arXiv 2103.15691).
 
-    The weight is that of a Conv3d, (C, in_chans, tubelet, patch, patch). The input may have any size that the tubelet
-    divides.
+    The weight has the shape (C, in_chans, tubelet, patch, patch), as for a Conv3d. The input may have any size that the
+    tubelet size divides.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TubeletEmbed(nn.Module):
         self.num_patches = self.grid_size[0] * self.grid_size[1] * self.grid_size[2]
 
     def dynamic_feat_size(self, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the grid (T, H, W) of a video (frames, height, width)."""
+        """Return the grid size (T, H, W) for a video of size (frames, height, width)."""
         if len(size) != 3 or any(n % p for n, p in zip(size, self.patch_size, strict=True)):
             raise ValueError(
                 f"x: expected a video of frames, height and width in multiples of {self.patch_size} "
@@ -95,7 +95,7 @@ class TubeletEmbed(nn.Module):
 
 
 class Layout(NamedTuple):
-    """Positions of the tokens in one forward."""
+    """Positions of the tokens in a forward pass."""
 
     joint: Grid | Coordinates | None  # None for factorised attention
     space: Grid | Coordinates | None = None
@@ -106,12 +106,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoState:
-    """State that :meth:`LrpeVideoTransformer.stream` passes from frames to later frames.
+    """State that :meth:`LrpeVideoTransformer.stream` returns and accepts to continue a video.
 
-    num_frames: T, the number of grid frames so far. frame: height and width of a frame, in tokens. layers: an entry for
-    each attention. For linear attention, this is its ``state``, see :func:`lrpe_md.linear_attention`. For softmax
-    attention, it holds keys and values (B, H, P + T S, D) of the prefix and of the frames that later frames can see.
-    Keys are not encoded, because their positions depend on the window that sees them.
+    ``num_frames`` is the number of grid frames so far, and ``frame`` is the height and width of a frame in tokens.
+    ``layers`` has one entry per attention layer. For linear attention, it is the ``state`` of
+    :func:`lrpe_md.linear_attention`. For softmax attention, it contains the keys and values (B, H, P + T S, D) of the
+    prefix and of the frames to which later frames can attend. These keys are not encoded, because their positions
+    change when the window moves.
     """
 
     num_frames: int
@@ -120,45 +121,46 @@ class VideoState:
 
 
 class LrpeVideoTransformer(LrpeVisionTransformer):
-    """timm's VisionTransformer for videos (B, in_chans, frames, height, width), with an encoding of q and k.
+    """VisionTransformer from timm for videos (B, in_chans, frames, height, width), with an encoding of q and k.
 
     Args:
-        img_size, patch_size: height and width, in pixels.
-        num_frames, tubelet_size: number of frames in training, and frames per token.
-        encoding, encoding_kwargs: see :class:`LrpeVisionTransformer`. Encodings have three axes, and so must presets
-            (wan, cosmos, ..).
-        absolute: "none"; "learned", a table (T, H, W) that is resampled to the input's grid; or "sincos", a third of
-            the channels per axis, with the same positions as the encoding.
+        img_size, patch_size: height and width of an image and of a patch, in pixels.
+        num_frames, tubelet_size: number of frames in training, and number of frames per token.
+        encoding, encoding_kwargs: see :class:`LrpeVisionTransformer`. The encoding has three axes, so a preset must
+            have three axes, too, such as "wan" or "cosmos".
+        absolute: absolute position embedding. "learned" is a table (T, H, W) that is resampled to the input's grid.
+            "sincos" uses a third of the channels per axis, with the same positions as the encoding. "none" disables it.
         attention, normalizer, keep_encoded: see :class:`LrpeVisionTransformer`.
-        memory: how linear layers forget earlier frames: a :class:`lrpe_md.Memory`. Only with joint attention.
-            causal="frames" requires directions="forward"; other models require "both". Class and register tokens enter
-            the memory before the first frame, and decay with it.
-        space_time: "joint": every token attends to all tokens. "factorised": blocks 0, 2, .. attend within each frame,
-            and blocks 1, 3, .. along time at each location, with the same weights (Latte, arXiv 2401.03048, variant 1).
-            Prefix tokens join every group, and are then averaged over the groups (TimeSformer, arXiv 2102.05095).
-        causal: "frames": tokens attend to their own and earlier frames, and prefix tokens only to the prefix, so that
-            you can process a video frame by frame (:meth:`stream`). Only with joint attention. Use
-            ``global_pool="avg"``, because a class token sees no frame.
-        window: with causal, the number of grid frames that a token sees in softmax attention, including its own. None:
-            all earlier frames. The first frame of the window then has time 0, so a stream of any length has the same
-            positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers see all earlier frames
-            through their state, whose size is constant.
-        temporal: if False, no positions include time. Parameters stay the same. With ``tubelet_size=1`` and joint or
-            factorised attention, the output does not depend on the order of frames.
-        patch_drop_rate: fraction of tokens to drop in training; the others keep their positions.
-        drop_unit: "token", or "tube" to drop the same locations in all frames (VideoMAE, arXiv 2203.12602). Factorised
-            and causal attention and a memory require "tube".
-        args, kwargs: timm's, such as reg_tokens, qk_norm, mlp_ratio, mlp_layer=SwiGLU or block_fn=ParallelThingsBlock.
+        memory: a :class:`lrpe_md.Memory`, which defines how linear layers forget earlier frames. It requires joint
+            attention. Use directions="forward" with causal="frames", and "both" for other models. Class and register
+            tokens are added to the state before the first frame, and decay with it.
+        space_time: with "joint", every token attends to all tokens. With "factorised", blocks 0, 2, .. attend within
+            each frame, and blocks 1, 3, .. attend along time at each location (Latte, arXiv 2401.03048, variant 1).
+            Prefix tokens then join every frame or location, and are averaged afterwards (TimeSformer, arXiv
+            2102.05095).
+        causal: with "frames", tokens attend to their own and earlier frames, and prefix tokens only attend to the
+            prefix, so that you can process a video frame by frame with :meth:`stream`. It requires joint attention. Use
+            ``global_pool="avg"``, because a class token attends to no frame.
+        window: with causal, number of grid frames that a token attends to in softmax attention, including its own. None
+            means all earlier frames. The first frame of the window has time 0, so that a stream of any length has the
+            same positions as a video of ``window`` frames (∞-RoPE, arXiv 2511.20649). Linear layers always attend to
+            all earlier frames, through a state of constant size.
+        temporal: if False, positions don't include time, but the parameters are the same. With ``tubelet_size=1`` and
+            joint or factorised attention, the output then does not depend on the order of frames.
+        patch_drop_rate: fraction of tokens to drop in training. The others keep their positions.
+        drop_unit: "token" to drop single tokens, or "tube" to drop the same locations in all frames (VideoMAE, arXiv
+            2203.12602). Factorised attention, causal attention and a memory require "tube".
+        args, kwargs: arguments of timm's class, such as reg_tokens, qk_norm, mlp_ratio or mlp_layer=SwiGLU.
 
     Attributes:
-        reference: interpolation size; you can change it later. None: one unit per token, which extrapolates beyond the
-            trained size. Otherwise a size per axis, or None for an axis: positions are interpolated to a grid of this
-            size, for any number of tokens. ``model.reference = model.patch_embed.grid_size`` keeps positions in the
-            trained range, and ``(None, 14, 14)`` only those in space. A learned table is always resampled to the grid.
-        window: see above; you can also change it later.
+        reference: size of the grid to which positions are interpolated, one number or None for each axis. None
+            extrapolates with one unit per token. ``model.patch_embed.grid_size`` keeps positions in the trained range,
+            and ``(None, 14, 14)`` only does so in space. You can change it at any time. A learned table is always
+            resampled to the grid.
+        window: see above. You can change it at any time.
 
     Raises:
-        ValueError, TypeError: an invalid argument.
+        ValueError, TypeError: for an invalid argument.
     """
 
     attention_class = FrameAttention
@@ -217,10 +219,10 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self.window = window
 
     def check_memory(self, memory: Memory) -> None:
-        """Check that the model's attention provides the order of frames that a memory needs.
+        """Check that the model's attention is compatible with a memory.
 
         Raises:
-            ValueError: factorised attention, or ``directions`` that don't match ``causal``.
+            ValueError: if attention is factorised, or ``directions`` don't match ``causal``.
         """
         if self.space_time != "joint":
             raise ValueError(
@@ -252,7 +254,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         self._window = frames
 
     def _check_window(self, frames: int | None) -> None:
-        """Check that a window is supported. Each forward checks again, as :func:`adapt` may change the attention."""
+        """Check that the attention supports a window. Forward passes check again, as :func:`adapt` may change it."""
         if frames is not None:
             attentions = {m.attention for m in self.blocks.modules() if isinstance(m, LrpeAttention)}
             if self.causal is None or "softmax" not in attentions:
@@ -262,7 +264,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 )
 
     def positions(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Grid | Coordinates:
-        """Return the positions of the prefix, followed by those of the tokens of a grid (T, H, W)."""
+        """Return the positions of the prefix and of a grid (T, H, W)."""
         prefix, stack = Tokens(self.num_prefix_tokens), EncodingStack(self.encoding)
         grid = stack.lay_out(shape, prefix, reference=self.reference, device=device)
         return grid if self.temporal else grid.rescale((0, 1, 1))
@@ -275,10 +277,11 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         *,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """Compute features, x (B, in_chans, frames, height, width) → (B, P + T H W, C), with time as the slowest axis.
+        """Compute features (B, P + T H W, C) of videos x (B, in_chans, frames, height, width), ordered frame by frame.
 
-        keep: indices of the tokens to keep, (n,) or (B, n), instead of a random choice. With ``drop_unit="token"``,
-            they index T H W tokens → (B, P + n, C). With "tube", they index the H W locations → (B, P + T n, C).
+        ``keep`` contains indices (n,) or (B, n) of the tokens to keep, instead of a random choice. With
+        ``drop_unit="token"``, they refer to the T H W tokens, and the result is (B, P + n, C). With "tube", they
+        refer to the H W locations, and the result is (B, P + T n, C).
         """
         self._check_window(self.window)
         x, layout = self._embed(x, keep)
@@ -287,18 +290,18 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return self.norm(x)
 
     def stream(self, x: Tensor, state: VideoState | None = None) -> tuple[Tensor, VideoState]:
-        """Compute features of a video in chunks of frames, with causal="frames": the same features as all at once.
+        """Compute the features of a causal video model for the next frames, as if it processed the whole video at once.
 
-        x: the next frames, (B, in_chans, frames, height, width). state: the state that the previous call returned; None
-        starts a video. Returns tokens (B, T H W, C), with the prefix before those of the first chunk, and the state for
-        the next call. No tokens are dropped. Nothing is recomputed, except that softmax attention re-encodes the keys
-        in its window, because it moves. The state has a constant size if all layers are linear, or softmax layers have
-        a ``window``.
+        Pass the next frames x (B, in_chans, frames, height, width) and the state from the previous call, or None to
+        start a video. The result is the tokens (B, T H W, C) and the state for the next call. For the first frames, the
+        prefix comes before the other tokens. No tokens are dropped. Nothing is recomputed, except that softmax
+        attention re-encodes keys when its window moves. The state has a constant size if all layers are linear, or if
+        softmax layers have a ``window``.
 
-        Differentiable, also through the state.
+        Features are differentiable, also through the state.
 
         Raises:
-            ValueError: positions in time, or a learned table, that depend on the length of the whole video.
+            ValueError: if positions in time, or a learned table, depend on the length of the whole video.
         """
         if self.causal is None:
             raise ValueError("stream: expected a model with causal='frames', got causal=None")
@@ -334,7 +337,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
             raise ValueError(f"state: expected frames of {frame} tokens, as in x, got {state.frame}")
 
     def _check_growing(self, grid: Grid) -> None:
-        """Check that the positions of a frame do not change if more frames follow."""
+        """Check that a frame's positions do not depend on the number of later frames."""
         longer = _as_grid("stream", self.positions((grid.shape[0] + 1, *grid.shape[1:])))
         if (grid.scale, grid.shift) != (longer.scale, longer.shift):
             raise ValueError(
@@ -378,13 +381,13 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return x, Layout(None, space.take(keep if keep.ndim == 1 else keep.repeat_interleave(shape[0], 0)), time)
 
     def _begin(self, x: Tensor, prefix: bool = True) -> Tensor:
-        """Return the input of the first block."""
+        """Embed x, and return the input of the first block."""
         if prefix:
             x = torch.cat([self._prefix(x), x], dim=1)
         return self.norm_pre(x if self.absolute == "none" else self.pos_drop(x))
 
     def _absolute(self, x: Tensor, shape: Sequence[int], positions: Grid | Coordinates) -> Tensor:
-        """Add absolute positions to the tokens (B, T H W, C) of a grid of this shape."""
+        """Add the absolute position embedding to the tokens (B, T H W, C) of a grid."""
         if self.sincos is not None:
             ones = torch.ones((1, 1, x.shape[1], x.shape[2] // 2), dtype=x.dtype, device=x.device)
             return x + self.sincos(ones, positions=positions)[:, 0]  # [cos Θ, sin Θ]
@@ -396,7 +399,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return x + _resample(table, shape).flatten(2).transpose(-2, -1)
 
     def _prefix(self, x: Tensor) -> Tensor:
-        """Return the class and register tokens (B, P, C), including their part of a learned table."""
+        """Return the class and register tokens (B, P, C), with their learned position embedding if there is one."""
         tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else x[:, :0]
         if self.pos_embed is not None and not self.no_embed_class:
@@ -404,7 +407,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
         return prefix
 
     def _choose(self, shape: Sequence[int], x: Tensor) -> Tensor | None:
-        """Choose random tokens or locations to keep, (B, n) in ascending order; None keeps all."""
+        """Choose random tokens or locations to keep, as sorted indices (B, n), or None to keep all."""
         if not self.training or not self.patch_drop_rate:
             return None
         num = x.shape[1] if self.drop_unit == "token" else shape[1] * shape[2]
@@ -455,7 +458,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
     def set_input_size(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, img_size: tuple[int, int, int] | None = None, patch_size: None = None
     ) -> None:
-        """Set the training size (frames, height, width): ``grid_size``, and the size of a learned table."""
+        """Set the training size (frames, height, width), which determines ``grid_size`` and a learned table's size."""
         if patch_size is not None:
             raise ValueError(f"patch_size: expected None, because the size of the tubelets is fixed, got {patch_size}")
         if img_size is None:
@@ -469,7 +472,7 @@ class LrpeVideoTransformer(LrpeVisionTransformer):
                 self.pos_embed = nn.Parameter(torch.cat([first, table], dim=1), self.pos_embed.requires_grad)
 
     def _table(self) -> Tensor | None:
-        """Return the learned table (1, C, T, H, W), or None."""
+        """Return the learned position table (1, C, T, H, W), or None if there is none."""
         if self.pos_embed is None:
             return None
         first = 0 if self.no_embed_class else self.num_prefix_tokens
@@ -483,23 +486,24 @@ def _as_grid(what: str, positions: Grid | Coordinates) -> Grid:
 
 
 def _resample(table: Tensor, size: Sequence[int]) -> Tensor:
-    """Resample a table (1, C, T, H, W) to a grid of a different size."""
+    """Resample a position table (1, C, T, H, W) to another grid size."""
     if tuple(table.shape[2:]) == tuple(size):
         return table
     return F.interpolate(table.float(), size=tuple(size), mode="trilinear").to(table.dtype)
 
 
 def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Convert weights of an image model, or of a video model with other absolute positions, to those of a video model.
+    """Convert weights of an image model, or of a video model with a different position embedding, to a video model's.
 
-    A patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated over
-    time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the features of its image, except that prefix
-    tokens have less weight among more tokens. A table that the model lacks is dropped. Frequencies that are missing
-    from the weights keep their values. The head is returned unchanged, even if the classes differ.
+    The patch embedding (C, in_chans, p, p) is divided among the frames of a tubelet, and a learned table is repeated
+    over time (I3D, arXiv 1705.07750; ViViT). A video without motion then has the same features as its image, except
+    that prefix tokens have less weight among more tokens. A table is dropped if the model has none. Frequencies that
+    are missing from the weights keep their values. The head is returned unchanged, even if the number of classes
+    differs.
 
     Raises:
-        TypeError: not a state_dict, or a model that is not a :class:`LrpeVideoTransformer`.
-        ValueError: weights of a model of other sizes.
+        TypeError: if the weights are not a state_dict, or the model is not a :class:`LrpeVideoTransformer`.
+        ValueError: if the weights belong to a model of another size.
     """
     if not isinstance(model, LrpeVideoTransformer):
         raise TypeError(f"model: expected an LrpeVideoTransformer, got {type(model).__name__}")
@@ -513,7 +517,7 @@ def inflate(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Check that inflated weights, except the head, have the shapes of the model's own weights."""
+    """Check that the inflated weights have the same shapes as the model's own, except for the head."""
     if not given.keys() & own.keys():
         raise ValueError(
             f"state_dict: expected the weights of a ViT, such as patch_embed.proj.weight, got {list(given)[:3]}; if "
@@ -536,7 +540,7 @@ def _check_sizes(given: Mapping[str, Any], inflated: Mapping[str, Any], own: Map
 
 
 def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model that the shapes of its weights reveal."""
+    """Infer a model's arguments from the shapes of its weights."""
     kernel = weights.get("patch_embed.proj.weight")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     sizes: dict[str, Any] = {"depth": len(blocks)} if blocks else {}
@@ -548,7 +552,7 @@ def _read_sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inflate_unchecked(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Run :func:`inflate` without checking sizes, for callers that load only the weights that fit."""
+    """Run :func:`inflate` without checking sizes, for callers that only load weights of the right size."""
     video: Any = model
     state_dict = dict(state_dict)
     weight, table = state_dict.get("patch_embed.proj.weight"), state_dict.get("pos_embed")

@@ -1,6 +1,6 @@
-"""The console command: ``lrpe-md PROGRAM ..``. Each program has its own options.
+"""The console command ``lrpe-md PROGRAM ..``. Each program has its own options.
 
-Only the requested program is imported. If one of its packages is missing, the error says what to install.
+Only the requested program is imported. If a package that it needs is missing, the error says what to install.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EXAMPLES = (
 
 
 def is_here(name: str) -> bool:
-    """Return whether this copy of lrpe-md has a program. A wheel contains no benchmarks or developer tools."""
+    """Return whether this copy of lrpe-md contains a program. Wheels contain no benchmarks or developer tools."""
     return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 
@@ -64,7 +64,7 @@ def load_program(name: str) -> Any:
     """Return the typer app of a program.
 
     Raises:
-        SystemExit: a package is not installed, or the program is only in a checkout; the message says what to do.
+        SystemExit: if a package is not installed, or only a checkout contains the program. The message says what to do.
     """
     if not is_here(name):
         raise SystemExit(f"lrpe-md {name}: expected a checkout of lrpe-md, got its wheel; run it in a checkout")
@@ -72,12 +72,12 @@ def load_program(name: str) -> Any:
 
 
 def import_modules(arguments: Sequence[str]) -> list[str]:
-    """Import the modules of ``--import MODULE``, which may register schemes, and return the other arguments.
+    """Import the modules that ``--import MODULE`` names, which may register schemes. Return the other arguments.
 
     Modules are also found in the current folder.
 
     Raises:
-        SystemExit: a missing module name, or a module that can't be imported.
+        SystemExit: if a module name is missing, or a module can't be imported.
     """
     others, names, given = [], [], iter(arguments)
     for each in given:
@@ -101,12 +101,12 @@ def import_modules(arguments: Sequence[str]) -> list[str]:
 
 
 def run_program(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a program with these arguments, by default those of the command line."""
+    """Run a program with the given arguments, or with those of the command line."""
     main([name, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def describe_usage() -> str:
-    """Return the help of ``lrpe-md``."""
+    """Return the help text of ``lrpe-md``."""
     lines = ["Usage: lrpe-md PROGRAM [OPTIONS]", "", "Train with position encodings, compare them and plot them."]
     for title, programs in GROUPS.items():
         shown = [f"  {name:<11}{text}" for name, text in programs.items() if is_here(name)]
@@ -118,7 +118,7 @@ def describe_usage() -> str:
 
 @contextmanager
 def reword_warnings() -> Iterator[None]:
-    """Print warnings of the library as one line each, with options instead of arguments, and without the code."""
+    """Print each of the library's warnings in one line without code, with options instead of arguments."""
     roots = [Path(lrpe_md.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "models"]
 
     def show(message: Any, category: Any, filename: str, *place: Any) -> None:
@@ -149,7 +149,7 @@ def run_info(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lrpe-md PROGRAM ..`` with these arguments, by default those of the command line."""
+    """Run ``lrpe-md PROGRAM ..`` with the given arguments, or with those of the command line."""
     name, *rest = import_modules(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in PROGRAMS:
         with reword_warnings():

@@ -2,8 +2,8 @@
 
     python -m pytest -p lrpe_md.scripts.host_plugin --outcomes FILE [--adapt] TESTS
 
-The plugin writes one line of JSON as each test ends, so that a crash does not lose earlier outcomes. It seeds the
-random number generators before each test, in the same way with and without ``--adapt``.
+The plugin writes one line of JSON when a test ends, so that a crash does not lose earlier outcomes. Before each test,
+it seeds the random number generators in the same way with and without ``--adapt``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANK = ("passed", "skipped", "failed")
 
 
 class ModelAdapter:
-    """Adapt a model when its outermost constructor returns, after its submodules are built and its weights loaded."""
+    """Adapt each model when its outermost constructor returns, after submodules are built and weights are loaded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -50,9 +50,9 @@ class ModelAdapter:
             self.refused.setdefault(type(model).__name__, str(error))
 
     def wrap(self, function: Callable[..., Any], returns: bool) -> Callable[..., Any]:
-        """Wrap a constructor so that its model is adapted.
+        """Wrap a constructor so that it adapts its model.
 
-        The model is the first argument or, with ``returns``, the return value or the first item of a returned tuple.
+        The model is the constructor's first argument. With ``returns``, it is the return value or its first item.
         """
 
         @functools.wraps(function)
@@ -73,7 +73,7 @@ class ModelAdapter:
         cls.__init__ = self.wrap(cls.__init__, returns=False)  # may be inherited from a class that is not a model
 
     def wrap_base(self, base: Any, makers: tuple[str, ...]) -> None:
-        """Wrap a base class, its existing subclasses and its future ones."""
+        """Wrap a base class and all of its existing and future subclasses."""
         for name in makers:
             setattr(base, name, classmethod(self.wrap(vars(base)[name].__func__, returns=True)))
         known = [base]
@@ -94,7 +94,7 @@ class ModelAdapter:
 
 
 class OutcomeRecorder:
-    """Record the outcome of each test and which models it adapted."""
+    """Recorder of each test's outcome, and of the models that were adapted."""
 
     def __init__(self, file: Path, maker: ModelAdapter) -> None:
         self.file, self.maker = file, maker

@@ -3,9 +3,9 @@ r"""Run diffusers' and transformers' model tests on their own models and on the 
     python -m scripts.host_tests --diffusers CHECKOUT --transformers CHECKOUT [--only NAME] \
         --out scripts/results/adapters/own-tests.csv
 
-Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs twice: with
-unmodified (stock) models, and with ``adapt_rotary`` called on each model after construction (host_plugin.py). A test
-that passes with stock models but not with adapted ones counts as worse. Such tests are printed, and the exit status is
+Each CHECKOUT is a clone of the library's repository, at or near the installed version. Every test file runs once with
+unmodified (stock) models, and once with models that host_plugin.py adapts after construction. A test that passes with
+stock models but not with adapted ones counts as worse. Such tests are printed, and the exit status is
 1. Slow tests, and tests that need missing hardware or packages, are skipped as in the libraries' own runs. Set
 ``RUN_SLOW=1`` to run the slow ones.
 
@@ -42,12 +42,12 @@ app = typer.Typer(add_completion=False)
 
 
 class HostTestsError(typer.BadParameter):
-    """Invalid options, or a test file that ran no tests."""
+    """Error for invalid options, or for a test file that ran no tests."""
 
 
 @dataclass
 class Run:
-    """Test outcomes by name, tests that built adapted models, and reasons why models were not adapted."""
+    """Outcomes of tests by name, tests that built adapted models, and reasons why models were not adapted."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     adapted: set[str] = field(default_factory=set)
@@ -74,7 +74,7 @@ def run_tests(checkout: Path, file: str, adapt: bool) -> Run:
     """Run one test file in a subprocess.
 
     Raises:
-        HostTestsError: no test ran.
+        HostTestsError: if no test ran.
     """
     with tempfile.TemporaryDirectory(prefix="host-tests-") as folder:
         outcomes, log = Path(folder) / "outcomes.jsonl", Path(folder) / "log"
@@ -111,13 +111,13 @@ def read_run(file: Path) -> Run:
 
 
 def find_worse(stock: Run, adapted: Run) -> list[str]:
-    """Return tests that pass with stock models but fail, skip or never finish with adapted ones."""
+    """Return the tests that pass with stock models, but fail, skip or never finish with adapted ones."""
     passed = [test for test, outcome in stock.outcomes.items() if outcome == "passed"]
     return [test for test in passed if adapted.outcomes.get(test) != "passed"]
 
 
 def compare(stock: Run, adapted: Run) -> dict[str, Any]:
-    """Return the counts of a :class:`Row` and the names of the tests that are worse."""
+    """Return the counts for a :class:`Row`, and the names of the tests that are worse."""
     passed = {test for test, outcome in adapted.outcomes.items() if outcome == "passed"}
     failed = [test for test, outcome in stock.outcomes.items() if outcome == "failed"]
     return {
@@ -137,7 +137,7 @@ def read_version(checkout: Path) -> str:
 
 
 def write_rows(out: Path, rows: list[Row]) -> None:
-    """Update the CSV with new rows; keep its rows for other models."""
+    """Update the CSV with new rows, and keep its rows for other models."""
     names = [each.name for each in fields(Row)]
     new = {(row.library, row.model): [str(value) for value in astuple(row)] for row in rows}
     old: dict[tuple[str, str], list[str]] = {}

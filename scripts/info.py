@@ -1,4 +1,4 @@
-"""Report versions, devices, and which implementation runs here: ``lrpe-md info``."""
+"""The program ``lrpe-md info``, which reports versions, devices and the implementation that runs here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "timm", "diffusers", "transformers")
 
 
 def describe() -> str:
-    """Return the report as aligned lines, for a bug report."""
+    """Return aligned lines to include in a bug report."""
     rows = {"lrpe-md": __version__, "Python": platform.python_version(), "system": platform.platform()}
     rows |= {name: _find_version(name) for name in PACKAGES}
     rows |= {f"GPU {i}": _describe_gpu(i) for i in range(torch.cuda.device_count())} or {"GPU": "none"}

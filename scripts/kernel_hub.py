@@ -8,18 +8,19 @@ This writes a kernel-builder project and its build:
     torch-ext/lrpe_md/               the library, with relative imports only
     build/torch-cuda/, ..            one variant per backend: the library, its own _ops.py, and metadata.json
 
-Each variant registers its operators in a namespace named after a hash of its content. A kernel can therefore run next
-to an installed lrpe_md and other versions of itself. Adapters, backbones and programs are left out, since a kernel may
-only import torch. To try it:
+Each variant registers its operators in a namespace with a hash of its content. A kernel can therefore run next to an
+installed lrpe_md and to other versions of the kernel. Adapters, models and programs are left out, because a kernel may
+only import torch. To try the kernel, call:
 
     kernels.get_local_kernel(Path("build/kernel/build"))
 
-To publish it, log in with ``hf auth login`` as a member who may create kernels in the organisation of ``--repo-id``:
+To publish the kernel, log in with ``hf auth login`` as a member who may create kernels in ``--repo-id``'s organisation,
+and run:
 
     kernel-builder upload build/kernel
 
-kernel-builder (https://github.com/huggingface/kernels) is a separate program, which needs Nix to build but not to
-upload. To let it build the variants, put this folder into a git repository and run ``kernel-builder
+kernel-builder (https://github.com/huggingface/kernels) is a separate program that needs Nix to build, but not to
+upload. To build the variants with it, put the output folder into a git repository and run ``kernel-builder
 build-and-upload``.
 """
 
@@ -93,11 +94,11 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 class KernelError(typer.BadParameter):
-    """Invalid library sources or output folder for a kernel."""
+    """Error for library sources or an output folder that a kernel can't use."""
 
 
 def read_sources() -> dict[str, str]:
-    """Return the source files of the kernel by path, without _ops.py."""
+    """Return the kernel's source files by path, without _ops.py."""
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in EXCLUDED]
     found = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
     found["__init__.py"] = close_package(found["__init__.py"])
@@ -116,12 +117,12 @@ def close_package(source: str) -> str:
 
 
 def check_imports(path: str, source: str) -> None:
-    """Check that every import of this package is relative and refers to a module of the kernel.
+    """Check that all imports from this package are relative and refer to modules of the kernel.
 
     The Hub imports a kernel under a different package name.
 
     Raises:
-        KernelError: an import is absolute or refers to an excluded module.
+        KernelError: if an import is absolute or refers to an excluded module.
     """
     depth = path.count("/")
     for node in ast.walk(ast.parse(source)):
@@ -137,7 +138,7 @@ def check_imports(path: str, source: str) -> None:
 
 
 def read_version(sources: dict[str, str]) -> int:
-    """Return the major version of the library, which is the kernel's version."""
+    """Return the library's major version, which is the kernel's version."""
     found = re.search(r'^__version__ = "(\d+)\.', sources["__init__.py"], flags=re.MULTILINE)
     if not found:
         raise KernelError('__init__.py: expected a line __version__ = "..", found none')
@@ -151,7 +152,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
-    """Write the build of one backend and return its identifier, which names its operators."""
+    """Write the build for a backend, and return its identifier, which is part of the operators' namespace."""
     digest = hashlib.sha256("\0".join(f"{path}\0{text}" for path, text in sorted(sources.items())).encode())
     identifier = f"_lrpe_md_{backend}_{digest.hexdigest()[:7]}"
     files = {**sources, "_ops.py": OPS.format(id=identifier)}
@@ -170,7 +171,7 @@ def write_variant(folder: Path, sources: dict[str, str], backend: str) -> str:
 
 
 def write_project(folder: Path, repo_id: str) -> list[str]:
-    """Write the whole project and return the identifiers of its variants."""
+    """Write the project with all variants, and return their identifiers."""
     sources = read_sources()
     version = read_version(sources)
     quoted = ", ".join(f'"{backend}"' for backend in BACKENDS)
@@ -188,7 +189,7 @@ def replace_folder(out: Path, made: Path) -> None:
     """Move the built project to ``out``, replacing an earlier kernel there.
 
     Raises:
-        KernelError: ``out`` contains something else.
+        KernelError: if ``out`` contains something else.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         config = out / "build.toml"

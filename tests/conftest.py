@@ -1,6 +1,6 @@
-"""``pytest`` runs the kernels in Triton's interpreter, ``pytest -m gpu`` on a GPU.
+"""Fixtures and options of the tests. ``pytest`` runs kernels in Triton's interpreter, and ``pytest -m gpu`` on a GPU.
 
-One process can only do one of the two.
+A process can only do one of the two.
 """
 
 import gc
@@ -23,7 +23,7 @@ torch.set_num_threads(1)  # tensors are too small for several threads
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select the interpreter, which must happen before triton is imported."""
+    """Select the interpreter before triton is imported."""
     if not (torch.cuda.is_available() and config.getoption("markexpr") == "gpu"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Freeze objects between files, so that garbage collection does not traverse imports and caches each time."""
+    """Freeze objects before each file, so that garbage collection does not traverse imports and caches every time."""
     global last_file
     if item.path != last_file:
         last_file = item.path
@@ -58,7 +58,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_cache(tmp_path_factory):
-    """Use a temporary cache instead of the user's."""
+    """Use a temporary cache folder instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -76,7 +76,7 @@ def quick_interpreter():
 
 @pytest.fixture
 def nan_filled():
-    """Make torch.empty return NaN, so that memory that no kernel wrote is detected."""
+    """Make torch.empty return NaN, which reveals memory that a kernel did not write."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -85,7 +85,7 @@ def nan_filled():
 
 @pytest.fixture
 def count_launches():
-    """Return a function that counts the launches prepared since the test began."""
+    """Return a function that lists the launches prepared since the test began."""
     from lrpe_md.engine.core import operator
 
     operator.call_cache.clear()
@@ -94,8 +94,10 @@ def count_launches():
 
 @pytest.fixture
 def record_calls(monkeypatch):
-    """Return a function that makes modules record their calls to another function. It returns a list to which each call
-    adds ``describe(*args, **kwargs)``. Probes, which run in other threads, are not recorded.
+    """Return a function that makes modules record their calls to another function.
+
+    It returns a list to which each call appends ``describe(*args, **kwargs)``. Calls in other threads, such as those of
+    probes, are not recorded.
     """
 
     def record(function, *modules, describe):

@@ -1,4 +1,4 @@
-"""Run code that was written for float32 in float64."""
+"""Run code in float64 that was written for float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class Float64(TorchFunctionMode):
-    """Replace float32 with float64 wherever it is requested; ``x.float()`` becomes ``x.double()``."""
+    """Replace float32 with float64 wherever code requests it, including ``x.float()``."""
 
     def __enter__(self) -> Any:
         self.was = torch.get_default_dtype()

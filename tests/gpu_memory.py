@@ -1,4 +1,4 @@
-"""Check for free GPU memory before a test allocates it, since the GPU may be shared."""
+"""Skip tests that need more GPU memory than is free, because the GPU may be shared."""
 
 import gc
 
@@ -7,7 +7,7 @@ import torch
 
 
 def skip_without(num_bytes: float) -> None:
-    """Skip the test unless this much memory, plus a fifth, is free."""
+    """Skip the test unless at least 1.2 times ``num_bytes`` of GPU memory are free."""
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 1.2 * num_bytes:

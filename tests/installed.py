@@ -1,8 +1,8 @@
-"""Run the library's tests against an installed wheel: ``python tests/installed.py WHEEL [--all] [PYTEST'S OPTIONS]``.
+"""Run the library's tests against a wheel with ``python tests/installed.py WHEEL [--all] [PYTEST OPTIONS]``.
 
-The tests run in a new environment with the packages of this one except lrpe_md. They are copied to a temporary folder,
-so that nothing of the checkout is imported. By default only those in QUICK run, which cover the public API. With
-``--all``, all tests in tests/unit run except those that read files of the checkout.
+The tests run in a new environment, which has the packages of the current one except lrpe_md. They are copied to a
+temporary folder, so that they import nothing from the checkout. By default, only the tests in QUICK run, which cover
+the public API. With ``--all``, all tests in tests/unit run, except those that read files of the checkout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sys.exit(found)
 
 
 def make_environment(folder: Path, *, without: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """Create an environment with this one's packages except lrpe_md; return its Python and its site-packages."""
+    """Create an environment with the current packages except lrpe_md, and return its Python and its site-packages."""
     venv.create(folder, with_pip=False)
     (own,) = folder.glob("lib/python*/site-packages")
     links = folder / "others"

@@ -1,7 +1,7 @@
-"""Speed up Triton's interpreter, make its products equal on all processors and, before version 3.9, fix its errors.
+"""Patches that make Triton's interpreter faster, and its products equal on all processors.
 
-The interpreter runs a kernel as Python and spends most of its time on types: it creates and compares the tuple of a
-block's shape for every sum. These patches reuse one object for equal shapes.
+The interpreter runs a kernel as Python and spends most of its time on types. For every sum, it creates and compares the
+tuple of a block's shape. These patches reuse one object for equal shapes. Before Triton 3.9, they also fix errors.
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ from lrpe_md.engine.core import operator
 
 
 class PatchOnce:
-    """Replace ``interpreter._patch_lang``, which patches ``triton.language`` at each launch and again at each nested
-    call.
+    """Replacement for ``interpreter._patch_lang`` that keeps the patches of a launch until it ends.
 
-    Here the patches of a launch stay in place until it ends.
+    The original patches ``triton.language`` at each launch and again at each nested call.
     """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
@@ -31,7 +30,7 @@ class PatchOnce:
         self.scopes: list[Any] = []
 
     def __call__(self, fn: Any) -> "PatchOnce":
-        """Patch at a launch, which undoes the returned patches, and at each nested call, which does not."""
+        """Apply the patches for a launch or a nested call, unless they are already in place."""
         if id(fn.__globals__) in self.seen:
             return self
         # Compare by identity, since not every global of a kernel module supports equality.
@@ -51,7 +50,7 @@ class PatchOnce:
 
 
 class Shape(NamedTuple):
-    """Objects that blocks of one shape share."""
+    """Objects that all blocks of the same shape share."""
 
     sizes: tuple[int, ...]
     of_type: Any  # equal to Triton's tuple
@@ -80,7 +79,7 @@ def find_shape(shape: Any) -> Shape:
 
 
 def make_block_type(element_ty: Any, shape: tuple[int, ...]) -> Any:
-    """Create a block type as Triton does."""
+    """Create a block type with Triton's own constructor."""
     made = tl.core.block_type.__new__(tl.core.block_type)
     INIT_BLOCK(made, element_ty, list(shape))
     return made
@@ -118,9 +117,9 @@ def find_numpy_type(dtype: Any) -> Any:
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply the patches for speed.
+    """Apply the patches.
 
-    Raise if Triton lacks a patched function, since tests would otherwise silently take three times as long.
+    Raise an error if Triton lacks a patched function, because tests would otherwise silently take three times as long.
     """
     monkeypatch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
     for owner, name, function in QUICK:
@@ -139,7 +138,7 @@ CREATE_DOT = interpreter.InterpreterBuilder.create_dot
 
 
 def multiply_matrices(self: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
-    """Sum float32 products in float64, so that no test depends on the order in which this processor's BLAS sums."""
+    """Sum float32 products in float64, so that results don't depend on the order in which a processor's BLAS sums."""
     if a.data.dtype != np.float32:
         return CREATE_DOT(self, a, b, acc, *precision)
     product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
@@ -180,7 +179,7 @@ CONSTANTS: dict[tuple[Any, ...], Any] = {}
 
 
 def match(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
-    """Convert operands to one type, quickly for equal types and for a number that the tensor's type holds."""
+    """Convert operands to a common type, with a fast path for equal types and for numbers that fit a tensor's type."""
     if type(lhs) is tl.tensor:
         if type(rhs) is tl.tensor:
             if lhs.dtype is rhs.dtype and lhs.dtype.name in NUMBERS:
@@ -200,7 +199,7 @@ def holds(x: Any, number: Any) -> bool:
 
 
 def fill(x: Any, number: Any) -> Any:
-    """Return the number with the type and shape of x."""
+    """Return a tensor of x's type and shape, filled with a number."""
     sizes = x.type.shared.sizes if x.type.is_block() else (1,)
     key = number, math.copysign(1, number), x.dtype.name, sizes
     if key not in CONSTANTS:
@@ -220,7 +219,7 @@ def equal(self: Any, other: Any) -> bool:
 
 
 def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Patch a function of the language to call the builtin without wrappers that only look for ``_semantic``."""
+    """Patch a function of the language to call the builtin directly, without the wrapper that checks ``_semantic``."""
     function = member.__wrapped__ if getattr(member, "__code__", None) is BUILTIN else member
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -247,13 +246,13 @@ OWN = tuple((owner, name, getattr(owner, name)) for owner, name, _ in QUICK)
 
 
 def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Compute with one rounding: the product of two float32 is exact in np.longdouble."""
+    """Compute x · y + z with a single rounding, in np.longdouble, where the product of two float32 numbers is exact."""
     a, b, c = (v.data.astype(np.longdouble) for v in (x, y, z))
     return interpreter.TensorHandle((a * b + c).astype(z.data.dtype), z.dtype.scalar)
 
 
 def fix_old_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix errors before Triton 3.9: fma rounds twice, and numpy 2.4 rejects tensors as indices."""
+    """Fix errors of versions before Triton 3.9, where fma rounds twice and numpy 2.4 rejects tensors as indices."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -267,13 +266,13 @@ def fix_old_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bounds:
-    """Memory of a launch's tensors, as disjoint ranges of addresses."""
+    """Disjoint ranges of addresses that a launch's tensors occupy."""
 
     def __init__(self) -> None:
         self.begins = self.ends = np.zeros(0, np.uint64)
 
     def note(self, args: Any) -> None:
-        """Record the tensors among the arguments of a launch, at any nesting depth."""
+        """Record all tensors among a launch's arguments, including those in nested tuples."""
         ranges: list[tuple[int, int]] = []
 
         def visit(arg: Any) -> None:
@@ -295,7 +294,7 @@ class Bounds:
         self.ends = np.array([end for _, end in merged], np.uint64)
 
     def check(self, pointers: Any, mask: Any) -> None:
-        """Raise IndexError if an unmasked address of a load or store is outside of the ranges."""
+        """Raise IndexError if a load or store has an unmasked address outside of the ranges."""
         addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
         if not addresses.size:
             return
@@ -307,7 +306,7 @@ class Bounds:
 
 
 def check_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make kernels raise if they access memory outside of their tensors, which a GPU may not notice."""
+    """Make kernels raise an error if they access memory outside of their tensors, which a GPU may not notice."""
     bounds, builder = Bounds(), type(interpreter.interpreter_builder)
     init, load, store = (
         interpreter.GridExecutor._init_args_hst, builder.create_masked_load, builder.create_masked_store

@@ -1,4 +1,4 @@
-"""Print the table in docs/schemes.md: rounding errors of the presets' original code, measured against float64.
+"""Print the table of docs/schemes.md with the rounding errors of the presets' original code.
 
 PYTHONPATH=tests python tests/original_noise.py
 """
@@ -13,9 +13,9 @@ from lrpe_md.presets.registry import SCHEMES
 
 
 def differences(name: str) -> tuple[float, float, float]:
-    """Return the errors of the float32 original, and of lrpe-md in float32 and in float64, from the float64 original.
+    """Return the errors of the original code in float32, and of lrpe-md in float32 and float64.
 
-    Each is the largest error of q and k, which are standard normal, over three sizes.
+    Each is the largest difference from the original code in float64, for normally distributed q and k of three sizes.
     """
     found = []
     case = next(c for c in CASES if c.name == name)

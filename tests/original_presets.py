@@ -1,4 +1,4 @@
-"""Call the original code of the presets: (q, k, preset, segments, options) → q, k, all (B, H, N, D)."""
+"""Calls of the presets' original code, as functions (q, k, preset, segments, options) → (q, k)."""
 
 import importlib
 import math
@@ -21,7 +21,7 @@ BATCH, HEADS = 2, 2
 
 
 def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
-    """Encode q and k with a preset."""
+    """Encode q and k with a preset, or with another phase or omega."""
     call = rotate if p.scheme.map == "rotate" else cosine
     phase = None if phase is None else (None, phase)
     omega = p.omega if omega is None else omega
@@ -29,7 +29,7 @@ def encode(p, q, k, positions, *, phase=None, omega=None, impl="auto"):
 
 
 def original(name):
-    """Import a timm, transformers or diffusers module."""
+    """Import a module of timm, transformers or diffusers."""
     oldest = {"timm": "1.0.29", "transformers": "5.23", "diffusers": "0.42"}
     package = name.split(".")[0]
     pytest.importorskip(package, minversion=oldest[package])
@@ -40,12 +40,12 @@ def original(name):
 
 
 def swap(*xs):
-    """Transpose (B, H, N, D) ↔ (B, N, H, D)."""
+    """Transpose tensors between (B, H, N, D) and (B, N, H, D)."""
     return tuple(x.transpose(1, 2) for x in xs)
 
 
 def on(tokens, call, *xs):
-    """Apply ``call`` to a slice of the tokens and keep the others."""
+    """Apply ``call`` to a slice of the tokens, and return the others unchanged."""
     found = []
     for x in xs:
         y = x.clone()
@@ -90,7 +90,7 @@ def qwen2_vl_vision(q, k, p, segments, options):
 
 
 def qwen_text(q, k, p, segments, options, name, model, base, sections, scaling=None):
-    """Apply the text model's rotary to the position ids that the full model assigns to text and images."""
+    """Rotate with the text model's rotary module, at the full model's position ids of text and images."""
     module = original(f"transformers.models.{name}.modeling_{name}")
     package = original(f"transformers.models.{name}")
     config = getattr(package, f"{model}TextConfig")(
@@ -227,7 +227,7 @@ def rope_vit_mixed(q, k, p, segments, options):
 
 
 def transnormer(q, k, p, segments, options):
-    """Encode like TransNormerLLM's Lrpe: theta = 10000^(-2 i / d) for i < d = heads · head_dim, split by head."""
+    """Encode like TransNormerLLM's Lrpe, with theta_i = 10000^(-2 i / (heads · head_dim)), split by head."""
     size = HEADS * p.head_dim
     theta = torch.tensor([1e4 ** (-2 * i / size) for i in range(size)]).reshape(HEADS, 1, -1)
     angles = torch.arange(segments[0][0]).reshape(1, -1, 1) * theta
@@ -236,7 +236,7 @@ def transnormer(q, k, p, segments, options):
 
 
 def cosformer(q, k, p, segments, options):
-    """Encode by eq. 10 as in the authors' code: index π/2 · i / M from i = 1, [sin, cos], on relu(q), relu(k)."""
+    """Encode with eq. 10 as in the authors' code, which uses relu, [sin, cos] and angles π/2 · i / M from i = 1."""
     (num,) = segments[0]
     index = math.pi / 2 * torch.arange(1, num + 1).reshape(-1, 1) / options.get("longest", num)
     acted = (x.clamp_min(0) for x in (q, k))
@@ -249,8 +249,9 @@ def pope_phase(p):
 
 
 def pope(q, k, p, segments, options):
-    """Encode by eq. 5 and 6: softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary
-    parts.
+    """Encode with eq. 5 and 6.
+
+    q and k become softplus(q_c) e^{i m θ_c} and softplus(k_c) e^{i (n θ_c + δ_c)}, as real and imaginary parts.
     """
     theta = torch.tensor([1e4 ** (-c / p.head_dim) for c in range(p.head_dim)])
     angles = torch.arange(segments[0][0]).reshape(-1, 1) * theta
@@ -265,13 +266,13 @@ def pope(q, k, p, segments, options):
 
 
 def interleaved(x, cos, sin):
-    """Rotate pairs (2p, 2p + 1) as attention processors do."""
+    """Rotate pairs (2p, 2p + 1) as attention processors in diffusers do."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
 def latent(shape, patch=2):
-    """Return a latent (1, 1, T, H, W) or (1, 1, H, W) whose patch grid has this shape."""
+    """Return a latent (1, 1, T, H, W) or (1, 1, H, W) whose patch grid has the given shape."""
     return torch.zeros(1, 1, *shape[:-2], patch * shape[-2], patch * shape[-1])
 
 
@@ -366,7 +367,7 @@ def hidream(q, k, p, segments, options):
 
 
 def image_rope(q, k, p, segments, options, name, make, dim, before):
-    """Call a diffusers module that takes the latent of an image or video; surrounding text is not rotated."""
+    """Rotate an image or video with a diffusers module that expects its latent, and leave text unrotated."""
     module = original(f"diffusers.models.transformers.transformer_{name}")
     from diffusers.models.embeddings import apply_rotary_emb
 
@@ -422,7 +423,7 @@ chronoedit = partial(wan_like, name="chronoedit", make=lambda m, d: m.ChronoEdit
 
 
 def all_heads(call, *xs):
-    """Apply ``call`` to the channels of all heads, (B, N, H · D)."""
+    """Apply ``call`` to the channels of all heads together, (B, N, H · D)."""
     return tuple(call(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2) for x in xs)
 
 
@@ -478,7 +479,7 @@ def golden_tables():
 
 
 def golden(q, k, p, segments, options, name):
-    """Rotate q and k by the stored cos and sin, in the half layout."""
+    """Rotate q and k with stored cos and sin, in the half layout."""
     number = LAYOUTS.index(segments)
     cos, sin = (golden_tables()[f"{name}/{number}/{part}"] for part in ("cos", "sin"))
 
@@ -490,7 +491,7 @@ def golden(q, k, p, segments, options, name):
 
 
 def golden_cases(name, published=None, head_dim=None, heads=1, **options):
-    """Return the cases of all three layouts; ``options`` apply to all, or are keyed by layout number."""
+    """Return one case per layout. An option applies to all layouts, or is a list with one value per layout."""
     found = []
     for number, (segments, dim) in enumerate(zip(LAYOUTS, GOLDEN_DIMS, strict=True)):
         own = {key: value[number] if isinstance(value, list) else value for key, value in options.items()}
@@ -540,7 +541,7 @@ def case(
 
 
 def for_heads(name):
-    """Return a preset for two heads, or for as many as its axes share."""
+    """Build a preset for two heads, or for as many as its axes require."""
     return preset(name, num_heads=8 if name == "mhrope" else HEADS)
 
 
@@ -697,7 +698,7 @@ GRIDS_OF = {"qwen2_vl_vision": EVEN, "minimax_m3_vl": EVEN, "z_image": FULL}
 
 
 def sized(case, number):
-    """Return the case with grids of a different size."""
+    """Return a case's segments, with grids of another size."""
     sizes = GRIDS_OF.get(case.name, SIZES)
     return tuple(sizes[len(s)][number] if isinstance(s, tuple) else s for s in case.segments)
 

@@ -1,6 +1,6 @@
-"""Parametrize slow tests.
+"""Parametrize slow tests without running all combinations of values.
 
-Each value appears with each value of every other parameter, but not in every combination.
+Each pair of values of two parameters is tested, but not every combination of all parameters.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ ACTS = [(name, dim) for name, entry in ACTIVATIONS.items() for dim in entry.dims
 def parametrize_each(
     names: str, first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any], fixtures: Sequence[str] = ()
 ) -> pytest.MarkDecorator:
-    """Return ``pytest.mark.parametrize`` with the rows of :func:`each_value_rows`.
+    """Return ``pytest.mark.parametrize`` for the rows of :func:`each_value_rows`.
 
-    fixtures: names of the parameters that are fixtures.
+    ``fixtures`` names the parameters that are fixtures.
     """
     return pytest.mark.parametrize(
         names.split(), each_value_rows(first, second, *others), ids=str, indirect=list(fixtures)
@@ -28,10 +28,10 @@ def parametrize_each(
 
 
 def each_value_rows(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combine each value of ``first`` with one value of each other parameter.
+    """Return rows that combine each value of ``first`` with values of all other parameters.
 
-    Each value of ``first`` appears as often as the longest other parameter has values, and together with each value of
-    every other parameter. The combinations of the other parameters change from one value to the next.
+    Each value of ``first`` appears with all values of each other parameter, in as many rows as the longest of them has
+    values. The combinations of the other parameters differ from one value of ``first`` to the next.
     """
     rows = []
     for i, value in enumerate(first):

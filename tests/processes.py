@@ -1,6 +1,6 @@
-"""Run a test in several processes, forked from a server that has imported the slow modules once.
+"""Run a test in several processes, which are forked from a server that has imported slow modules once.
 
-If the test's own process has used autograd, its forks can't.
+The test's own process is not forked, because autograd fails in forks of a process that has used it.
 """
 
 import multiprocessing
@@ -24,10 +24,9 @@ def free_port() -> int:
 def run_processes(
     run: Callable[..., None], args: Sequence[Any], folder: Path, imported: Sequence[str], count: int = 2
 ) -> None:
-    """Run ``run(rank, *args)`` in several processes; it writes its failures to ``folder/failed{rank}``.
+    """Call ``run(rank, *args)`` in several processes, and fail if it wrote anything to ``folder/failed{rank}``.
 
-    imported: modules that the server imports. Without any, processes are spawned, which is required for processes that
-    use a GPU.
+    ``imported`` names the modules that the server imports. If it is empty, processes are spawned, as GPU tests require.
     """
     multiprocessing.set_forkserver_preload(list(imported))
     method = "forkserver" if imported else "spawn"

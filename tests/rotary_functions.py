@@ -1,6 +1,6 @@
-"""Rotary functions in the style of other code bases, re-implemented from their formulas, with arguments for a call.
+"""Rotary functions with the interfaces of other code bases, written from their formulas, and example calls.
 
-Tensors are small, and batch, heads and tokens have different sizes.
+The tensors are small, with different numbers of samples, heads and tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hf_llama(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def hf_vision(q, k, cos, sin):
-    """Rotate packed images x (N, H, D), as in Qwen-VL's vision tower."""
+    """Rotate packed images (N, H, D), as in Qwen-VL's vision tower."""
     cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
     return tuple((x.float() * cos + quarter_turn(x.float()) * sin).to(x.dtype) for x in (q, k))
 
@@ -48,7 +48,7 @@ def hf_partial(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def hf_interleaved(q, k, cos, sin, unsqueeze_dim=1):
-    """Rotate neighbouring channels with tables repeated for halves, as in GLM, Cohere and ERNIE."""
+    """Rotate neighbouring channels with tables in the half layout, as in GLM, Cohere and ERNIE."""
     cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
     dtype = q.dtype
     turned = [x.float() * cos + quarter_turn_pairs(x.float()) * sin for x in (q, k)]
@@ -56,7 +56,7 @@ def hf_interleaved(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def hf_sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """Rotate with cos and sin (3, B, N, D), one axis per section of the channels, as in Qwen2-VL."""
+    """Rotate with cos and sin (3, B, N, D), using one axis per section of the channels, as in Qwen2-VL."""
     widths = list(mrope_section) * 2
     cos, sin = (
         torch.cat([part[i % 3] for i, part in enumerate(t.split(widths, -1))], -1).unsqueeze(unsqueeze_dim)
@@ -66,7 +66,7 @@ def hf_sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
 
 
 def deepseek(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """Rotate neighbouring channels and return them in halves."""
+    """Rotate neighbouring channels, and return the result in the half layout, as in DeepSeek."""
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
     out = []
@@ -77,13 +77,13 @@ def deepseek(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
 
 
 def with_position_ids(q, k, cos, sin, position_ids):
-    """Select rows of (L, D) tables by position, as in old transformers."""
+    """Rotate with rows of (L, D) tables selected by position, as in old versions of transformers."""
     cos, sin = cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
     return q * cos + quarter_turn(q) * sin, k * cos + quarter_turn(k) * sin
 
 
 def meta_llama(xq, xk, freqs_cis):
-    """Multiply by complex numbers (N, D/2), with x (B, N, H, D), as in Meta's code."""
+    """Multiply pairs of x (B, N, H, D) by complex numbers (N, D/2), as in Meta's code."""
     turned = []
     for x in (xq, xk):
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -93,14 +93,14 @@ def meta_llama(xq, xk, freqs_cis):
 
 
 def torchtitan_cos_sin(xq, xk, rope_cache, positions=None):
-    """Rotate with one table (L, 2D), cosines before sines; uses the first rows or those at ``positions``."""
+    """Rotate with a single table (L, 2D) of cosines and sines, using its first rows or the rows at ``positions``."""
     rows = rope_cache[: xq.shape[1]][None] if positions is None else rope_cache[positions]
     cos, sin = rows.unsqueeze(2).chunk(2, -1)
     return tuple((x.float() * cos + quarter_turn(x.float()) * sin).type_as(x) for x in (xq, xk))
 
 
 def flash_attn(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
-    """Rotate with cos and sin (L, R/2), read from ``seqlen_offsets`` on, as in flash-attn."""
+    """Rotate with rows of cos and sin (L, R/2) from ``seqlen_offsets`` on, as in flash-attn."""
     if cu_seqlens is not None or max_seqlen is not None or isinstance(seqlen_offsets, Tensor):
         raise NotImplementedError
     width, tokens = 2 * cos.shape[-1], x.shape[1]
@@ -116,7 +116,7 @@ def flash_attn(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, 
 
 
 def chatglm(x, rope_cache):
-    """Rotate a quarter of the channels of x (N, B, H, D) by rope_cache (N, B, R/2, 2)."""
+    """Rotate a quarter of the channels of x (N, B, H, D) with rope_cache (N, B, R/2, 2), as in ChatGLM."""
     width = 2 * rope_cache.shape[-2]
     part = x[..., :width].unflatten(-1, (-1, 2))
     cache = rope_cache[: x.shape[0]].unsqueeze(2)
@@ -127,7 +127,7 @@ def chatglm(x, rope_cache):
 
 
 def megatron(t, freqs):
-    """Rotate x (N, B, H, D) by angles (N, 1, 1, R)."""
+    """Rotate x (N, B, H, D) by angles (N, 1, 1, R), as in Megatron."""
     width = freqs.shape[-1]
     part = t[..., :width]
     part = part * freqs.cos().to(t.dtype) + quarter_turn(part) * freqs.sin().to(t.dtype)
@@ -135,7 +135,7 @@ def megatron(t, freqs):
 
 
 def rotary_embedding_torch(freqs, t, start_index=0, scale=1.0, seq_dim=-2):
-    """Rotate part of the channels by the last rows of angles (N, R)."""
+    """Rotate a part of the channels by the last rows of angles (N, R), as in rotary-embedding-torch."""
     freqs = freqs[-t.shape[seq_dim] :]
     stop = start_index + freqs.shape[-1]
     left, part, right = t[..., :start_index], t[..., start_index:stop], t[..., stop:]
@@ -147,7 +147,7 @@ def rotary_embedding_torch(freqs, t, start_index=0, scale=1.0, seq_dim=-2):
 
 
 def flux(xq, xk, freqs_cis):
-    """Multiply pairs by 2 × 2 matrices (B, 1, N, D/2, 2, 2)."""
+    """Multiply pairs by 2 × 2 matrices (B, 1, N, D/2, 2, 2), as in FLUX."""
     turned = []
     for x in (xq, xk):
         pairs = x.float().unflatten(-1, (-1, 1, 2))
@@ -166,7 +166,7 @@ def diffusers_function(x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequ
 
 
 def wan_halves(hidden_states, freqs_cos, freqs_sin):
-    """Rotate with full-width tables of which every other entry is used, as in diffusers' Wan."""
+    """Rotate with every other entry of full-width tables, as in diffusers' Wan."""
     a, b = hidden_states.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = freqs_cos[..., 0::2], freqs_sin[..., 1::2]
     out = torch.empty_like(hidden_states)
@@ -175,13 +175,13 @@ def wan_halves(hidden_states, freqs_cos, freqs_sin):
 
 
 def ltx(x, freqs):
-    """Rotate all heads in the channels, with tables of the same width."""
+    """Rotate the channels of all heads together, with tables of the same width, as in LTX."""
     cos, sin = freqs
     return (x.float() * cos + quarter_turn_pairs(x).float() * sin).to(x.dtype)
 
 
 def split_heads(x, freqs):
-    """Rotate x (B, N, H·D) by tables (B, H, N, D/2), as in LTX-2."""
+    """Rotate x (B, N, H·D) with tables (B, H, N, D/2), as in LTX-2."""
     cos, sin = freqs
     heads = x.unflatten(-1, (cos.shape[1], -1)).transpose(1, 2).float()
     a, b = heads.chunk(2, -1)
@@ -190,7 +190,7 @@ def split_heads(x, freqs):
 
 
 def repeated_over_heads(x, rope):
-    """Rotate x (B, N, H·D) by tables (2, N, D) shared by all heads, as in wav2vec 2.0."""
+    """Rotate x (B, N, H·D) with tables (2, N, D) that all heads share, as in wav2vec 2.0."""
     heads = x.unflatten(-1, (-1, rope.shape[-1]))
     cos, sin = rope[0][:, None], rope[1][:, None]
     return (heads * cos + quarter_turn(heads) * sin).flatten(-2)
@@ -201,7 +201,7 @@ def dinov3(x, sin, cos):
 
 
 def dinov3_with_prefix(q, k, rope):
-    """Rotate the patches after class and register tokens; meanwhile, q and k have the table's dtype."""
+    """Rotate patches in the table's dtype, but not the class and register tokens before them, as in DINOv3."""
     sin, cos = rope
     out = []
     for x in (q, k):
@@ -218,14 +218,14 @@ def timm_concatenated(x, emb, half=False):
 
 
 def blocks_by_axis(x, cos, sin, ndim=2):
-    """Rotate halves within the channels of each axis, as in Gemma's vision tower."""
+    """Rotate the channels of each axis in the half layout, as in Gemma's vision tower."""
     width = x.shape[-1] // ndim
     parts = zip(*(t.split(width, -1) for t in (x, cos, sin)), strict=True)
     return torch.cat([a * c.unsqueeze(2) + quarter_turn(a) * s.unsqueeze(2) for a, c, s in parts], -1)
 
 
 def minus_sine(x, cos, sin):
-    """Rotate in the opposite direction, x (B, N, H, D) by tables (L, D/2), as in modded-nanogpt."""
+    """Rotate x (B, N, H, D) in the opposite direction with tables (L, D/2), as in modded-nanogpt."""
     cos, sin = cos[None, : x.shape[1], None], sin[None, : x.shape[1], None]
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).type_as(x)
@@ -235,7 +235,7 @@ def minus_sine(x, cos, sin):
 
 
 class TorchtuneRotary(nn.Module):
-    """Module with a cache (L, D/2, 2) whose rows positions select; x (B, N, H, D)."""
+    """Module that rotates x (B, N, H, D) with the rows of a cache (L, D/2, 2) that ``positions`` select."""
 
     cache: Tensor
 
@@ -254,7 +254,7 @@ class TorchtuneRotary(nn.Module):
 
 
 class LightningRotary(nn.Module):
-    """Module with tables for each image token in buffers, as in LightningDiT and EVA; t (B, H, N, D)."""
+    """Module that rotates image tokens (B, H, N, D) with tables in buffers, as in LightningDiT and EVA."""
 
     freqs_cos: Tensor
     freqs_sin: Tensor
@@ -272,7 +272,7 @@ class LightningRotary(nn.Module):
 
 
 class EvaRotary(LightningRotary):
-    """Variant that also takes the indices of kept patches."""
+    """Variant that also accepts the indices of the patches to keep."""
 
     def forward(self, t: Tensor, patch_indices_keep: Tensor | None = None) -> Tensor:
         if patch_indices_keep is None:
@@ -282,7 +282,7 @@ class EvaRotary(LightningRotary):
 
 
 class Attention(nn.Module):
-    """DINOv3's attention: its method rotates patches but not the tokens before them."""
+    """Attention with a method that rotates patches, but not the tokens before them, as in DINOv3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def calls() -> dict[str, Call]:
-    """Return a call of each function, by name."""
+    """Return an example call of each function, by name."""
     torch.manual_seed(0)
     q, k, qt, kt = randn(B, H, N, D), randn(B, K, N, D), randn(B, N, H, D), randn(B, N, K, D)
     cos, sin = randn(B, N, D), randn(B, N, D)

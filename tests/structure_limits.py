@@ -1,19 +1,21 @@
-"""Measure the structure of a checkout: ``python tests/structure_limits.py [ROOT]``.
+"""Measure the structure of a checkout with ``python tests/structure_limits.py [ROOT]``.
 
-It reads the files of ``lrpe_md``, ``models`` and ``scripts``. In a separate process it also runs a call of ``cosine``
-in Triton's interpreter. test_structure.py compares the measurements with limits.
+It reads the files of ``lrpe_md``, ``models`` and ``scripts``. In a separate process, it also runs calls in Triton's
+interpreter. test_structure.py compares the measurements with limits.
 
-- kernel arguments: number of arguments of ``lrpe_kernel``.
-- arguments of another GPU function: the largest number. GPU functions are decorated with ``triton.jit`` or ``@kernel``.
-- positional parameters: Python functions with more than 8, without self and cls. Commands (``@app.command``, or
-  parameters that are a typer ``Option`` or ``Argument``) and overrides of other libraries' methods (OVERRIDES)
-  are exempt.
-- long functions: those with more than 80 lines of code, without docstrings, comments and blank lines. The kernel is
-  exempt.
-- constexprs by position: arguments in calls between GPU functions that bind by position to a ``tl.constexpr``.
-- import cycles: groups of modules that import each other; imports inside functions count.
+- kernel arguments: the number of arguments of ``lrpe_kernel``.
+- arguments of another GPU function: the largest number of arguments of the other GPU functions, which are decorated
+  with ``triton.jit`` or ``@kernel``.
+- positional parameters: the number of Python functions with more than 8 of them, besides self and cls. Commands
+  (``@app.command``, or with a typer ``Option`` or ``Argument`` as a parameter) and overrides of other libraries'
+  methods (OVERRIDES) are exempt.
+- long functions: the number of functions with more than 80 lines of code, without docstrings, comments and blank lines.
+  The kernel is exempt.
+- constexprs by position: the number of arguments that calls between GPU functions pass by position to a
+  ``tl.constexpr``.
+- import cycles: the number of groups of modules that import each other, including imports inside functions.
 - file changes: how often a warm call of ``cosine``, ``rotate`` or ``linear_attention`` enters a Python function of
-  ``lrpe_md`` in another file than the previous one. Functions of the kernels, which run on a GPU, do not count.
+  ``lrpe_md`` in a different file from the previous one. Functions of the kernels, which run on a GPU, do not count.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Module:
 
     @cached_property
     def code_lines(self) -> set[int]:
-        """Lines that contain more than a comment."""
+        """Numbers of the lines that contain code."""
         idle = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
         found: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
@@ -118,7 +120,7 @@ class Module:
 
 
 def places(tree: ast.AST, inside: str = "", in_class: bool = False) -> Iterator[Place]:
-    """Yield all functions in the tree."""
+    """Yield all functions in a syntax tree."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield Place(inside + node.name, node, in_class)
@@ -155,7 +157,7 @@ class Checkout:
     # --- names
 
     def repeated_names(self) -> dict[str, list[str]]:
-        """Return the names of module-level functions and classes that several files of ``lrpe_md`` define, by file."""
+        """Return the names of module-level functions and classes that several files define, with these files."""
         files: dict[str, list[str]] = {}
         for module in self.modules.values():
             if module.path.relative_to(self.root).parts[0] == "lrpe_md":
@@ -171,12 +173,12 @@ class Checkout:
         return found
 
     def largest_gpu_function(self) -> tuple[int, str]:
-        """Return the largest number of arguments, and the function's name; the kernel is left out."""
+        """Return the largest number of arguments of a GPU function except the kernel, and the function's name."""
         others = [(name, place) for name, _, place in self.functions if place.for_gpu and place.name != KERNEL]
         return max((len(place.arguments), name) for name, place in others)
 
     def many_positional(self) -> dict[str, int]:
-        """Return Python functions with too many positional parameters."""
+        """Return the number of positional parameters of each Python function that has too many."""
         return {
             name: len(place.parameters)
             for name, _, place in self.functions
@@ -191,13 +193,13 @@ class Checkout:
     # --- imports
 
     def find(self, parts: tuple[str, ...]) -> str | None:
-        """Return the module of that name; models and scripts have two names."""
+        """Return a module's name in ``modules``, or None. Models and scripts can be imported under two names."""
         parts = parts[1:] if parts[:1] == ("lrpe_md",) and parts[1:2] in (("models",), ("scripts",)) else parts
         name = ".".join(parts)
         return name if name in self.modules else None
 
     def imports(self, module: Module) -> dict[str, str]:
-        """Map each name that an import binds, anywhere in the file, to its module or module:name."""
+        """Map each name that a module imports, at any level, to its module or module:name."""
         if module.name in self.imported:
             return self.imported[module.name]
         found = self.imported[module.name] = {}
@@ -217,7 +219,7 @@ class Checkout:
         return found
 
     def import_cycles(self) -> list[list[str]]:
-        """Return groups of modules that import each other, directly or not."""
+        """Return the groups of modules that import each other, directly or indirectly."""
         graph = {
             name: {other.split(":")[0] for other in self.imports(module).values()} - {name}
             for name, module in self.modules.items()
@@ -229,7 +231,7 @@ class Checkout:
     # --- constexprs
 
     def constexprs_by_position(self) -> dict[str, int]:
-        """Count the constexprs that each GPU function passes by position to others."""
+        """Count the constexprs that each GPU function passes to others by position."""
         known = {f"{module.name}:{place.name}": place for _, module, place in self.functions if place.for_gpu}
         found: dict[str, int] = {}
         for name, module, place in self.functions:
@@ -248,7 +250,7 @@ class Checkout:
 
     @cached_property
     def files_of_calls(self) -> dict[str, list[str]]:
-        """Return the sequence of files that each kind of call enters."""
+        """Return the files that each kind of call enters, in order."""
         env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(self.root)}
         command = [sys.executable, __file__, "--trace", str(self.root)]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=self.root, timeout=300)
@@ -258,7 +260,7 @@ class Checkout:
 
 
 def called(function: ast.expr, module: str, bound: dict[str, str]) -> str:
-    """Return the module:name that is called; names outside of the package have no module."""
+    """Return a called function as module:name, with an empty module for names outside of the package."""
     if isinstance(function, ast.Name):
         return bound.get(function.id, f"{module}:{function.id}")
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
@@ -282,14 +284,14 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 class IdleKernel:
-    """Stand-in for a kernel, which launches nothing."""
+    """Replacement for a kernel that launches nothing."""
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **kwargs: None
 
 
 def trace(root: Path) -> dict[str, list[str]]:
-    """Return the files of lrpe_md that calls enter; runs in a process with Triton's interpreter."""
+    """Return the files of lrpe_md that calls enter. The process must use Triton's interpreter."""
     import torch
 
     import lrpe_md
@@ -308,7 +310,7 @@ def trace(root: Path) -> dict[str, list[str]]:
 
     @cache
     def name_of(file: str) -> str:
-        """Return the file's name in the package; "" for kernels."""
+        """Return a file's name in the package, or "" for kernels."""
         path = Path(file)
         inside = package in path.parents and "kernels" not in path.relative_to(package).parts
         return str(path.relative_to(package)) if inside else ""
@@ -349,7 +351,7 @@ def trace(root: Path) -> dict[str, list[str]]:
 
 
 def measure(checkout: Checkout) -> dict[str, int]:
-    """Return every measurement by name."""
+    """Return all measurements by name."""
     return {
         "kernel arguments": checkout.kernel_arguments(),
         "arguments of another GPU function": checkout.largest_gpu_function()[0],

@@ -1,4 +1,4 @@
-"""Run ``lrpe-md train`` in this process, as a command line, and stop training in the middle."""
+"""Run ``lrpe-md train`` commands in this process, and interrupt training."""
 
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -26,19 +26,19 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def invoke(*arguments: Any) -> Result:
-    """Run a command; its output is wide and has no colours."""
+    """Run a command with wide output and without colours."""
     return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 def output_of(*arguments: Any, code: int = 2) -> str:
-    """Return the output of a command, which must end with this code; 2 is a refused option."""
+    """Run a command, check its exit code (2 for an invalid option), and return its output."""
     done = invoke(*arguments)
     assert done.exit_code == code, done.output
     return done.output
 
 
 def die_after(calls: int, function: Callable[..., Any], error: type[BaseException] = Killed) -> Callable[..., Any]:
-    """Return a function that raises ``error`` instead of a call beyond this number of calls."""
+    """Return a function that forwards a number of calls, and raises ``error`` at the next one."""
     numbers = count(1)
 
     def dying(*args: Any) -> Any:

@@ -1,11 +1,12 @@
-"""Frequencies: the angle per unit of position for each channel, built from theta to omega.
+"""Frequencies: how far each channel rotates per unit of position.
 
-``omega`` (H or 1, C, K) holds one frequency per head, channel (or pair) and axis, in radians per unit of position. An
-axial omega has a single nonzero axis per channel; a mixed one is dense. Results are float64 by default, and
-differentiable with respect to tensor arguments.
+``omega`` (H or 1, C, K) holds one frequency per head, channel (or pair) and axis, in radians per unit of position. In
+an axial omega, each channel depends on a single axis. In a dense one, it can depend on all of them. Results are float64
+by default, and differentiable with respect to tensor arguments.
 
-theta is a series of frequencies. :mod:`.scalings` edits it to extend a trained model. :func:`axial_omega` assigns one
-axis to each channel, and :func:`dense_omega` one direction.
+omega is built from theta, a one-dimensional series of frequencies. The functions in :mod:`.scalings` change theta to
+extend a trained model to longer inputs. :func:`axial_omega` then assigns each channel an axis, and :func:`dense_omega`
+assigns it a direction.
 """
 
 from .axial import AXIS_MAPS as AXIS_MAPS

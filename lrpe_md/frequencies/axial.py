@@ -1,4 +1,4 @@
-"""Axial frequencies: omega from theta, where each channel depends on one axis."""
+"""Axial frequencies, where each channel depends on a single axis."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ ONE_SERIES = ("chunk", "stride", "even_odd")
 
 
 def one_series(axis_map: AxisMap) -> bool:
-    """Return whether the axes share a single series over all channels."""
+    """Return whether a single series over all channels is shared among the axes."""
     return axis_map in ONE_SERIES if isinstance(axis_map, str) else True
 
 
 def num_blocks(axis_map: AxisMap, num_axes: int) -> int:
-    """Return the number of blocks of channels that gaps can separate."""
+    """Return the number of channel blocks, which gaps may separate."""
     if not isinstance(axis_map, str):
         return len(axis_map)
     return 1 if axis_map in ("alternate", "stride", "head") else num_axes
 
 
 def _groups(axis_map: Sequence[Sequence[int]], sections: Sequence[int]) -> list[list[int]]:
-    """Return the channels of each axis. Axes in a group alternate until each has filled its section."""
+    """Return the channels of each axis. The axes in a group alternate until each has filled its section."""
     owners: list[int] = []
     for group in axis_map:
         left = {axis: sections[axis] for axis in group}
@@ -90,12 +90,12 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
     """Split channels (or pairs) among axes, in proportion to ``shares``.
 
     Args:
-        num_channels: the total to split.
-        shares: one integer per axis: (2, 3, 3) gives the first axis two eighths.
-        remainder: the axis that gets the rest; None: the split must be exact.
+        num_channels: total number to split.
+        shares: one integer per axis. For example, (2, 3, 3) gives the first axis two eighths.
+        remainder: axis that gets the leftover channels. None requires an exact split.
 
     Raises:
-        ValueError: the shares don't divide ``num_channels`` and no axis takes the remainder.
+        ValueError: if the split is not exact and ``remainder`` is None, or the shares are invalid.
     """
     check_at_least(0, num_channels=num_channels)
     total = sum(shares)
@@ -114,7 +114,7 @@ def split_channels(num_channels: int, shares: Sequence[int], *, remainder: int |
 
 
 def check_split(split: Any, num_axes: int, owner: str = "") -> None:
-    """Check that ``split`` has a share for each axis. owner: whose axes, such as "wan's ", for the error."""
+    """Check that ``split`` has one share per axis. ``owner`` names the scheme in the error, such as "wan's "."""
     example = (1,) * num_axes
     if not isinstance(split, Sequence):
         raise TypeError(f"split: expected a tuple of shares, such as {example}, got {split!r}")
@@ -131,13 +131,13 @@ def warn_of_idle_axes(
     stacklevel: int = 3,
     remedy: str = "split= in lrpe_md.preset or encoding_kwargs",
 ) -> None:
-    """Warn if an axis has no channels.
+    """Warn about axes without channels, whose positions would have no effect.
 
     Args:
-        widths: number of channels or pairs of each axis, slowest first.
-        shares: share of each axis; with a share of 0 it is meant to have no channels.
-        stacklevel: of the warning, counted from this function.
-        remedy: how the caller can choose each axis's share.
+        widths: number of channels or pairs per axis, slowest axis first.
+        shares: share of each axis. An axis with a share of 0 has no channels on purpose, so it causes no warning.
+        stacklevel: ``stacklevel`` of the warning, counted from this function.
+        remedy: argument to recommend for changing the shares.
     """
     shares = shares or [1] * len(widths)
     idle = [str(axis) for axis, share in enumerate(shares) if share and not widths[axis]]
@@ -161,38 +161,43 @@ def axial_omega(
     gaps: Sequence[int] | None = None,
     num_heads: int | None = None,
 ) -> Tensor:
-    """Assign the series theta to channels, one axis each; by default in blocks: concat(s_1 θ, .., s_k θ)[:d].
+    """Build omega from the series theta by assigning one axis to each channel.
+
+    By default, each axis gets one block of channels: Θ = concat(s_1 θ, .., s_k θ)[:C].
 
     Args:
-        theta: (E,) or (H, E), shared by the axes, or one tensor per axis, slowest axis first like ``Grid.shape``.
-        num_channels: C: head_dim for cosine, half the rotated width for rotate.
-        num_axes: K.
-        axis_order: which axis is first. ``"minor_first"``: the fastest (W), the order of the LRPE document;
-            ``"major_first"``: the slowest (T), as in most vision models.
-        axis_map: how the axes share the channels.
+        theta: tensor (E,) or (H, E) for all axes, or one tensor per axis, slowest axis first like ``Grid.shape``.
+        num_channels: C, which is head_dim for the cosine map and half the rotated width for rotation.
+        num_axes: number of axes, K.
+        axis_order: which axis gets the first channels. ``"minor_first"`` starts with the fastest axis (W), as in the
+            LRPE document. ``"major_first"`` starts with the slowest (T), as in most vision models.
+        axis_map: how the channels are divided among the axes.
 
-            - ``"block"``: one block per axis, each from the start of its series;
-            - ``"alternate"``: the axes alternate, each from the start of its series;
-            - ``"chunk"``: one series over all channels, split into one section per axis (Qwen2-VL);
-            - ``"stride"``: one series; channel c belongs to axis c mod K until that axis has filled its section, and
-              later channels to the first axis (Qwen3-VL). The first axis's section is not used;
-            - ``"even_odd"``: one series dealt out to the axes in turn, one block per axis (Pixtral for K = 2);
-            - ``"head"``: each head has one axis on all its channels (MHRoPE);
-            - groups of axis numbers, 0 the slowest: one series over all channels. Groups follow one another; within a
-              group the axes alternate until each has filled its section. ``((1, 2), (0,))`` is h w h w .. and then t
-              (ERNIE-4.5-VL, VideoRoPE); ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w h w (MM-RoPE).
-        sections: channels per axis, slowest axis first, or heads for ``"head"``; channels beyond their sum are not
-            rotated. Default for block: all of theta per axis, cut off at C. Default for the others: equal sections,
-            with the remainder for the first axis.
-        gaps: numbers of unrotated channels before, between and after the blocks of the axes, one more than there are
-            blocks. ``"alternate"`` and ``"stride"`` have one block, groups have one each. Default: none.
-        num_heads: for ``"head"``; default: the sum of the sections.
+            - ``"block"``: each axis has its own series and one block of channels.
+            - ``"alternate"``: each axis has its own series, and the axes alternate from channel to channel.
+            - ``"chunk"``: a single series runs over all channels, and is split into one section per axis (Qwen2-VL).
+            - ``"stride"``: a single series runs over all channels. Channel c belongs to axis c mod K until that axis
+              has filled its section, and to the first axis from then on (Qwen3-VL). The size of the first section is
+              not used.
+            - ``"even_odd"``: the members of a single series go to the axes in turn, and each axis has one block of
+              channels (Pixtral for K = 2).
+            - ``"head"``: each head uses a single axis for all its channels (MHRoPE).
+            - groups of axis numbers (0 is the slowest axis): a single series runs over all channels, with one group
+              after the other. Within a group, the axes alternate until each has filled its section. ``((1, 2), (0,))``
+              means h w h w .. and then t (ERNIE-4.5-VL, VideoRoPE). ``((0, 0, 1, 2, 1, 2, 1, 2),)`` repeats t t h w h w
+              h w (MM-RoPE).
+        sections: number of channels per axis, slowest axis first, or number of heads for ``"head"``. Channels beyond
+            their sum are not rotated. By default, ``"block"`` uses all of theta for each axis and stops at C channels.
+            The other maps use equal sections by default, and the first axis gets the remainder.
+        gaps: number of unrotated channels before, between and after the blocks, so one number more than there are
+            blocks. ``"alternate"`` and ``"stride"`` have a single block. Groups have one block each. Default: no gaps.
+        num_heads: number of heads for ``"head"``. Default: the sum of the sections.
 
     Returns:
-        omega (H or 1, C, K), with theta's dtype and device; differentiable with respect to theta.
+        omega (H or 1, C, K), with theta's dtype and device. It is differentiable with respect to theta.
 
     Raises:
-        ValueError: too few members in theta, sections that exceed C, or an unknown name.
+        ValueError: if theta is too short, the sections exceed C, or a name is unknown.
     """
     if axis_order not in AXIS_ORDERS:
         raise ValueError(f"axis_order: expected one of {AXIS_ORDERS}, got {axis_order!r}")
@@ -246,7 +251,7 @@ def axial_omega(
 def _laid(
     thetas: Sequence[Tensor], order: Sequence[int], members: Sequence[Sequence[int]], axis_map: AxisMap
 ) -> Tensor:
-    """Assign the series members of each axis to consecutive blocks of channels: (H, C, K)."""
+    """Build omega (H, C, K) with one block of channels per axis, from the selected members of each axis's series."""
     num_axes, blocks = len(thetas), []
     for axis, taken in zip(order, members, strict=True):
         needed = taken[-1] + 1 if taken else 0
@@ -263,7 +268,7 @@ def _laid(
 def _axis_per_head(
     thetas: Sequence[Tensor], num_channels: int, sections: Sequence[int] | None, num_heads: int | None
 ) -> Tensor:
-    """Assign one axis to each head, on all its channels; heads beyond the sections are not rotated."""
+    """Assign one axis to all channels of each head. Heads beyond the sections are not rotated."""
     num_axes = len(thetas)
     if sections is None:
         sections = split_channels(num_axes if num_heads is None else num_heads, (1,) * num_axes, remainder=0)
@@ -317,18 +322,19 @@ def cut_blocks(widths: list[int], num_channels: int, num_axes: int) -> list[int]
 
 
 def _members(theta: Tensor, members: Sequence[int]) -> Tensor:
-    """Return theta[:, members]. A range returns a view; an index tensor would have to be copied to the device."""
+    """Return theta[:, members]. For a range, return a view, which needs no copy of the indices to the device."""
     if isinstance(members, range):
         return theta[:, members.start : members.stop : members.step]
     return theta[:, torch.tensor(members, dtype=torch.int64, device=theta.device)]
 
 
 def sequence_omega(theta: Tensor, num_pairs: int, num_heads: int | None = None) -> Tensor:
-    """Expand theta (C,), (1, C), (H, C), or (H,) for one frequency per head, to omega (H or 1, C, 1), as a view.
+    """Expand theta to omega (H or 1, C, 1) for a single axis, as a view.
 
     Args:
-        num_pairs: C. A theta of this length is read as (C,), even if H = C.
-        num_heads: H; None: any.
+        theta: (C,), (1, C) or (H, C), or (H,) for one frequency per head.
+        num_pairs: C. A theta of this length means (C,), even if H = C.
+        num_heads: H. None accepts any number of heads.
     """
     check_dense("theta", theta, "(C,), (H, C) or (H,)")
     check_at_least(1, num_pairs=num_pairs)

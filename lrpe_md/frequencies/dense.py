@@ -1,4 +1,4 @@
-"""Dense frequencies: omega from theta with a direction for each channel."""
+"""Dense frequencies, where each channel has its own direction in position space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 
 
 def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
-    """Scale directions (C, K) or (H, C, K) by magnitudes theta (C,) or (H, C), giving omega (H or 1, C, K)."""
+    """Multiply directions (C, K) or (H, C, K) by magnitudes theta (C,) or (H, C), and return omega (H or 1, C, K)."""
     check_dense("theta", theta, "(C,) or (H, C)")
     check_dense("directions", directions, "(C, K) or (H, C, K)")
     theta = theta if theta.ndim == 2 else theta[None]
@@ -31,7 +31,7 @@ def dense_omega(theta: Tensor, directions: Tensor) -> Tensor:
 def random_directions(
     num_channels: int, num_axes: int, num_heads: int = 1, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw a random orthonormal frame per head, one vector for each of K blocks of channels: (H, C, K)."""
+    """Return directions (H, C, K) from random orthonormal frames, one per head, with one vector per channel block."""
     check_at_least(1, num_channels=num_channels, num_axes=num_axes, num_heads=num_heads)
     device = None if generator is None else generator.device
     normal = torch.randn(num_heads, num_axes, num_axes, dtype=torch.float64, generator=generator, device=device)
@@ -42,7 +42,7 @@ def random_directions(
 
 
 def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
-    """Return directions in the plane, (H,) → (H, C, 2): angle a for half of the channels, a + π/2 for the others.
+    """Return directions in the plane (H, C, 2) from angles (H,): a for half of the channels and a + π/2 for the others.
 
     With a ~ U(0, 2π) per head, this is RoPE-ViT's RoPE-Mixed (arXiv 2403.13298).
     """
@@ -54,11 +54,12 @@ def plane_directions(num_channels: int, angles: Tensor) -> Tensor:
 
 
 def golden_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Return directions that are evenly spread for any number of channels, for K = 2 or 3: (C, K), float64.
+    """Return evenly spread directions (C, K) in float64, for K = 2 or 3 and any number of channels.
 
-    On the half circle, successive channels differ by the golden section. On the half sphere, height and azimuth follow
-    its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional embeddings"). Half of it
-    is enough, because v and -v rotate a pair by the same angle in opposite directions.
+    For K = 2, successive channels differ by the golden section on the half circle. For K = 3, height and azimuth on the
+    half sphere follow its generalisation (Roberts 2018; for RoPE: Xiong 2025, "On N-dimensional rotary positional
+    embeddings"). Half of the circle or sphere is enough, because v and -v rotate a pair by the same angle in opposite
+    directions.
     """
     check_at_least(1, num_channels=num_channels)
     index = torch.arange(num_channels, dtype=torch.float64) + 0.5
@@ -75,7 +76,7 @@ def golden_directions(num_channels: int, num_axes: int) -> Tensor:
 
 
 def simplex_directions(num_channels: int, num_axes: int) -> Tensor:
-    """Return the K + 1 corners of a regular simplex around the origin, repeated over the channels: (C, K), float64.
+    """Return directions (C, K) in float64 that repeat the K + 1 corners of a regular simplex around the origin.
 
     For K = 2 these are three directions 120° apart, as in the hexagonal codes of grid cells.
     """
@@ -97,12 +98,11 @@ def mixed_omega(
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Return dense frequencies: each channel has its own direction, drawn per head.
+    """Return dense frequencies with random directions, drawn separately for each head.
 
-    Each head draws a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame,
-    each with the geometric magnitudes ``base ** (-i / E)``, E = ceil(C / K). For K = 2 this is the initialisation of
-    RoPE-Mixed (RoPE-ViT, arXiv 2403.13298: random angle per head, directions a and a + π/2), up to the direction of
-    rotation.
+    Each head has a random orthonormal frame of the K axes. The channels form K blocks, one per vector of the frame.
+    Each block has the geometric magnitudes ``base ** (-i / E)`` with E = ceil(C / K). For K = 2, this is the
+    initialisation of RoPE-Mixed (RoPE-ViT, arXiv 2403.13298), up to the direction of rotation.
 
     Returns:
         omega (H, C, K).

@@ -1,4 +1,4 @@
-"""Frequencies from ``rope_parameters`` (formerly ``rope_scaling``) in a transformers config."""
+"""Frequencies from the ``rope_parameters`` (formerly ``rope_scaling``) of a transformers config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["rope_frequencies"]
 
 
 class _Model(NamedTuple):
-    """Inputs of a scaling rule besides the series: the config fields and the lengths."""
+    """Inputs of a scaling rule other than the series, namely config fields and lengths."""
 
     fields: Mapping[str, Any]
     head_dim: int
@@ -46,7 +46,7 @@ class _Model(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Scaling factor: the config's, or the ratio of maximum to original length."""
+        """Scaling factor in the config, or else the ratio of the maximum length to the original one."""
         if self.fields.get("original_max_position_embeddings") is None:
             return self.need("factor")
         return self.fields.get("factor") or self.maximum / self.original
@@ -96,7 +96,7 @@ def _llama3(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
 
 
 def _proportional(theta: Tensor, model: _Model) -> tuple[Tensor, float]:
-    """Keep the fastest frequencies of the full head's series; set the others to zero (not rotated)."""
+    """Keep the fastest frequencies of the series for all of head_dim, and set the others to zero (no rotation)."""
     num = int((model.fields.get("partial_rotary_factor") or 1.0) * model.head_dim // 2)
     theta, amplitude = linear_scaling(theta, model.fields.get("factor") or 1.0)
     return F.pad(theta[:num], (0, len(theta) - num)), amplitude
@@ -124,7 +124,7 @@ def rope_frequencies(
     base: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, float]:
-    """Return theta (R/2,) and the amplitude of a text model from its config fields.
+    """Return a text model's theta (R/2,) and amplitude, computed from its config.
 
         theta, amplitude = rope_frequencies(config.rope_parameters, head_dim, config.max_position_embeddings)
         rope = Rotate1d(head_dim, theta=theta, amplitude=amplitude, rotary_dim=2 * len(theta))
@@ -132,27 +132,29 @@ def rope_frequencies(
 
     Args:
         rope_parameters: ``rope_type`` (or ``type``) "default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"
-            or "proportional", and the fields that the type uses: ``rope_theta``, ``partial_rotary_factor``, ``factor``,
-            ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``, ``truncate``,
-            ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
-            ``high_freq_factor``. Other fields are ignored. None: "default".
-        head_dim: D. R is D, or ``int(D * partial_rotary_factor)`` (for "proportional" R is D, and the rest has θ = 0).
-        max_position_embeddings: the config's maximum length: the length that "dynamic" scales from, and the default of
-            ``original_max_position_embeddings``.
-        seq_len: current length, for "dynamic" (default: the maximum) and "longrope" (default: the short factors).
-        base: used if ``rope_parameters`` has no ``rope_theta``. Older configs keep it outside the dict: pass
+            or "proportional", and the fields that this type uses: ``rope_theta``, ``partial_rotary_factor``,
+            ``factor``, ``original_max_position_embeddings``, ``attention_factor``, ``beta_fast``, ``beta_slow``,
+            ``truncate``, ``mscale``, ``mscale_all_dim``, ``short_factor``, ``long_factor``, ``low_freq_factor`` and
+            ``high_freq_factor``. Other fields are ignored. None means "default".
+        head_dim: number of channels per head, D. The rotated width R is ``int(D * partial_rotary_factor)``, or D
+            without that field. For "proportional", R is always D, and the remaining channels have θ = 0.
+        max_position_embeddings: maximum length in the config. "dynamic" scales from this length, and it is the default
+            of ``original_max_position_embeddings``.
+        seq_len: current length, for "dynamic" and "longrope". By default, "dynamic" uses the maximum length, and
+            "longrope" uses the short factors.
+        base: base to use if ``rope_parameters`` has no ``rope_theta``. Older configs store it outside the dict; pass
             ``rope_frequencies(config.rope_scaling, .., base=config.rope_theta)``.
 
     Returns:
-        theta (R/2,) on the CPU, computed in float64, and the factor of the rotated channels of q and k. Positions stay
-        integers for every type.
+        theta (R/2,) on the CPU, computed in float64, and the amplitude, a factor on the rotated channels of q and k.
+        Positions stay integers for every type.
 
     Raises:
-        TypeError: rope_parameters is not a dict.
-        ValueError: an unknown type, a missing field, neither ``rope_theta`` nor base, or an odd width.
+        TypeError: if rope_parameters is not a dict.
+        ValueError: if the type is unknown, a field or the base is missing, or the width is odd.
 
-    Source: the papers cited at :func:`lrpe_md.linear_scaling` and the other scalings; fields of transformers 5.23,
-    ``modeling_rope_utils.py``, whose values match these up to float32 rounding. "ntk" is not one of its types.
+    Sources: the papers cited in :func:`lrpe_md.linear_scaling` and the other scalings. The fields are those of
+    ``modeling_rope_utils.py`` in transformers 5.23, whose results agree up to float32 rounding. It has no "ntk" type.
     """
     if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
         raise TypeError(

@@ -1,7 +1,7 @@
 """Scalings that extend a trained frequency series to longer sequences or larger grids.
 
-Each function takes the series of one axis, (E,) or (H, E), and returns the edited series and the amplitude for q and k.
-Scale each axis separately. All functions are differentiable with respect to theta.
+Each function accepts the series theta of one axis, (E,) or (H, E), and returns the scaled series and an amplitude for q
+and k. Scale each axis separately. All functions are differentiable with respect to theta.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = [
 
 
 def linear_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
-    """Interpolate positions (Chen et al., arXiv 2306.15595): θ / factor, amplitude 1."""
+    """Apply position interpolation (Chen et al., arXiv 2306.15595): return θ / factor and amplitude 1."""
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
     return theta / factor, 1.0
 
 
 def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
-    """Apply NTK-aware scaling: the base b becomes b · factor^(d / (d - 2)), d = 2E.
+    """Apply NTK-aware scaling, which changes the base b to b · factor^(d / (d - 2)) with d = 2E.
 
-    On a geometric series, this equals θ_i · factor^(-i / (E - 1)), which does not need the base. The slowest frequency
-    is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled RoPE" (2023), as in YaRN, arXiv
-    2309.00071.
+    For a geometric series, this equals θ_i · factor^(-i / (E - 1)), which does not need the base. The fastest frequency
+    stays the same, and the slowest is divided by ``factor``. The amplitude is 1. Source: bloc97, "NTK-aware scaled
+    RoPE" (2023), as described in YaRN, arXiv 2309.00071.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor)
@@ -40,7 +40,7 @@ def ntk_scaling(theta: Tensor, factor: float) -> tuple[Tensor, float]:
 
 
 def dynamic_ntk_scaling(theta: Tensor, factor: float, *, length: int, original_length: int) -> tuple[Tensor, float]:
-    """Apply :func:`ntk_scaling` with s·L/L0 - (s - 1) for the current length L; nothing changes up to L0."""
+    """Apply :func:`ntk_scaling` by s·L/L0 - (s - 1) if the current length L exceeds the original length L0."""
     _check_positive(factor=factor, length=length, original_length=original_length)
     return ntk_scaling(theta, factor * max(length, original_length) / original_length - (factor - 1))
 
@@ -56,9 +56,10 @@ def yarn_scaling(
 ) -> tuple[Tensor, float]:
     """Apply YaRN (Peng et al., arXiv 2309.00071).
 
-    Frequencies with fewer than ``slow`` turns in ``original_length`` become θ / factor; those with more than ``fast``
-    keep θ. A linear ramp over the index joins the two; ``truncate`` rounds its ends outwards, as in the authors' code.
-    The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
+    Frequencies that make fewer than ``slow`` turns in ``original_length`` are divided by ``factor``. Frequencies that
+    make more than ``fast`` turns stay the same. In between, a linear ramp over the index blends the two. With
+    ``truncate``, the ends of the ramp are rounded outwards, as in the authors' code. The amplitude is 0.1 ln(factor) +
+    1. ``theta`` must be a geometric series.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, original_length=original_length, fast=fast, slow=slow)
@@ -88,9 +89,10 @@ def longrope_scaling(
     length: int,
     original_length: int,
 ) -> tuple[Tensor, float]:
-    """Apply LongRoPE (Ding et al., arXiv 2402.13753): θ_i / λ_i.
+    """Apply LongRoPE (Ding et al., arXiv 2402.13753), which divides each θ_i by its own factor λ_i.
 
-    λ is ``long`` beyond the original length, else ``short``. The amplitude is √(1 + ln factor / ln original_length).
+    λ is ``long`` if ``length`` exceeds the original length, and ``short`` otherwise. The amplitude is √(1 + ln factor /
+    ln original_length).
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, length=length, original_length=original_length)
@@ -108,8 +110,9 @@ def llama3_scaling(
 ) -> tuple[Tensor, float]:
     """Apply Llama 3.1's scaling (arXiv 2407.21783).
 
-    With L0 = ``original_length``, wavelengths above L0 / low get θ / factor, and those below L0 / high keep θ. Between
-    them, the two are blended linearly in the number of turns over L0. The amplitude is 1.
+    With L0 = ``original_length``, frequencies with a wavelength above L0 / low are divided by ``factor``. Those with a
+    wavelength below L0 / high stay the same. In between, the two are blended linearly in the number of turns over L0.
+    The amplitude is 1.
     """
     check_dense("theta", theta, "(E,) or (H, E)")
     _check_positive(factor=factor, low=low, high=high, original_length=original_length)
@@ -122,18 +125,18 @@ def llama3_scaling(
 def riflex_scaling(
     theta: Tensor, length: float, *, repeats_at: float | None = None, index: int | None = None, share: float = 0.9
 ) -> tuple[Tensor, float]:
-    """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8): set the intrinsic frequency to share · 2π / length.
+    """Apply RIFLEx (Zhao et al., arXiv 2502.15894, eq. 8), which lowers the intrinsic frequency to share · 2π / length.
 
-    ``length`` frames then span at most ``share`` of its period, so that a longer video does not repeat. If the length
-    is within the original period, theta is unchanged, as in the authors' code without fine-tuning. Use it for the time
-    axis.
+    ``length`` frames then span ``share`` of the period, so that a longer video does not repeat. If the original period
+    is at least ``length``, theta is unchanged, as in the authors' code without fine-tuning. Use this scaling for the
+    time axis.
 
     Args:
-        length: frames (of the latent grid) to generate.
+        length: number of latent frames to generate.
         repeats_at: frame at which a longer video starts to repeat. The intrinsic frequency is the one whose rounded
-            period is nearest (eq. 7).
-        index: alternatively, its index in theta, from 0 (the authors' k - 1).
-        share: 1 in the paper, 0.9 in the authors' code.
+            period is closest to it (eq. 7).
+        index: index of the intrinsic frequency in theta, counted from 0, as an alternative to ``repeats_at``.
+        share: fraction of the period to span, 1 in the paper and 0.9 in the authors' code.
 
     The amplitude is 1.
     """
@@ -156,11 +159,11 @@ def riflex_scaling(
 def dype_ntk_scaling(
     theta: Tensor, factor: float, time: float | Tensor, *, strength: float = 2.0
 ) -> tuple[Tensor, float]:
-    """Apply DyPE (Issachar et al., arXiv 2510.20766): :func:`ntk_scaling` with factor^(strength · t²).
+    """Apply DyPE (Issachar et al., arXiv 2510.20766), which is :func:`ntk_scaling` by factor^(strength · t²).
 
     Args:
-        factor: length divided by the training length; up to 1, theta is unchanged.
-        time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
+        factor: length divided by the training length. If it is at most 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU is used there, without a synchronisation.
 
     The amplitude is 1.
     """
@@ -179,16 +182,19 @@ def dype_yarn_scaling(
     interpolated: tuple[float, float] = (0.75, 1.25),
     kept: tuple[float, float] = (2.0, 16.0),
 ) -> tuple[Tensor, float]:
-    """Apply DyPE to YaRN (Issachar et al., arXiv 2510.20766), with three ranges of turns in ``original_length``.
+    """Apply the YaRN variant of DyPE (Issachar et al., arXiv 2510.20766).
 
-    Below ``interpolated``: θ / factor. Above it: :func:`ntk_scaling`. Above ``kept``: θ itself. Both pairs of bounds
-    are ramps, multiplied by t², so that all of θ is kept towards t = 0. Ramp ends are rounded outwards to whole
-    indices. This follows the authors' code, except if all frequencies lie on one side of a ramp, which happens close to
-    t = 0. Their ramp then flips and assigns the frequencies to the other side; here they stay on their side.
+    The number of turns that a frequency makes in ``original_length`` determines how it is scaled. Below
+    ``interpolated``, it is divided by ``factor``. Above that, it follows :func:`ntk_scaling`. Above ``kept``, it stays
+    the same. Each pair of bounds delimits a ramp between two of these ranges. The bounds are multiplied by t², so that
+    all of θ is kept as t approaches 0. Ramp ends are rounded outwards to whole indices.
+
+    This follows the authors' code except close to t = 0, if all frequencies lie on one side of a ramp. The authors'
+    ramp then flips and treats the frequencies as if they were on the other side, which does not happen here.
 
     Args:
-        factor: length divided by the training length; up to 1, theta is unchanged.
-        time: diffusion time t, from 1 (noise) to 0; a tensor () is read on its device, without synchronisation.
+        factor: length divided by the training length. If it is at most 1, theta is unchanged.
+        time: diffusion time t, from 1 (noise) to 0. A scalar tensor on a GPU is used there, without a synchronisation.
 
     The amplitude is 0.1 ln(factor) + 1. ``theta`` must be a geometric series.
     """
@@ -205,7 +211,7 @@ def dype_yarn_scaling(
 
 
 def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: Tensor) -> Tensor:
-    """Return a ramp over the index: 1 where θ makes turns[1] · share turns in the length, 0 at turns[0] · share."""
+    """Return a ramp over the index, from 1 at turns[1] · share turns in the length to 0 at turns[0] · share turns."""
     num = theta.shape[-1]
     ends = theta.detach().double()
     first, last = ends[..., :1].log(), ends[..., -1:].log()
@@ -218,7 +224,7 @@ def _ramp_down(theta: Tensor, length: float, turns: tuple[float, float], share: 
 
 
 def _stretch(theta: Tensor, factor: float | Tensor) -> Tensor:
-    """Apply NTK-aware scaling without reading theta's values."""
+    """Apply NTK-aware scaling to a series, without checking theta's values."""
     num = theta.shape[-1]
     if num < 2:
         raise ValueError(f"theta: expected a series of at least 2 frequencies, got {tuple(theta.shape)}")

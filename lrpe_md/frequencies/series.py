@@ -1,4 +1,4 @@
-"""Frequency series theta, float64 by default."""
+"""Constructors of the frequency series theta, in float64 by default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def geometric_theta(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return RoPE's geometric series ``base ** (-i / num)`` for i < num (arXiv 2104.09864): (num,)."""
+    """Return RoPE's geometric series (num,) of ``base ** (-i / num)`` for i < num (arXiv 2104.09864)."""
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
     if not isinstance(base, (Real, Tensor, torch.SymFloat, torch.SymInt)) or not 0 < base < math.inf:
@@ -30,9 +30,9 @@ def geometric_theta(
 
 
 def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return ``num`` frequencies from ``first`` to ``last`` inclusive, evenly spaced in their logarithm: (num,).
+    """Return ``num`` frequencies from ``first`` to ``last`` inclusive, with evenly spaced logarithms.
 
-    For DINOv3 with periods p to P, use ``log_linspace_theta(num, 2π / p, 2π / P)``.
+    For DINOv3 with periods from p to P, use ``log_linspace_theta(num, 2π / p, 2π / P)``.
     """
     if num < 1:
         raise ValueError(f"num: expected at least one frequency, got {num}")
@@ -43,13 +43,13 @@ def log_linspace_theta(num: int, first: float, last: float, *, dtype: torch.dtyp
 
 
 def period_theta(periods: Tensor) -> Tensor:
-    """Convert wavelengths to frequencies, 2π / periods; any shape, differentiable."""
+    """Convert a tensor of wavelengths to frequencies, 2π / periods. The result is differentiable."""
     check_dense("periods", periods, "of any shape")
     return 2 * math.pi / periods
 
 
 def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Split one geometric series into a band per head, (num_heads, num), with the fastest for head 0.
+    """Split a geometric series into one band per head, and return it as (num_heads, num). Head 0 gets the fastest band.
 
     TransNormer's LRPE (arXiv 2307.14995) is ``head_bands_theta(head_dim, num_heads, base=1e4 ** 2)``.
     """
@@ -58,11 +58,11 @@ def head_bands_theta(num: int, num_heads: int, base: float = 10000.0, *, dtype: 
 
 
 def apply_scaling(scaling: Any, theta: Tensor) -> tuple[Tensor, Any]:
-    """Apply a scaling to theta (E,) or (H, E), and return the checked result and amplitude.
+    """Apply a scaling to theta (E,) or (H, E), check its result, and return the new theta and the amplitude.
 
     Raises:
-        TypeError: the scaling is not a function, or does not return a tensor and an amplitude.
-        ValueError: frequencies or an amplitude of a different shape, or a non-finite amplitude.
+        TypeError: if the scaling is not a function, or does not return a tensor and an amplitude.
+        ValueError: if theta or the amplitude has the wrong shape, or the amplitude is not finite.
     """
     if not callable(scaling):
         raise TypeError(

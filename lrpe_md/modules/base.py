@@ -1,4 +1,4 @@
-"""Base class of the encodings, which owns their frequencies and phase and preserves their precision."""
+"""Base class of the encoding modules, which stores frequencies and phases and preserves their precision."""
 
 from __future__ import annotations
 
@@ -38,43 +38,44 @@ CHOOSE_SHARES = "PresetMd(Scheme(.., Axial(split))), or with split= in the encod
 
 
 def copy_together(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into tensors, in one launch per dtype and device."""
+    """Copy values into tensors with one launch per dtype and device, from pairs (tensor, value)."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
         copy_each(list(targets), list(values), non_blocking=True)
 
 
 def _log_magnitude(theta: Tensor) -> Tensor:
-    """Return log |θ|, or 0 for θ = 0."""
+    """Return log |θ|, or 0 where θ is 0."""
     return torch.where(theta == 0, 1.0, theta.abs()).log()
 
 
 def check_unwritten(out: Any) -> None:
-    """Reject ``out``, which linear attention does not support."""
+    """Raise an error if ``out`` is set, because linear attention does not support it."""
     if out is not None:
         raise ValueError("out: expected None with attend, because the encoded q and k are not returned")
 
 
 class FrequencyModule(nn.Module):
-    """Base class of the encodings. It owns the frequencies (a buffer or a parameter) and the phase (a parameter).
+    """Base class of the encoding modules. Frequencies are a buffer or a parameter, and a learned phase is a parameter.
 
     Learned parameters are one-dimensional and marked ``_no_weight_decay``, so that optimisers that decay or
-    orthogonalise (Muon) every matrix skip them. :func:`lrpe_md.parameter_groups` gives frequencies their own learning
-    rate. :meth:`get_omega` and :meth:`get_phase` return both in their full shapes.
+    orthogonalise (Muon) every matrix skip them. :func:`lrpe_md.parameter_groups` can set a separate learning rate for
+    frequencies. :meth:`get_omega` and :meth:`get_phase` return frequencies and phase in their full shapes. One of these
+    parameters is learned:
 
-    * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes every frequency by
-      the same relative amount, including slow ones, and never flips a sign.
-    * ``theta``: θ itself, with ``learnable="raw"`` and in presets whose original learns θ.
+    * ``log_theta``: the logarithm of θ, if each channel has one axis. An optimiser step then changes slow and fast
+      frequencies by the same relative amount, and never flips a sign.
+    * ``theta``: θ itself, with ``learnable="raw"`` and for presets whose original model learns θ.
     * ``omega``: ω itself, if channels have directions.
 
     Frequencies and phases keep their dtype and value through ``.to(bfloat16)``, ``.half()`` and ``.double()``, and are
-    rebuilt when a module made on the meta device materialises. Fixed frequencies are not in the state_dict, so it
-    matches that of a model without an encoding. A state_dict from before version 0.3, with θ or unflattened tensors,
-    still loads.
+    rebuilt when a module made on the meta device materialises. Fixed frequencies are not saved in the state_dict, so it
+    matches that of a model without an encoding. A state_dict saved before version 0.3, with θ or unflattened tensors,
+    can still be loaded.
 
-    FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before
-    ``fully_shard(model, mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers:
-    use ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if frequencies are learned.
+    FSDP2's mixed precision would cast learned frequencies. Call ``fully_shard(model.rope)`` before ``fully_shard(model,
+    mp_policy=...)`` to gather, use and reduce them in their own dtype. FSDP1 also casts buffers. To prevent that, use
+    ``MixedPrecision(buffer_dtype=torch.float32)``, and ``ignored_modules=[model.rope]`` if frequencies are learned.
     """
 
     map: str
@@ -112,7 +113,7 @@ class FrequencyModule(nn.Module):
         phase_groups: int = 1,
         amplitude: float | Tensor | None = None,
     ) -> None:
-        """Initialise frequencies and phase. Subclasses document the arguments."""
+        """Initialise the frequencies and the phase. The arguments are documented in the subclasses."""
         super().__init__()  # subclasses call this last, because it needs their initial values
         check_act(act, dim)
         check_impl(impl)
@@ -162,25 +163,25 @@ class FrequencyModule(nn.Module):
         self.register_parameter(name, nn.Parameter(values.flatten()))
 
     def _mark(self) -> None:
-        """Mark all parameters, including new ones, as exempt from weight decay."""
+        """Mark all parameters as exempt from weight decay."""
         for parameter in self.parameters(recurse=False):
             parameter._no_weight_decay = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def _initial_sign(self, device: torch.device | str | None) -> Tensor | None:
-        """Return the signs of theta if not all are positive, else None."""
+        """Return the signs of the initial theta, or None if all are positive."""
         with torch.device("cpu"):
             theta = self._initial_frequencies("theta")
         return self._initial("sign", device) if can_read(theta) and bool((theta <= 0).any()) else None
 
     def _set_sign(self, sign: Tensor | None, persistent: bool) -> None:
-        """Store signs in a buffer; it is saved in the state_dict only if they differ from the initial ones."""
+        """Store the signs of theta in a buffer. The state_dict includes it if ``persistent`` is True."""
         self._buffers.pop("sign", None)
         self._non_persistent_buffers_set.discard("sign")
         if sign is not None:
             self.register_buffer("sign", sign, persistent=persistent)
 
     def _initial(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return the initial value of a parameter or buffer as a new tensor on ``device`` (default: torch's)."""
+        """Return the initial value of a parameter or buffer, as a new tensor on ``device`` or the default device."""
         with torch.device("cpu"):
             if name == "phase":
                 values = self._initial_phase()
@@ -203,7 +204,7 @@ class FrequencyModule(nn.Module):
         raise NotImplementedError  # implemented by each subclass
 
     def _initial_phase(self) -> Tensor:
-        """Return zeros, or a distinct phase per group, because equal groups would stay equal in training."""
+        """Return zeros, or a different phase for each group, because equal groups would stay equal in training."""
         groups = math.pi / self.phase_groups * torch.arange(self.phase_groups, dtype=torch.float64)
         phase = groups[:, None, None].expand(-1, self.num_heads, self.num_channels)
         return phase if self.phase_groups > 1 else phase[0]
@@ -214,7 +215,7 @@ class FrequencyModule(nn.Module):
         return self.phase_dtype if name == "phase" else self.dtype
 
     def reset_parameters(self) -> None:
-        """Set frequencies and phase to their initial values, in place."""
+        """Reset frequencies and phase to their initial values, in place."""
         for name, tensor in self._owned().items():
             self._reset(name, tensor)
 
@@ -250,9 +251,9 @@ class FrequencyModule(nn.Module):
 
     @torch.no_grad()
     def upgrade_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Convert, in place, entries saved by another version or parametrisation of this module.
+        """Convert state_dict entries that another version or parametrisation of this module saved, in place.
 
-        prefix: prefix of the module's keys, such as "encoding.".
+        prefix: prefix of the module's keys in the state_dict, such as "encoding.".
         """
         theta, log, sign = (f"{prefix}{name}" for name in ("theta", "log_theta", "sign"))
         if "log_theta" in self._parameters and theta in state_dict and log not in state_dict:
@@ -289,11 +290,11 @@ class FrequencyModule(nn.Module):
         self._mark()
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of frequencies and phases, for models that report parameters without weight decay."""
+        """Return the names of the learned parameters, which an optimiser should not decay."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     def get_omega(self) -> Tensor:
-        """Return omega (H or 1, C, K), differentiable with respect to the learned parameters."""
+        """Return omega (H or 1, C, K), which is differentiable with respect to the learned parameters."""
         fixed = self._buffers.get("omega")  # nn.Module.__getattr__ would take a microsecond
         if fixed is not None:
             return fixed
@@ -301,7 +302,7 @@ class FrequencyModule(nn.Module):
         return self._learned() if ratio is None else self._learned() * ratio
 
     def get_phase(self) -> Tensor | None:
-        """Return the learned phase (H, C), or (P, H, C) for groups, or None."""
+        """Return the learned phase, (H, C) or (P, H, C) for P groups, or None if there is none."""
         return None if self.phase is None else self.phase.reshape(self.shapes["phase"])
 
     def _learned(self) -> Tensor:
@@ -325,17 +326,18 @@ class FrequencyModule(nn.Module):
     def adjust(self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None) -> None:
         """Multiply the trained frequencies by ``ratio`` and the amplitude by ``amplitude``, in place.
 
-        This runs a few small operators without synchronising. New values don't trigger recompiling or recapturing, but
-        the first call adds buffers that an existing compiled or captured program does not read. Call
-        ``module.adjust()`` once before compiling or capturing. The buffers are not in the state_dict.
+        You don't need to recompile or recapture a CUDA graph for new values, and nothing synchronises. However, the
+        first call adds buffers that existing compiled code and graphs do not read, so call ``module.adjust()`` once
+        before compiling or capturing. The buffers are not saved in the state_dict.
 
         Args:
-            ratio: broadcasts to ω (H or 1, C, K), on its device; None: as trained. Learned frequencies stay trainable.
-            amplitude: factor on the module's amplitude, a number or (C,) or (1, C); None: 1. Unrotated tokens ignore
-                it.
+            ratio: a tensor on the module's device that broadcasts to ω (H or 1, C, K). None restores the trained
+                frequencies. Learned frequencies stay trainable.
+            amplitude: factor on the module's amplitude, a number or a tensor (C,) or (1, C). None means 1. Unrotated
+                tokens are not affected.
 
         Raises:
-            ValueError: an invalid shape.
+            ValueError: for an invalid shape.
         """
         copy_together(self.adjusted(ratio, amplitude))
 
@@ -343,7 +345,7 @@ class FrequencyModule(nn.Module):
     def adjusted(
         self, ratio: Tensor | None = None, amplitude: float | Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that :meth:`adjust` changes, with their new values."""
+        """Return each buffer that :meth:`adjust` changes, paired with its new value."""
         trained = self.trained()
         for name, value, shape in (("ratio", ratio, trained.shape), ("amplitude", amplitude, (1, self.num_channels))):
             if isinstance(value, Tensor):
@@ -360,7 +362,7 @@ class FrequencyModule(nn.Module):
         return [frequencies, (self.amplitude, self.trained_amplitude * gain)]
 
     def trained(self) -> Tensor:
-        """Return omega (H or 1, C, K) before :meth:`adjust`, and add the buffers that :meth:`adjust` needs."""
+        """Add the buffers that :meth:`adjust` needs, and return omega (H or 1, C, K) without adjustments."""
         self._make_adjustable()
         return self.trained_omega if "trained_omega" in self._buffers else self._learned()
 
@@ -378,18 +380,19 @@ class FrequencyModule(nn.Module):
                 self.register_buffer(name, value, persistent=False)
 
     def set_places(self, axis: int, places: Tensor | None) -> None:
-        """Place index i of a grid axis at ``places[i]`` from now on; None restores the grid's own positions.
+        """Move index i of a grid axis to position ``places[i]`` in all later calls.
 
-        If the length is unchanged, this happens in place, without recompiling, recapturing or synchronising. It affects
-        grids that the module is called with, which become tables at each call (:meth:`lrpe_md.Grid.along`). Coordinates
-        are not affected.
+        If ``places`` keeps its length, the change happens in place. You don't need to recompile or recapture a CUDA
+        graph, and nothing synchronises. Each call then converts its grid to a table with :meth:`lrpe_md.Grid.along`.
+        Positions passed as coordinates are not affected.
 
         Args:
-            axis: axis number, 0 the slowest (time in videos).
-            places: numbers (n,), at least as many as a grid's size on this axis.
+            axis: axis number; 0 is the slowest axis (time in videos).
+            places: tensor (n,) with at least as many positions as the grid has on this axis. None restores the grid's
+                own positions.
 
         Raises:
-            ValueError: an invalid axis or shape.
+            ValueError: for an invalid axis or shape.
         """
         if isinstance(axis, bool) or as_integer(axis) is None or not 0 <= axis < self.num_axes:
             raise ValueError(f"axis: expected a number from 0 to {self.num_axes - 1}, got {axis}")
@@ -410,7 +413,7 @@ class FrequencyModule(nn.Module):
         self.moved = tuple(sorted({*self.moved, axis}))
 
     def locate(self, positions: Any) -> Any:
-        """Apply :meth:`set_places` to the positions of grids."""
+        """Apply the places from :meth:`set_places` to a grid, and return any other positions unchanged."""
         if type(positions) is tuple:
             return tuple(self.locate(each) for each in positions)
         if not self.moved or not isinstance(positions, Grid):
@@ -429,23 +432,24 @@ class FrequencyModule(nn.Module):
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
-        """Encode x, or q and k, each (B, H, N, D): (B, H, N, D) for rotation, (B, H, N, 2D) for the cosine map.
+        """Encode x, or q and k, of shape (B, H, N, D). The cosine map returns (B, H, N, 2D).
 
         Args:
             positions: a :class:`Grid`, :class:`Coordinates` or a tensor (N, K) or (B, N, K), or a pair (for q, for k).
-                For packed tokens (N, H, D), the result of :func:`lrpe_md.pack`.
-            qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
-            inverse: rotate by -Θ; not available for the cosine map.
-            norm: a :class:`lrpe_md.Norm` of q and k, fused with the map; its weights remain in their own modules.
-            out, out_start: where to write, such as a static key cache: see :func:`lrpe_md.rotate`.
-            attend: return ``attend(self.describe(), *xs)`` instead, with ``norm`` in the description. Linear attention
-                uses this to read the frequencies inside the module's hooks, where FSDP has gathered them.
+                For packed tokens (N, H, D), pass the result of :func:`lrpe_md.pack`.
+            qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
+            inverse: rotate by -Θ. The cosine map does not support this.
+            norm: a :class:`lrpe_md.Norm` to apply to q and k in the same pass. Its weights remain in their own modules.
+            out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`.
+            attend: function to call instead of encoding: the result is ``attend(self.describe(), *xs)``, with ``norm``
+                in the description. Linear attention uses this to read the frequencies while FSDP's hooks have gathered
+                them.
 
-        Differentiable with respect to xs and learned parameters, like :func:`lrpe_md.rotate` and
+        The result is differentiable with respect to xs and learned parameters, like :func:`lrpe_md.rotate` and
         :func:`lrpe_md.cosine`.
 
         Raises:
-            ValueError, TypeError: an invalid argument, before anything is launched.
+            ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if attend is not None:
             check_unwritten(out)
@@ -473,7 +477,7 @@ class FrequencyModule(nn.Module):
             raise
 
     def _check_call(self, xs: tuple[Tensor, ...], positions: Any) -> None:
-        """Report invalid arguments in terms of the module, because the caller did not pass its frequencies."""
+        """Check the arguments of a call, with errors that name the module's arguments instead of omega."""
         own, wheres = next(iter(self._owned().values())), positions if type(positions) is tuple else (positions,)
         for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=False):
             if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4:
@@ -504,7 +508,7 @@ class FrequencyModule(nn.Module):
                 ) from None
 
     def describe(self) -> Description:
-        """Return the current arguments of :func:`lrpe_md.linear_attention` for this encoding."""
+        """Return this encoding's current arguments for :func:`lrpe_md.linear_attention`."""
         map_: Any = self.map
         return Description(
             map_, self.get_omega(), self.act, self.dim, self._own_phase(), self.pairs, self.rotary_dim,
@@ -512,7 +516,7 @@ class FrequencyModule(nn.Module):
         )  # fmt: skip
 
     def _own_phase(self) -> Any:
-        """Return the phase, as a pair (None, phase) if it applies to the keys only."""
+        """Return the phase, or (None, phase) if only the keys have one."""
         phase = self.get_phase()
         if phase is None:
             return None
@@ -546,7 +550,7 @@ class FrequencyModule(nn.Module):
 
 
 class SeriesModule(FrequencyModule):
-    """Frequencies from a base (axial blocks or random directions), or from a function."""
+    """Encoding whose frequencies come from a base (axial blocks or random directions) or from a function."""
 
     def __init__(
         self,

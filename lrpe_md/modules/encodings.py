@@ -1,4 +1,4 @@
-"""Encodings as modules that own their frequencies."""
+"""Encodings as modules that store their frequencies."""
 
 from __future__ import annotations
 
@@ -37,26 +37,30 @@ __all__ = ["CosineMd", "PresetMd", "Rotate1d", "RotateMd"]
 
 
 class CosineMd(SeriesModule):
-    """:func:`lrpe_md.cosine` as a module with its own frequencies: q, k (B, H, N, D) → (B, H, N, 2D).
+    """Apply :func:`lrpe_md.cosine` to q and k (B, H, N, D) with the module's own frequencies.
+
+    The result is (B, H, N, 2D) for each.
 
     Args:
-        head_dim: D.
-        num_axes: K, the length of the grid's shape.
-        base: base of the geometric series; default: 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
-        frequencies: "axial" (a block of channels per axis), "mixed" (dense, random directions per head), or a function
-            (channels, num_heads, seed) -> omega (1 or num_heads, channels, K), which ignores base and axis_order.
-        num_heads: 1 shares the frequencies between heads; otherwise the number of key heads.
-        learnable: learn the logarithm of theta (axial) or omega (others); "raw" learns theta itself. Axial frequencies
-            have one theta for all axes. To learn each axis separately, use
-            ``PresetMd(Scheme(.., Axial((1, 1))), learnable=True)``. If False, the frequencies are a fixed buffer.
-        axis_order: axis of the first block of channels, see :func:`lrpe_md.axial_omega`; :class:`RotateMd` lists the
-            conventions of known models.
+        head_dim: number of channels per head, D.
+        num_axes: K, the number of axes of the grid.
+        base: base of the geometric series. The default is 10000, or 10 for "mixed" as in RoPE-ViT (arXiv 2403.13298).
+        frequencies: "axial" (one block of channels per axis), "mixed" (dense, with random directions for each head), or
+            a function (channels, num_heads, seed) -> omega (1 or num_heads, channels, K). With a function, base and
+            axis_order are ignored.
+        num_heads: number of key heads, or 1 to share the frequencies among all heads.
+        learnable: if True, learn the logarithm of theta (axial) or omega (others). "raw" learns theta itself. Axial
+            frequencies share a single theta for all axes. To learn each axis separately, use ``PresetMd(Scheme(..,
+            Axial((1, 1))), learnable=True)``. If False, the frequencies are a fixed buffer.
+        axis_order: which axis gets the first block of channels; see :func:`lrpe_md.axial_omega`. :class:`RotateMd`
+            lists the conventions of known models.
         rotary_dim, act, dim, impl: see :func:`lrpe_md.cosine`.
-        phase: learn a phase (num_heads, D), initially zero, on q and k; "k": on the keys only (PoPE).
-        phase_groups: if P > 1, learn P phases, (P, num_heads, D), with group g initialised at π g / P; see
-            :func:`lrpe_md.cosine` for their meaning and cost.
+        phase: if True, learn a phase (num_heads, D) for q and k, initially zero. "k" applies it to the keys only
+            (PoPE).
+        phase_groups: number P of phases to learn, as (P, num_heads, D). If P > 1, the phases of group g are initially π
+            g / P. :func:`lrpe_md.cosine` explains what they do and cost.
         seed: seed of the random directions.
-        dtype: dtype of the frequencies, float32 or float64; casting the model does not change it.
+        dtype: dtype of the frequencies, float32 or float64. Casting the model does not change it.
 
     Call with ``module(x, positions=grid)`` or ``module(q, k, positions=grid)``.
     """
@@ -98,7 +102,7 @@ class CosineMd(SeriesModule):
 
 
 class RotateMd(SeriesModule):
-    """:func:`lrpe_md.rotate` as a module with its own frequencies: q, k (B, H, N, D) → (B, H, N, D).
+    """Apply :func:`lrpe_md.rotate` to q and k (B, H, N, D) with the module's own frequencies.
 
     Choose ``pairs`` and ``axis_order`` first. Any choice trains equally well from scratch, but published weights and
     existing code require a specific one:
@@ -113,16 +117,16 @@ class RotateMd(SeriesModule):
     | RoPE-ViT, Perception Encoder, Llama 4's vision tower | "interleaved" | "minor_first"  |
     | DINOv3, Cosmos, GLM-Image                            | "half"        | "major_first"  |
 
-    "minor_first" assigns the first block of channels to the last axis of the grid's shape (columns), "major_first" to
-    its first axis. :class:`PresetMd` sets both, and the base, to match a named model. A :class:`lrpe_md.Scheme` of your
-    own has the opposite defaults, "interleaved" and "major_first".
+    "minor_first" assigns the first block of channels to the last axis of the grid (columns), and "major_first" assigns
+    it to the first axis. :class:`PresetMd` sets ``pairs``, ``axis_order`` and the base to match a named model. A
+    :class:`lrpe_md.Scheme` of your own has the opposite defaults, "interleaved" and "major_first".
 
     The arguments are the same as for :class:`CosineMd`, except for these:
 
     Args:
         pairs, rotary_dim: see :func:`lrpe_md.rotate`.
-        phase: learn a phase (num_heads, R/2), initially zero, on q and k; "k": on the keys only.
-        amplitude: factor of the rotated channels (YaRN, LongRoPE), a number or (R/2,); None: no amplitude.
+        phase: if True, learn a phase (num_heads, R/2) for q and k, initially zero. "k" applies it to the keys only.
+        amplitude: factor on the rotated channels (YaRN, LongRoPE), a number or a tensor (R/2,). None means 1.
     """
 
     map = "rotate"
@@ -167,19 +171,21 @@ class RotateMd(SeriesModule):
 
 
 class Rotate1d(RotateMd):
-    """RoPE for text: :class:`RotateMd` on one axis, called with an ``offset`` instead of positions.
+    """RoPE for text, a :class:`RotateMd` with a single axis and an ``offset`` instead of positions.
 
-    ``module(q, k, offset=0)`` places token t at t + offset, an int or integers (), (1,) or (B,) that are read on the
-    device (:func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=`` for packed sequences. Pass ``positions=`` to share
-    positions between layers (:func:`lrpe_md.positions.packed_positions`, or a model's position_ids (B or 1, N, 1)).
+    ``module(q, k, offset=0)`` places token t at t + offset (see :func:`lrpe_md.lrpe_rotate_1d`). Pass ``cu_seqlens=``
+    for packed sequences. To share positions between layers, pass ``positions=`` instead, such as a model's position_ids
+    (B or 1, N, 1) or the result of :func:`lrpe_md.positions.packed_positions`.
 
     The arguments are the same as for :class:`RotateMd`, except for these:
 
     Args:
-        scale_base, scale_centre: for xPos: q grows and k shrinks with position, see :func:`lrpe_md.xpos.scale_xpos`.
-        theta: the frequencies, instead of ``base``: (R/2,), (1 or num_heads, R/2), or (num_heads,) for one per head. If
-            ``learnable``, they are learned in this shape.
-        amplitude: as for :class:`RotateMd`. Pass one, even 1, if :meth:`set_frequencies` is to change it later.
+        scale_base, scale_centre: parameters of xPos, which scales q up and k down with position; see
+            :func:`lrpe_md.xpos.scale_xpos`.
+        theta: frequencies to use instead of ``base``, of shape (R/2,) or (1 or num_heads, R/2), or (num_heads,) for one
+            per head. If ``learnable``, they are learned in this shape.
+        amplitude: see :class:`RotateMd`. To change it later with :meth:`set_frequencies`, pass a value here, even if it
+            is 1.
     """
 
     def __init__(
@@ -219,17 +225,18 @@ class Rotate1d(RotateMd):
 
     @torch.no_grad()
     def set_frequencies(self, theta: Tensor, amplitude: float | Tensor = 1.0) -> None:
-        """Change the frequencies in place, for example to change the length scaling at run time.
+        """Replace the frequencies in place, for example to change the length scaling at run time.
 
         Compiled code and captured CUDA graphs use the new values without recompiling. See
         :func:`lrpe_md.rope_frequencies`.
 
         Args:
-            theta: in the shape that the module was built with, or another shape with the same number of heads.
-            amplitude: must be 1 unless the module was built with an amplitude.
+            theta: new frequencies. Their shape may differ from the one that the module was built with, but not the
+                number of heads.
+            amplitude: new amplitude. It must be 1 unless the module was built with an amplitude.
 
         Raises:
-            ValueError: an invalid shape, or an amplitude for a module built without one.
+            ValueError: for an invalid shape, or an amplitude for a module that was built without one.
         """
         omega = sequence_omega(theta, self.num_channels, self.num_heads)
         gain = self._buffers.get("amplitude")
@@ -286,23 +293,24 @@ class Rotate1d(RotateMd):
         out_start: Tensor | None = None,
         attend: Callable[..., Any] | None = None,
     ) -> Any:
-        """Rotate x, or q and k, each (B, H, N, D), token t by (t + offset) θ: (B, H, N, D) in x's dtype.
+        """Rotate token t of x, or of q and k, by (t + offset) θ. The shape (B, H, N, D) and the dtype stay the same.
 
         Args:
-            xs: with cu_seqlens, (N, H, D) is also accepted.
+            xs: x, or q and k, of shape (B, H, N, D). With cu_seqlens, (N, H, D) is also accepted.
             offset, cu_seqlens: see :func:`lrpe_md.lrpe_rotate_1d`.
-            positions: instead of both: a :class:`Grid` or coordinates on one axis, a pair (for q, for k), or the result
-                of :func:`lrpe_md.pack` for (N, H, D).
-            qkv, num_key_heads: q, k and v in one tensor instead: see :func:`lrpe_md.rotate`.
+            positions: explicit positions instead of offset and cu_seqlens: a :class:`Grid` or coordinates on one axis,
+                a pair (for q, for k), or the result of :func:`lrpe_md.pack` for tokens (N, H, D).
+            qkv, num_key_heads: q, k and v in one tensor, instead of xs; see :func:`lrpe_md.rotate`.
             inverse: rotate by -Θ.
             norm: see :meth:`RotateMd.forward`.
-            out, out_start: where to write, such as a static key cache: see :func:`lrpe_md.rotate`. Not with xPos.
+            out, out_start: where to write the result, such as a static key cache; see :func:`lrpe_md.rotate`. xPos does
+                not support them.
             attend: see :meth:`RotateMd.forward`.
 
-        Differentiable with respect to xs and a learned theta.
+        The result is differentiable with respect to xs and a learned theta.
 
         Raises:
-            ValueError, TypeError: an invalid argument, before anything is launched.
+            ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if attend is not None:
             check_unwritten(out)
@@ -345,24 +353,28 @@ class Rotate1d(RotateMd):
 
 
 class PresetMd(FrequencyModule):
-    """A published scheme as a module: q, k (B, H, N, D) → (B, H, N, D), or (B, H, N, 2D) for the cosine map.
+    """Encode q and k (B, H, N, D) with a published scheme.
+
+    The result is (B, H, N, D) for rotation and (B, H, N, 2D) for the cosine map.
 
     Args:
-        preset: the result of :func:`lrpe_md.preset`, which defines frequencies, amplitude, pairs, activation, order and
-            phase; or a name or :class:`lrpe_md.Scheme`, built for ``head_dim`` and ``num_heads``.
-        head_dim, num_heads: for a scheme or a name; default: the original's, see :func:`lrpe_md.preset`.
-        learnable: learn theta (num_heads or 1, C), one frequency per channel, so that each axis has separate ones, or
-            omega if channels have directions; default: as in the scheme. The logarithm of theta is learned, except with
-            "raw" or if the original learns theta.
-        act, phase: override the scheme's; see :class:`CosineMd`.
+        preset: name of a scheme or a :class:`lrpe_md.Scheme`, to build for ``head_dim`` and ``num_heads``, or a result
+            of :func:`lrpe_md.preset`.
+        head_dim, num_heads: sizes for a scheme or a name. By default, they are those of the original model; see
+            :func:`lrpe_md.preset`.
+        learnable: if True, learn theta (num_heads or 1, C), with a separate frequency for each channel, or omega if
+            channels have directions. The logarithm of theta is learned, except with "raw" or if the original model
+            learns theta. By default, the scheme decides.
+        act, phase: activation and phase, instead of the scheme's; see :class:`CosineMd`.
         dim, impl: see :func:`lrpe_md.rotate`.
-        dtype: dtype of frequencies and phase; default: float64 if fixed, float32 if learned.
+        dtype: dtype of frequencies and phase. The default is float64 for fixed frequencies and float32 for learned
+            ones.
 
-    A :class:`lrpe_md.Scheme` has the defaults ``pairs="interleaved"`` and ``axis_order="major_first"``, but
-    :class:`RotateMd` has "half" and "minor_first".
+    The defaults of a :class:`lrpe_md.Scheme` are ``pairs="interleaved"`` and ``axis_order="major_first"``, whereas
+    those of :class:`RotateMd` are "half" and "minor_first".
 
-    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes have their own rule for positions. A
-    plain :class:`Grid` that doesn't follow it is used as it is, with a warning.
+    Call with ``module(q, k, positions=module.positions((3, 5, 9)))``. Many schemes place tokens by a rule of their own.
+    If you pass a plain :class:`Grid` to one of them, the module warns you and uses the grid unchanged.
     """
 
     axes: Tensor
@@ -429,7 +441,7 @@ class PresetMd(FrequencyModule):
         return super()._encode(xs, positions, inverse, **options)
 
     def _check_rule(self, positions: Any) -> None:
-        """Warn about a plain grid if the scheme places its tokens differently; once for each shape."""
+        """Warn once per shape if a plain grid differs from the positions that the scheme defines."""
         checked: set[Any] = self.__dict__.setdefault("_checked_shapes", set())
         if type(positions) is not Grid or positions.shape in checked or not is_plain_grid(positions):
             return
@@ -447,7 +459,7 @@ class PresetMd(FrequencyModule):
             )
 
     def positions(self, *segments: Any, **options: Any) -> Grid | Coordinates:
-        """Call :meth:`Preset.positions` with tables on the module's device, once per forward (not per layer)."""
+        """Return :meth:`Preset.positions` on the module's device. Call it once per forward pass, not in every layer."""
         options.setdefault("device", next(iter(self._owned().values())).device)
         return self.preset.positions(*segments, **options)
 
@@ -462,5 +474,5 @@ class PresetMd(FrequencyModule):
 
 
 def is_plain_grid(grid: Grid) -> bool:
-    """Return whether a grid's coordinates are its indices."""
+    """Return whether a grid's positions are its indices."""
     return grid.scale is grid.shift is grid.origin is None

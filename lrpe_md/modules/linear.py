@@ -25,17 +25,18 @@ DecayName = Literal["retnet", "lightning"]
 
 
 class HeadDecay(nn.Module):
-    """One decay per head (H,), fixed or learned, for :class:`LinearAttention`.
+    """Fixed or learned decay (H,) of :class:`LinearAttention`, one number per head.
 
     Args:
         num_heads: number of key heads, H.
-        initial: "retnet", 1 − 2^(−5 − h), "lightning", exp(−8 h / H · (1 − depth)), or the decays themselves, (H,).
-        depth: layer index divided by the number of layers, for "lightning": deeper layers forget less.
-        learnable: learn log(g / (1 − g)), so that g stays in (0, 1). The named initial decays are then at most
-            1 − 2⁻¹².
+        initial: "retnet" for 1 − 2^(−5 − h), "lightning" for exp(−8 h / H · (1 − depth)), or a tensor of decays (H,).
+        depth: layer index divided by the number of layers. With "lightning", deeper layers forget less.
+        learnable: learn the logit log(g / (1 − g)) of each decay g, so that g stays in (0, 1). The named initial decays
+            are then at most 1 − 2⁻¹².
 
-    The decay stays float32 after ``.to(bfloat16)``, which would round most decays to 1. Fixed decays are not in the
-    state_dict. FSDP2's mixed precision would cast a learned logit: call ``fully_shard`` on this module first.
+    The decay stays in float32 after ``.to(bfloat16)``, because bfloat16 would round most decays to 1. Fixed decays are
+    not saved in the state_dict. FSDP2's mixed precision would cast a learned logit, so call ``fully_shard`` on this
+    module first.
 
     Sources: RetNet (arXiv 2307.08621), Lightning attention of TransNormerLLM (arXiv 2307.14995).
     """
@@ -71,7 +72,7 @@ class HeadDecay(nn.Module):
         return self.initial.clamp_max(1 - 2.0**-12).logit().float()
 
     def reset_parameters(self) -> None:
-        """Set the decay to its initial value, in place."""
+        """Reset the decays to their initial values, in place."""
         with torch.no_grad():
             (self.logit if self.learnable else self.decay).copy_(self._value())
 
@@ -119,22 +120,23 @@ def _initial_decay(num_heads: int, initial: DecayName | Tensor, depth: float) ->
 
 @dataclass(frozen=True)
 class Memory:
-    """Options for the state of a backbone's linear attention layers: how a block updates it, and how it forgets.
+    """Options for the state of a model's linear attention layers: how each block updates it, and how fast it decays.
 
-    A block is a frame of a video, or a token of a language model.
+    A block is a video frame, or a token in a language model.
 
     Args:
-        rule: "add" adds a block to the state. "delta" first removes what the block's keys retrieve; see
-            :func:`lrpe_md.linear_attention`. It needs frames and normalised keys (``qk_norm``). The layer then weights
-            each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to about 1.
-        decay: initial decays of :class:`HeadDecay`, one per head: "retnet", or "lightning", which depends on the layer.
-            None: no decay.
-        learnable: learn the decays of each layer.
-        directions: "forward": a frame reads itself and earlier frames, as in a causal model. "both": it also reads a
-            second memory of later frames, as in a bidirectional video model.
+        rule: "add" adds each block to the state. "delta" first removes the values that the block's keys retrieve; see
+            :func:`lrpe_md.linear_attention`. "delta" requires frames and normalised keys (``qk_norm``). The layer then
+            weights each key by 1 / (head_dim · tokens in a frame), so that the squared norms of a frame's keys sum to
+            about 1.
+        decay: initial decays of :class:`HeadDecay`: "retnet", or "lightning", which depends on the layer. None disables
+            decay.
+        learnable: whether each layer learns its decays.
+        directions: with "forward", a frame attends to itself and to earlier frames, as in a causal model. With "both",
+            it also attends to later frames through a second state, as in a bidirectional video model.
 
     Raises:
-        ValueError: an unknown value, or learnable=True without a decay.
+        ValueError: for an unknown value, or learnable=True without a decay.
     """
 
     rule: Rule = "add"
@@ -154,30 +156,31 @@ class Memory:
     def build_decay(
         self, num_heads: int, layer: int, depth: int, device: torch.device | str | None = None
     ) -> HeadDecay | None:
-        """Build the decay of layer ``layer`` of ``depth``, or return None without a decay."""
+        """Build the decay module of layer ``layer`` out of ``depth`` layers, or return None if there is no decay."""
         if self.decay is None:
             return None
         return HeadDecay(num_heads, self.decay, depth=layer / depth, learnable=self.learnable, device=device)
 
 
 class LinearAttention(nn.Module):
-    """:func:`lrpe_md.linear_attention` with an encoding's map, activation and frequencies.
+    """Linear attention (:func:`lrpe_md.linear_attention`) with the map, activation and frequencies of an encoding.
 
     Args:
-        encoding: a module with ``describe()``: :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or
-            :class:`PresetMd`. It becomes a submodule, so learned frequencies are parameters of this module too. None
-            means no positions, and act "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is
-            called as ``encoding(q, k, positions=positions)`` and returns q̂ and k̂, which are then stored in memory.
-            With "unrotated", its ``act`` and ``dim`` (default: none) define q̄ and k̄, and everything except the
-            encoding runs in plain torch. Such an encoding receives normalised q and k if there is a norm.
+        encoding: a :class:`CosineMd`, :class:`RotateMd`, :class:`Rotate1d` or :class:`PresetMd`. It becomes a
+            submodule, so learned frequencies are also parameters of this module. None means no positions and act
+            "relu". Any other module or function, or a Rotate1d with a ``scale_base``, is called as ``encoding(q, k,
+            positions=positions)``, after the norm if there is one. It returns q̂ and k̂, which are then stored in
+            memory. With normalizer "unrotated", its ``act`` and ``dim`` attributes (default: none) define q̄ and k̄,
+            and everything except the encoding runs in plain PyTorch.
         normalizer, eps, rule, directions: see :func:`lrpe_md.linear_attention`.
-        decay: a :class:`HeadDecay`, or another module that returns a decay. None: no decay, unless passed to forward.
+        decay: a :class:`HeadDecay`, or another module that returns a decay. With None, there is no decay unless you
+            pass one to forward.
 
-    Call with ``module(q, k, v, positions=grid)``; q (B, H_q, N, D), k (B, H_k, N, D), v (B, H_k, N, D_v). With a
-    :class:`Rotate1d`, the default positions are 0, 1, ...
+    Call with ``module(q, k, v, positions=grid)``, where q is (B, H_q, N, D), k is (B, H_k, N, D) and v is (B, H_k, N,
+    D_v). With a :class:`Rotate1d`, the default positions are 0, 1, ...
 
     Raises:
-        ValueError: normalizer="unrotated" with an activation that can be negative.
+        ValueError: for normalizer="unrotated" with an activation that can be negative.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class LinearAttention(nn.Module):
         self.directions: Directions = directions
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a pickle. Pickles of version 0.2 have no decay."""
+        """Restore a pickled module, including pickles of version 0.2, which have no decay."""
         super().__setstate__({"rule": "add", "directions": "forward", **state})
         self._modules.setdefault("decay", None)
 
@@ -226,13 +229,14 @@ class LinearAttention(nn.Module):
         decay: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:
-        """Return o (B, H_q, N, D_v) in q's dtype, or (o, state). Arguments: see :func:`lrpe_md.linear_attention`.
+        """Return o (B, H_q, N, D_v) in q's dtype, or (o, state) with ``return_state``.
 
-        A decay that you pass replaces the module's own. Differentiable with respect to q, k, v, gate, state, decay, the
-        norm's weights, and the learned parameters of the encoding and the decay.
+        See :func:`lrpe_md.linear_attention` for the arguments. A decay that you pass replaces the module's own. The
+        result is differentiable with respect to q, k, v, gate, state, decay, the norm's weights, and the learned
+        parameters of the encoding and the decay.
 
         Raises:
-            ValueError, TypeError: an invalid argument; raised before anything is launched.
+            ValueError, TypeError: for an invalid argument, before a kernel is launched.
         """
         if decay is None and self.decay is not None:
             decay = self.decay()
@@ -270,9 +274,9 @@ def attend_with(
     norm: Norm | None = None,
     act: Act | None = None,
 ) -> Any:
-    """Compute :class:`LinearAttention` with this encoding, for a backbone that owns the encoding.
+    """Compute :class:`LinearAttention` with an encoding that belongs to another module.
 
-    act: activation to use instead of the encoding's; the encoding must then have ``describe()``.
+    act: activation to use instead of the encoding's. This requires an encoding with ``describe()``.
     """
     call: Any = encoding
     if positions is None and isinstance(encoding, Rotate1d) and isinstance(q, Tensor) and q.ndim == 4:

@@ -1,4 +1,4 @@
-"""xPos: scales of q and k that grow and shrink with position, so that scores decay with distance."""
+"""xPos, which scales q and k by position so that attention scores decay with distance."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ def scale_xpos(
     pairs: Pairs = "half",
     rotary_dim: int | slice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scale pair i of q at position n by ζ_i^((n - centre) / scale_base), and of k by the inverse.
+    """Multiply pair i of q at position n by ζ_i^((n - centre) / scale_base), and divide pair i of k by it.
 
     ζ_i = (2i + 0.4 R) / 1.4 R. Rotation preserves lengths, so you can call this before or after :func:`lrpe_md.rotate`.
-    It runs in PyTorch: an extra pass over q and k unless compiled, and an extra rounding step in 16-bit dtypes.
+    This function runs in PyTorch. It costs an extra pass over q and k unless you compile it, and 16-bit dtypes are
+    rounded once more.
 
     Args:
-        q, k: (B, H, N, D) each.
-        positions: positions of the rotation, on one axis, or a pair (for q, for k). Unrotated tokens are not scaled.
-        scale_base: number of tokens over which the scale changes by a factor of ζ.
-        scale_centre: position where the scale is 1. Scores don't depend on it, but q and k exceed float16's range a few
-            thousand tokens away from it; flash-attn uses half of the maximum length.
-        pairs, rotary_dim: as in the rotation.
+        q, k: tensors (B, H, N, D).
+        positions: positions on one axis, the same as for the rotation, or a pair (for q, for k). Unrotated tokens are
+            not scaled.
+        scale_base: number of tokens over which the scale changes by a factor of ζ_i.
+        scale_centre: position where the scale is 1. Attention scores don't depend on it, but q and k overflow float16 a
+            few thousand tokens away from it. flash-attn uses half of the maximum length.
+        pairs, rotary_dim: same values as for the rotation.
 
     Returns:
-        q and k, (B, H, N, D) each, in their dtype. Differentiable with respect to them and coordinates.
+        the scaled q and k, with the same shapes and dtypes. They are differentiable with respect to q, k and
+        coordinates.
 
     Raises:
-        ValueError, TypeError: more than one axis, positions of the wrong length, or an invalid number.
+        ValueError, TypeError: if there is more than one axis, positions have the wrong length, or a number is invalid.
 
-    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554); as in flash-attn's ``RotaryEmbedding``.
+    Source: Sun et al., A Length-Extrapolatable Transformer (arXiv 2212.10554), as implemented in flash-attn's
+    ``RotaryEmbedding``.
     """
     check_scale(scale_base, scale_centre)
     here = split_pair("positions", positions)
@@ -76,7 +80,7 @@ def check_scale(value: Any, centre: Any) -> None:
 
 
 def _whole_beside(x: Any, factor: Tensor) -> Tensor:
-    """Wrap the factors of all tokens as a replicated DTensor if x is a DTensor, so that each rank uses its shard."""
+    """Return the factor as a replicated DTensor if x is a DTensor, so that each rank uses the part for its shard."""
     if not hasattr(x, "placements"):
         return factor
     from torch.distributed.tensor import DTensor, Replicate
@@ -85,7 +89,7 @@ def _whole_beside(x: Any, factor: Tensor) -> Tensor:
 
 
 def _distance(positions: Any, x: Tensor, centre: float) -> Tensor:
-    """Return positions minus the centre, (N,) or (B, N) in float64, and 0 for unrotated tokens."""
+    """Return positions minus the centre as float64, (N,) or (B, N), with 0 for unrotated tokens."""
     if isinstance(positions, Grid):
         positions = positions.explicit(x.device)
     elif isinstance(positions, Tensor):

@@ -1,1 +1,1 @@
-"""Figures of encodings: :func:`lrpe_md.show`, shared with ``lrpe-md visualize``."""
+"""Figures of encodings, for :func:`lrpe_md.show` and ``lrpe-md visualize``."""

@@ -1,4 +1,4 @@
-"""Colours of figures for pages with a dark background."""
+"""Figure colours for pages with a dark background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DARK_PAGE, DARK_TEXT = "#1e2129", "#e2e4e9"
 
 
 def darken(figure: Figure) -> None:
-    """Draw black text and lines of a figure in a light colour, and white backgrounds in a dark one."""
+    """Change a figure's black text and lines to a light colour, and its white backgrounds to a dark one."""
     backgrounds = [figure.patch, *(axis.patch for axis in figure.axes)]
     backgrounds += [each.get_frame() for each in figure.findobj() if isinstance(each, Legend)]
     for patch in backgrounds:
@@ -39,7 +39,7 @@ def darken(figure: Figure) -> None:
 
 
 def _lighten(color: Any) -> Any:
-    """Return a light version of black or dark grey for dark pages, and other colours unchanged."""
+    """Return a light colour for black or dark grey, and any other colour unchanged."""
     if isinstance(color, str) and color in ("none", "auto"):
         return color
     *rgb, alpha = colors.to_rgba(color)

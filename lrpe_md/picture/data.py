@@ -1,7 +1,7 @@
-"""Numbers behind the plots of :func:`lrpe_md.show`: token positions, angles, similarity, wavelengths.
+"""Data for the plots of :func:`lrpe_md.show`, such as token positions, angles, similarity and wavelengths.
 
-Everything is float64 on the CPU. Shapes: N grid tokens after L text tokens, C channels (cosine) or pairs (rotate), and
-K axes of positions.
+All tensors are float64 on the CPU. In shapes, L text tokens precede N grid tokens, C is the number of channels (cosine)
+or pairs (rotate), and K is the number of position axes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SHAPES = {1: (64,), 2: (18, 28), 3: (9, 18, 28)}
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A preset or custom frequencies, with the variants to compare.
+    """A preset or custom frequencies to draw, with the variants to compare.
 
     Attributes:
-        preset: positions, pairs, and the frequencies to draw.
-        frequencies: frequencies by axis order, the subject's own first. Empty for a module or a tensor, whose ω can't
-            be built for a different map or order.
+        preset: preset that defines positions, pairs and frequencies.
+        frequencies: frequencies by axis order, starting with the subject's own. It is empty for a module or a tensor,
+            whose ω can't be built for another map or order.
         seed: seed of random directions.
     """
 
@@ -47,7 +47,7 @@ class Subject:
 
     @cached_property
     def variants(self) -> list[tuple[str, str]]:
-        """(map, axis order) pairs, the subject's own first, without those that its frequencies can't be built for."""
+        """Pairs (map, axis order) for which the frequencies can be built, starting with the subject's own."""
         own = self.preset.scheme.map
         if not self.frequencies:
             return [(own, NO_ORDER)]
@@ -63,11 +63,11 @@ class Subject:
 
     @property
     def base(self) -> float | None:
-        """Base of the frequency series, or None without one."""
+        """Base of the frequency series, or None if there is none."""
         return next((each.base for each in self.frequencies.values()), None)
 
     def omega(self, map: str, order: str) -> Tensor:
-        """Return omega (H or 1, C, K) with C = D for cosine, D/2 for rotate."""
+        """Build omega (H or 1, C, K), where C is D for cosine and D/2 for rotate."""
         if not self.frequencies:
             return self.preset.omega
         part = self.preset.rotary_dim
@@ -84,9 +84,9 @@ def published(
     seed: int = 0,
     name: str | None = None,
 ) -> Subject:
-    """Return the subject of one of :func:`lrpe_md.list_presets`, or of a scheme; None selects the scheme's default.
+    """Return the subject for a scheme, or for a name from :func:`lrpe_md.list_presets`.
 
-    name: title of the figure; None: the scheme's name.
+    By default, sizes and base are the scheme's, and the figure's title ``name`` is the scheme's name.
     """
     found, described = find_scheme(scheme)
     seeded = "seed" in described.frequencies.takes
@@ -100,12 +100,13 @@ def published(
 
 
 def default_shape(made: Preset) -> tuple[int, ...]:
-    """Return the size of a sequence, an image or, if the first axis only counts frames, a video.
+    """Return the grid shape to draw by default.
 
-    If the grids of the scheme don't accept it, return another size.
+    The shape has as many axes as the positions, but it is an image if the first axis also counts text tokens or images.
+    If the scheme does not accept this shape, return another one.
 
     Raises:
-        ValueError: the scheme accepts none of the default sizes.
+        ValueError: if the scheme accepts none of the default shapes.
     """
     scheme = made.scheme
     text_first = scheme.tokens is not None and scheme.tokens.rule == "axis" and scheme.tokens.axis == 0
@@ -125,16 +126,16 @@ def default_shape(made: Preset) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Tokens in drawing order: the text first, then the grid row by row.
+    """Tokens in drawing order, with the text before the grid's rows.
 
     Attributes:
-        shape: grid shape (N,), (H, W) or (T, H, W).
+        shape: shape of the grid, (N,), (H, W) or (T, H, W).
         text: number of text tokens L.
         coords: positions (L + N, K).
-        rotated: (L + N,), False for tokens that are not rotated.
-        steps: (K,), distance between neighbouring tokens on the grid axis that a position axis follows; 0 if it follows
-            none (text's own axis, or the time of an image).
-        sizes: number of tokens on that grid axis, 1 without one.
+        rotated: mask (L + N,), which is False for tokens that are not rotated.
+        steps: distance (K,) between neighbouring tokens, on the grid axis that each position axis follows. It is 0 if a
+            position axis follows no grid axis, such as the time of an image.
+        sizes: number of tokens on that grid axis, or 1 if there is none.
     """
 
     shape: tuple[int, ...]
@@ -161,10 +162,10 @@ class TokenLayout:
         return tuple(n // 2 for n in self.shape)
 
     def index(self, token: Sequence[int]) -> int:
-        """Return the row of a grid token with coordinates (h, w), ..
+        """Return the index of the grid token with the given coordinates, such as (h, w).
 
         Raises:
-            ValueError: the token is not on the grid.
+            ValueError: if the token is not on the grid.
         """
         if len(token) != len(self.shape) or not all(0 <= i < n for i, n in zip(token, self.shape, strict=True)):
             raise ValueError(f"token: expected coordinates on the grid {self.shape}, starting at 0, got {tuple(token)}")
@@ -177,10 +178,10 @@ class TokenLayout:
 def lay_out_tokens(
     positions: Callable[..., Grid | Coordinates], shape: Sequence[int], text: int = 0, row_major: bool = True
 ) -> TokenLayout:
-    """Return the layout of text tokens and a grid at ``positions(text, shape)`` (:meth:`lrpe_md.Preset.positions`).
+    """Lay out text tokens and a grid at ``positions(text, shape)``, such as :meth:`lrpe_md.Preset.positions`.
 
-    row_major: False if the positions are in a different order, such as blocks that are merged later; they are then
-        sorted into the grid's order.
+    row_major: whether the positions are in row-major order. If not, for example because patches are merged later, they
+        are sorted into the grid's order.
     """
     shape = tuple(shape)
     alone = positions(shape)
@@ -199,14 +200,14 @@ def lay_out_tokens(
 
 
 def _table(positions: Grid | Coordinates) -> tuple[Tensor, Tensor]:
-    """Return a row of positions per token, and which tokens are rotated."""
+    """Return one row of positions per token, and a mask of the rotated tokens."""
     rows = (positions.explicit() if isinstance(positions, Grid) else positions).explicit()
     everywhere = torch.ones(rows.coords.shape[0], dtype=torch.bool)
     return rows.coords.double(), everywhere if rows.rotated is None else rows.rotated
 
 
 def _raster(coords: Tensor, frames: int) -> Tensor:
-    """Return the indices that sort tokens frame by frame in the order of their coordinates, last axis fastest."""
+    """Return the indices that sort the tokens of each frame into row-major order."""
     order = torch.arange(coords.shape[0]).reshape(frames, -1)
     for j in reversed(range(coords.shape[-1])):
         order = order.gather(1, coords[order, j].argsort(dim=1, stable=True))
@@ -217,53 +218,54 @@ def _raster(coords: Tensor, frames: int) -> Tensor:
 
 
 def of_head(omega: Tensor, head: int) -> Tensor:
-    """Select a head: omega (H or 1, C, K) → (C, K)."""
+    """Select the omega (C, K) of a head from omega (H or 1, C, K)."""
     return omega[head if omega.shape[0] > 1 else 0]
 
 
 def token_angles(layout: TokenLayout, omega: Tensor) -> Tensor:
-    """Return Θ (N, C) in radians from omega (C, K); learned phases are treated as zero."""
+    """Compute Θ (N, C) in radians from omega (C, K), with learned phases as zero."""
     return reference.angles(layout.coords, omega[None], rotated=layout.rotated)[0]
 
 
 def wrap(theta: Tensor) -> Tensor:
-    """Reduce Θ by whole turns to [-π, π)."""
+    """Wrap angles to [-π, π)."""
     return torch.remainder(theta + math.pi, 2 * math.pi) - math.pi
 
 
 def similarity(theta: Tensor, token: int) -> Tensor:
-    """Return the mean over the channels of cos(Θ_i − Θ_token): theta (N, C) → (N,).
+    """Return the mean (N,) of cos(Θ_i − Θ_token) over the channels, from angles (N, C).
 
-    This is the expected q·k relative to q·k at equal positions:
+    This is the expected q·k, relative to q·k at equal positions, under assumptions that depend on the map:
 
-    - rotate: for equal content that all pairs share equally on average
-      (Men et al., arXiv 2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3);
-    - cosine: each channel has the weight x̄_q x̄_k. With x̄ ≥ 0 it is never negative, so this also holds for tokens
-      with different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
+    - rotate: q and k have the same content, which contributes equally to all pairs on average (Men et al., arXiv
+      2405.14591, theorem 1; RoPE's decay, arXiv 2104.09864, section 3.4.3).
+    - cosine: each channel has the weight x̄_q x̄_k, which is never negative if x̄ ≥ 0. This also holds for tokens with
+      different content, if all channels have similar averages (arXiv 2307.09270, arXiv 2509.10534).
     """
     return (theta - theta[token]).cos().mean(-1)
 
 
 def wavelengths(layout: TokenLayout, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens per turn: (C, K) on each axis, and (C,) along the channel's own direction; ∞ without rotation.
+    """Return the tokens per turn on each axis, (C, K), and along each channel's own direction, (C,).
 
-    On an axis that the grid does not follow, the unit is positions per turn.
+    They are infinite if the channel does not rotate. On a position axis that no grid axis follows, they count positions
+    instead of tokens.
     """
     turn = omega.abs() * torch.where(layout.steps == 0, 1.0, layout.steps.abs())
     return 2 * math.pi / turn, 2 * math.pi / (omega * layout.steps).norm(dim=-1)
 
 
 def aliased(layout: TokenLayout, omega: Tensor) -> bool:
-    """Return whether a channel (K,) turns by more than half a turn per token, so that it appears slower."""
+    """Return whether a channel with omega (K,) makes more than half a turn per token, so that it looks slower."""
     return bool(((omega * layout.steps).abs() > math.pi).any())
 
 
 def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int]:
     """Choose ``number`` channels of omega (C, K), from the fastest to the slowest on this grid.
 
-    They are evenly spaced in the logarithm of their angle over the grid, down to a quarter of a turn if there are
-    slower ones, plus the slowest. Among similar channels, the axes alternate. No two have the same frequencies, and all
-    of them rotate.
+    The logarithms of their angles over the grid are evenly spaced. If some channels make less than a quarter of a turn,
+    the even spacing stops there, and the slowest channel is added. Among similar channels, the axes alternate. All
+    channels rotate, and no two have the same frequencies.
     """
     step = (omega * layout.steps).abs()
     turned = step @ torch.tensor([n - 1.0 for n in layout.sizes], dtype=torch.float64)
@@ -285,7 +287,7 @@ def choose_channels(layout: TokenLayout, omega: Tensor, number: int) -> list[int
 
 
 def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) -> list[int]:
-    """Choose the frames to draw: the token's, and others evenly spaced over time."""
+    """Choose the frames to draw, including the token's own frame and others evenly spaced over time."""
     frames = layout.frames[0]
     own = token[0] if len(layout.shape) == 3 else 0
     even = [round(i * (frames - 1) / max(number - 1, 1)) for i in range(min(number, frames))]
@@ -296,13 +298,13 @@ def choose_frames(layout: TokenLayout, token: Sequence[int], number: int = 3) ->
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Values of all tokens as one image: frames side by side, the text in rows above, NaN in the gaps.
+    """Values of all tokens as one image, with frames side by side, text in rows above them, and NaN in the gaps.
 
     Attributes:
-        image: 2-D, NaN where there is no token.
-        frames: the frames drawn.
-        top: number of rows above the grid.
-        size: (H, W) of a frame.
+        image: array (rows, columns), which is NaN where there is no token.
+        frames: frames that are drawn.
+        top: number of rows above the frames.
+        size: size (H, W) of a frame.
     """
 
     image: Tensor
@@ -312,7 +314,7 @@ class Picture:
 
     @property
     def first_columns(self) -> list[int]:
-        """Return the first column of each frame."""
+        """Return the index of each frame's first column."""
         return [i * (self.size[1] + GAP) for i in range(len(self.frames))]
 
 
@@ -320,7 +322,7 @@ GAP = 1
 
 
 def arrange_frames(layout: TokenLayout, values: Tensor, frames: list[int]) -> Picture:
-    """Arrange values (N,) of all tokens as the picture of these frames."""
+    """Arrange the values of all tokens in a picture of the given frames."""
     _, height, width = layout.frames
     across = len(frames) * (width + GAP) - GAP
     rows = -(-layout.text // across)
@@ -335,7 +337,7 @@ def arrange_frames(layout: TokenLayout, values: Tensor, frames: list[int]) -> Pi
 
 
 def slice_through(layout: TokenLayout, values: Tensor, token: Sequence[int], axis: int) -> tuple[Tensor, Tensor]:
-    """Slice values (N,) through a token along a grid axis: return distances in tokens, and values."""
+    """Return the distances from a token along a grid axis, in tokens, and the values there."""
     grid = values[layout.text :].reshape(layout.shape)
     line = grid[tuple(slice(None) if a == axis else i for a, i in enumerate(token))]
     return torch.arange(layout.shape[axis]) - token[axis], line

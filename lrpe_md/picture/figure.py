@@ -1,4 +1,4 @@
-"""Figures of :func:`lrpe_md.show` and ``lrpe-md visualize``: panels of angles, similarity, cuts and wavelengths."""
+"""Figures with panels for angles, similarity, slices and wavelengths, for :func:`lrpe_md.show`."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ FOOT = (
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Parts of a subject to draw on a grid.
+    """Selection of what to draw in a figure.
 
     Attributes:
-        subject, layout: encoding, and the tokens to draw.
+        subject, layout: encoding and tokens to draw.
         token: grid coordinates of the marked token.
         head: head to draw.
-        channels, frames: channels and frames of the angle maps.
-        reference: size that positions are rescaled to, for all axes or by axis; None: not rescaled.
+        channels, frames: channels and frames to draw as angle maps.
+        reference: size to which positions are rescaled, for all axes or per axis. None means no rescaling.
     """
 
     subject: Subject
@@ -90,7 +90,7 @@ class View:
         return data.of_head(self.subject.omega(*variant), self.head)
 
     def scores(self) -> list[tuple[list[tuple[str, str]], Tensor]]:
-        """Return the similarity with the token (N,) by variant; axis orders with equal values are merged."""
+        """Return the similarity (N,) to the token for each variant. Axis orders with equal values share an entry."""
         found: list[tuple[list[tuple[str, str]], Tensor]] = []
         for variant in self.subject.variants:
             score = data.similarity(data.token_angles(self.layout, self.omega(variant)), self.layout.index(self.token))
@@ -109,10 +109,10 @@ def make_view(
     maps: int = 4,
     reference: int | Sequence[int | None] | None = None,
 ) -> View:
-    """Return a view of the centre, unless another ``token`` is passed, and of ``maps`` channels or the ones passed.
+    """Choose what to draw: by default, the centre of the grid as the token, and ``maps`` channels.
 
     Raises:
-        ValueError: the grid has a single position.
+        ValueError: if no channel rotates on the grid.
     """
     token = layout.centre if token is None else token
     omega = data.of_head(subject.preset.omega, head)
@@ -129,13 +129,13 @@ def make_view(
 
 
 def draw(view: View) -> Figure:
-    """Draw the whole figure; the caller closes it."""
+    """Draw the figure, which the caller must close."""
     with rc_context(SMALL):
         return (_draw_sequence if len(view.layout.shape) == 1 else _draw_grid)(view)
 
 
 def _draw_grid(view: View) -> Figure:
-    """Draw angle maps in rows, then similarity, then cuts and wavelengths; two per row if frames are side by side."""
+    """Draw angle maps, then similarity, then slices and wavelengths, in fewer columns if there are several frames."""
     layout, scores = view.layout, view.scores()
     columns = 4 if len(view.frames) == 1 else 2
     shown = data.arrange_frames(layout, scores[0][1], view.frames).image.shape
@@ -174,7 +174,7 @@ def _draw_grid(view: View) -> Figure:
 
 
 def _draw_sequence(view: View) -> Figure:
-    """Draw angles with a row per channel, similarity as lines, and wavelengths."""
+    """Draw angles with one row per channel, similarity as lines, and wavelengths."""
     layout, length = view.layout, view.layout.shape[0]
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     angle, score, wave = figure.subplots(1, 3, width_ratios=(1.25, 1, 0.9))
@@ -219,7 +219,7 @@ def _blank(axes: list[Any]) -> None:
 
 
 def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
-    """Draw the frames side by side with the text above them, and a ring around the selected token."""
+    """Draw the frames side by side with the text above them, and mark the selected token with a ring."""
     layout = view.layout
     picture = data.arrange_frames(layout, values, view.frames)
     image = axis.imshow(picture.image.numpy(), interpolation="nearest", **scale)
@@ -246,7 +246,7 @@ def _picture(axis: Any, view: View, values: Tensor, **scale: Any) -> Any:
 
 
 def _cuts(axis: Any, view: View, score: Tensor) -> None:
-    """Plot the similarity along each grid axis, through the token."""
+    """Plot the similarity along each grid axis through the token."""
     for j, name in enumerate(("T", "H", "W")[-len(view.layout.shape) :]):
         if view.layout.shape[j] > 1:
             look = LOOKS[name]
@@ -261,9 +261,9 @@ def _cuts(axis: Any, view: View, score: Tensor) -> None:
 
 
 def _wavelengths(axis: Any, view: View, height: float, columns: int = 1) -> None:
-    """Plot tokens per turn of each channel, on the axes along which it rotates; unrotated channels are at the top.
+    """Plot each channel's tokens per turn on the axes along which it rotates, with unrotated channels at the top.
 
-    height: of the axes, in inches. columns: of the legend, for which space is reserved.
+    ``height`` is the height of the axes in inches, and ``columns`` is the number of legend columns.
     """
     layout, omega = view.layout, view.omega(view.default_variant)
     each, along = data.wavelengths(layout, omega)

@@ -1,4 +1,4 @@
-"""Figure of a scheme, a preset, a module or frequencies: :func:`lrpe_md.show`."""
+"""The public function :func:`lrpe_md.show`, which draws an encoding."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ def show(
     dark: bool = False,
     **options: Any,
 ) -> Any:
-    """Plot an encoding: angles of a few channels over the grid, similarity to its middle token, and wavelengths.
+    """Plot an encoding's angles for a few channels, its similarity to the middle token, and its wavelengths.
 
-    ``lrpe-md visualize`` draws the same figure. A name or a scheme is also compared with the other map and axis order.
+    ``lrpe-md visualize`` draws the same figure. For a name or a scheme, the figure also shows the other map and axis
+    order.
 
     Args:
-        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of
-            :func:`lrpe_md.preset`, an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians
-            per unit, of any float dtype and device. A module is drawn with its current frequencies, ω as pairs that
-            rotate.
-        shape: grid (N,), (H, W) or (T, H, W); default: one that suits the scheme's axes.
-        path: file for the figure, in the format of its suffix. Missing folders are created. None: don't save it.
-        head_dim, num_heads: for a scheme or a name; see :func:`lrpe_md.preset`.
+        scheme: a name from :func:`lrpe_md.list_presets`, a :class:`lrpe_md.Scheme`, a result of :func:`lrpe_md.preset`,
+            an encoding module such as :class:`lrpe_md.RotateMd`, or ω (H or 1, C, K) in radians per unit of position,
+            with any float dtype and device. A module is drawn with its current frequencies, and ω is drawn as rotated
+            pairs.
+        shape: grid shape (N,), (H, W) or (T, H, W). By default, it is chosen to suit the scheme's axes.
+        path: file to save the figure to, in the format of its suffix. Missing folders are created. With None, the
+            figure is not saved.
+        head_dim, num_heads: sizes for a scheme or a name; see :func:`lrpe_md.preset`.
         head: head to plot.
-        dark: draw for a dark background.
-        options: options of the scheme's grids.
+        dark: whether to draw for a dark background.
+        options: options of the scheme's positions; see :meth:`lrpe_md.Preset.positions`.
 
     Returns:
-        the matplotlib Figure.
+        the figure, a matplotlib Figure.
 
     Raises:
-        ImportError: matplotlib is missing.
-        TypeError: a scheme or shape of a different type.
-        ValueError: an unknown name, an ω of a different shape, or a shape or head that the scheme does not support.
+        ImportError: if matplotlib is not installed.
+        TypeError: if the scheme or the shape has the wrong type.
+        ValueError: for an unknown name, an invalid shape of ω, or a shape or head that the scheme does not support.
     """
     try:
         from .dark import darken
@@ -92,7 +94,7 @@ def _check_shape(shape: Any, num_axes: int) -> tuple[int, ...]:
 
 
 def _prepare(scheme: Any, head_dim: int | None, num_heads: int | None) -> data.Subject:
-    """Return the subject of a scheme, or of the frequencies of a preset, module or tensor, float64 on the CPU."""
+    """Return the subject for a scheme, or for the frequencies of a preset, module or tensor, copied to the CPU."""
     if isinstance(scheme, (str, Scheme)):
         return data.published(scheme, head_dim, num_heads)
     if not isinstance(scheme, (Preset, FrequencyModule, Tensor)):

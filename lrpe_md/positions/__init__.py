@@ -1,4 +1,4 @@
-"""Token positions: grids, tables of coordinates, and sequences of several parts."""
+"""Token positions on grids, in tables of coordinates, and in sequences with several parts."""
 
 from .augment import AugmentPositions as AugmentPositions
 from .coordinates import Coordinates as Coordinates

@@ -19,26 +19,29 @@ Strength = float | Sequence[float]
 
 
 class AugmentPositions(nn.Module):
-    """Randomly transform positions in training, and leave them unchanged in eval.
+    """Randomly transform positions in training mode, and leave them unchanged in eval mode.
 
-    Each call draws once for the whole batch and all layers. First, each token is moved individually (``perturb``, which
-    turns a grid into a table). Then all tokens are shifted, each axis is stretched, and all axes are stretched by the
-    same factor. These last three steps map a grid to a grid. Its scale and shift are tensors, so nothing is recompiled.
-    ``torch.compile`` can capture the draws; CUDA graphs cannot, so call this outside of them.
+    Call this once per step, so that all layers use the same positions. All samples of a batch share the random numbers.
+    First, ``perturb`` moves each token separately, which turns a grid into a table. Then all tokens are shifted, each
+    axis is stretched, and finally all axes are stretched by the same factor. These last three steps turn a grid into
+    another grid. Its scale and shift are tensors, so that nothing is recompiled. ``torch.compile`` can capture the
+    random numbers, but CUDA graphs cannot, so call this module outside of them.
 
     Args:
-        shift: s, in units of position: each axis is shifted by U(-s, s). One number, or one per axis.
-        jitter: J ≥ 1: each axis is multiplied by exp U(-ln J, ln J). One number, or one per axis.
-        rescale: R ≥ 1: all axes are multiplied by the same exp U(-ln R, ln R).
-        perturb: σ, in steps of the grid (units of position for coordinates): each token is moved on each axis by
-            N(0, (σ/2)²), at most half a step. One number, or one per axis; 0 leaves an axis unchanged.
-        seed: random seed; draws happen on the CPU. Use the same seed on ranks that share a sequence.
+        shift: maximum shift s, in units of position. Each axis is shifted by U(-s, s). Pass one number, or one per
+            axis.
+        jitter: maximum factor J ≥ 1. Each axis is multiplied by exp U(-ln J, ln J). Pass one number, or one per axis.
+        rescale: maximum factor R ≥ 1. All axes are multiplied by the same factor, exp U(-ln R, ln R).
+        perturb: strength σ, in steps of the grid, or in units of position for coordinates. Each token is moved on each
+            axis by N(0, (σ/2)²), but by at most half a step. Pass one number, or one per axis; 0 leaves an axis
+            unchanged.
+        seed: random seed of a generator on the CPU. Use the same seed on ranks that share a sequence.
 
-    Unrotated tokens stay unrotated. Call with :class:`Coordinates`, or with a :class:`Grid` and the device where it is
-    used; the scale and shift are created there.
+    Unrotated tokens stay unrotated. Call the module with :class:`Coordinates`, or with a :class:`Grid` and the device
+    on which to create its scale and shift.
 
-    Sources: shift, jitter, rescale: DINOv3 (arXiv 2508.10104; it trains with ``rescale=2``). perturb: ComRoPE
-    (arXiv 2506.03737).
+    Sources: shift, jitter and rescale come from DINOv3 (arXiv 2508.10104), which trains with ``rescale=2``. perturb
+    comes from ComRoPE (arXiv 2506.03737).
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class AugmentPositions(nn.Module):
         return positions.transform(scale.to(device), shift.to(device))
 
     def _uniform(self, name: str, num: int) -> Tensor:
-        """Draw U(-a, a) ``num`` times; a is the strength, or the logarithm of a factor."""
+        """Draw ``num`` values from U(-a, a), where a is the strength, or its logarithm if the strength is a factor."""
         strength = _per_axis(name, getattr(self, name), num)
         bound = strength if name == "shift" else strength.log()
         return (2 * ops.draw(self.state, [num], False) - 1) * bound
@@ -111,7 +114,7 @@ def _per_axis(name: str, strength: Any, num: int) -> Tensor:
 
 
 def _draw_random(state: Tensor, size: Sequence[int], normal: bool) -> Tensor:
-    """Draw float64 U(0, 1) or N(0, 1) from a CPU generator, and update its state."""
+    """Draw float64 values from U(0, 1) or N(0, 1) with a CPU generator, and update its state in place."""
     generator = torch.Generator("cpu")
     generator.set_state(state)
     drawn = (torch.randn if normal else torch.rand)(size, dtype=torch.float64, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Explicit positions, and the operations that they share with grids."""
+"""Explicit token positions, and the operations that they share with grids."""
 
 from __future__ import annotations
 
@@ -27,41 +27,42 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def _mask_coords(coords: Tensor, which: Tensor) -> Tensor:
-    """Set coordinates to zero where ``which`` is False."""
+    """Set the coordinates to zero where ``which`` is False."""
     if coords.dtype in _SIGNED:  # few operators in torch 2.11 support these dtypes
         return torch.where(which, coords.view(_SIGNED[coords.dtype]), 0).view(coords.dtype)
     return torch.where(which, coords, 0)
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Return ``max`` of sizes that may be symbolic, without adding a guard.
+    """Return the larger of two sizes that may be symbolic, without adding a guard.
 
-    Under Dynamo in torch 2.11, ``torch.sym_max`` rejects plain numbers."""
+    Under Dynamo in torch 2.11, ``torch.sym_max`` rejects plain numbers.
+    """
     return max(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_max(a, b)
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """Return ``min``, like :func:`larger`."""
+    """Return the smaller of two sizes that may be symbolic, without adding a guard."""
     return min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
 
 
 class Rules:
-    """Operations shared by grids and coordinates, affine on each axis."""
+    """Affine operations on each axis, shared by grids and coordinates."""
 
     def transform(self: Self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Self:
-        """Map s → scale · s + shift; each a number, one number per axis, or a tensor (K,)."""
+        """Change each position s to scale · s + shift. Both can be a number, one number per axis, or a tensor (K,)."""
         raise NotImplementedError  # overridden by Grid and Coordinates
 
     def offset(self: Self, by: PerAxis) -> Self:
-        """Map s → s + by."""
+        """Change each position s to s + by."""
         return self.transform(shift=by)
 
     def rescale(self: Self, by: PerAxis) -> Self:
-        """Map s → s · by, for example to match another frame rate or area."""
+        """Change each position s to s · by, for example to match another frame rate or area."""
         return self.transform(by)
 
     def __eq__(self, other: object) -> bool:
-        """Compare all fields; tensors by dtype, device and values."""
+        """Return whether all fields are equal. Tensors are compared by dtype, device and values."""
         if type(other) is not type(self):
             return NotImplemented
         theirs = vars(other)
@@ -77,15 +78,15 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Coordinates(Rules):
-    """Explicit positions, one row per token: for packed, dropped, warped or arbitrary tokens.
+    """Explicit positions with one row per token, for tokens that don't form a grid.
 
     Args:
-        coords: (N, K), or (B or 1, N, K) if samples differ; integers, float32 or float64, used at full precision.
-            Floats of 16 bits or fewer are rejected, because they cannot resolve distant tokens.
-        prefix: number of unrotated tokens in front, which have no row in ``coords``.
-        suffix: number of unrotated tokens at the end, which have no row either.
-        rotated: (N,) or (B, N), False for tokens that have a row but are not rotated, such as padding, or text
-            between images. Their coordinates are set to zero, so that Θ = 0, and they get no phase.
+        coords: (N, K), or (B or 1, N, K) if samples differ. Integers, float32 and float64 are used at full precision.
+            Floats of 16 bits or fewer are rejected, because they cannot tell distant tokens apart.
+        prefix: number of unrotated tokens before the first row of ``coords``.
+        suffix: number of unrotated tokens after the last row.
+        rotated: mask (N,) or (B, N), which is False for tokens that have a row but are not rotated, such as padding.
+            Their coordinates are set to zero, so that Θ = 0, and they get no phase.
     """
 
     coords: Tensor
@@ -147,14 +148,14 @@ class Coordinates(Rules):
         return replace(self, coords=coords * a + b)
 
     def floor(self) -> Coordinates:
-        """Round down, s → ⌊s⌋, for models that round positions after scaling (Qwen2.5-VL's seconds)."""
+        """Round each position down, for models that do so after scaling, such as Qwen2.5-VL with seconds."""
         return replace(self, coords=self.coords.floor())
 
     def clamp(self, low: Bound = None, high: Bound = None) -> Coordinates:
-        """Clamp positions, s → min(max(s, low), high). Each bound is a number, or one per axis; None means no bound.
+        """Clamp positions to [low, high]. Each bound is a number, one number per axis, or None for no bound.
 
         Raises:
-            ValueError: a wrong number of axes, or low above high.
+            ValueError: if the number of axes is wrong, or low exceeds high.
         """
         bounds = []
         for name, given, missing in (("low", low, -math.inf), ("high", high, math.inf)):
@@ -169,7 +170,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords.maximum(least).minimum(most))
 
     def select(self, axes: Sequence[int | None]) -> Coordinates:
-        """Reorder or add axes: new axis j is axis ``axes[j]``, or 0 if that is None."""
+        """Reorder, add or remove axes. New axis j is the old axis ``axes[j]``, or all zeros if ``axes[j]`` is None."""
         check_axes(axes, self.num_axes)
         zero = torch.zeros_like(self.coords[..., 0])
         return replace(
@@ -177,10 +178,10 @@ class Coordinates(Rules):
         )
 
     def take(self, index: Tensor) -> Coordinates:
-        """Select rows by index, (n,) or (B, n), in that order. Prefix and suffix are kept.
+        """Select rows by an index (n,) or (B, n), in the order of the index, and keep prefix and suffix.
 
         Raises:
-            IndexError: an index out of range; on a GPU this is a device-side assertion.
+            IndexError: if an index is out of range. On a GPU, this is a device-side assertion.
         """
         check_index(index, self.coords.shape[-2])
         if self.coords.ndim == 2:
@@ -191,7 +192,7 @@ class Coordinates(Rules):
         return replace(self, coords=coords, rotated=None if self.rotated is None else self.rotated.gather(1, index))
 
     def explicit(self) -> Coordinates:
-        """Add rows for prefix and suffix tokens, marked as unrotated."""
+        """Give prefix and suffix tokens their own rows, marked as unrotated."""
         if self.prefix == self.suffix == 0:
             return self
         ends = (self.prefix, self.suffix)
@@ -201,7 +202,7 @@ class Coordinates(Rules):
         )
 
     def shard(self, start: int, length: int | None = None) -> Coordinates:
-        """Return the tokens from ``start`` on, counting prefix and suffix tokens."""
+        """Return ``length`` tokens (default: all) from ``start`` on. Prefix and suffix tokens count, too."""
         length = self.num_tokens - start if length is None else length
         if not (start >= 0 and 0 <= length <= self.num_tokens - start):
             raise ValueError(
@@ -213,13 +214,13 @@ class Coordinates(Rules):
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Coordinates:
-        """Move to another device or dtype (float32 or float64).
+        """Convert to another device or dtype (float32 or float64).
 
-        Converting integers to float32 checks their values, which waits for a GPU.
+        Converting integers to float32 checks their values, which synchronises with a GPU.
 
         Raises:
-            TypeError: a 16-bit dtype, which cannot resolve distant tokens.
-            ValueError: integers beyond 2^24, which float32 cannot all represent.
+            TypeError: for a 16-bit dtype, which cannot tell distant tokens apart.
+            ValueError: for integers above 2^24, because float32 cannot represent all of them.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 2):
             raise TypeError(
@@ -263,7 +264,7 @@ def per_axis(name: str, value: Any, num_axes: int) -> Any:
 
 
 def check_reach(position: float, where: str = "") -> None:
-    """Check that float32 represents every integer up to this position."""
+    """Check that float32 can represent every integer up to this position."""
     if position > 2**24:
         raise ValueError(
             f"dtype: expected float64 for positions up to {position:.0f}{where}, because float32 represents every "
@@ -272,7 +273,7 @@ def check_reach(position: float, where: str = "") -> None:
 
 
 def check_index(index: Tensor, num: int) -> None:
-    """Check indices into ``num`` tokens, on the device or in the compiled graph if reading them would synchronise."""
+    """Check indices into ``num`` tokens, with an assertion on the device if reading them would synchronise."""
     if index.ndim not in (1, 2) or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index: expected integers (n,) or (B, n), got {index.dtype} {tuple(index.shape)}")
     outside, text = (index < 0) | (index >= num), f"index: expected tokens from 0 to {num - 1}"

@@ -1,11 +1,11 @@
 """Grids of token positions.
 
-Positions s have one row per token and one column per axis. Axes are ordered like a tensor's shape, slowest first: for a
-video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` the column.
+Positions s have one row per token and one column per axis. Axes are ordered like a tensor's shape, slowest first. For a
+video (T, H, W), ``s[:, 0]`` is the frame and ``s[:, 2]`` is the column.
 
-Operations that are affine on each axis map a grid to a grid, so no table of positions is stored, whatever the size:
-``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))``. Operations apply in order, each to the previous
-result. Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
+An operation that is affine on each axis turns a grid into another grid, so that no table of positions is stored. For
+example, ``Grid((T, H, W)).interpolate((None, 16, 16)).offset((3, 0, 0))`` first rescales and then shifts the positions.
+Dropped or reordered tokens, rounding, and several grids in one sequence need a table of coordinates.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ __all__ = ["Coordinates", "Grid", "PerAxis", "grid_coordinates", "offset_positio
 
 @dataclass(frozen=True, eq=False)
 class Grid(Rules):
-    """Tokens in row-major order on a grid, optionally with unrotated tokens before and after them.
+    """Positions of tokens in row-major order on a grid, optionally with unrotated tokens before and after them.
 
-    The flat index of a grid token maps to integer coordinates (i_1, .., i_k), with the last axis fastest, and to the
-    position ``s_j = scale_j * (i_j + origin_j) + shift_j``. Prefix tokens (class, registers, condition) and suffix
-    tokens have angle zero and no phase.
+    A token with the integer coordinates (i_1, .., i_k) has the position ``s_j = scale_j * (i_j + origin_j) + shift_j``.
+    The last coordinate changes fastest from token to token. Prefix tokens (such as class, register and condition
+    tokens) and suffix tokens have angle zero and no phase.
 
     Args:
-        shape: size of each axis, slowest first: ``(H, W)``, ``(T, H, W)``.
-        prefix: number of unrotated tokens in front.
-        suffix: number of unrotated tokens at the end.
-        scale: a number, one per axis, or a tensor (K,); default 1. Numbers and float64 tensors are used in float64.
-            Under ``torch.compile``, a tensor avoids a recompile for each new value.
-        shift: like ``scale``; default 0.
-        start: first token of this shard, counted over prefix + grid + suffix (sequence parallelism, decoding).
-        length: number of tokens of this shard; default: up to the end.
-        origin: integers (K,), or (B, K) if samples differ, on x's device. The kernel reads them there, so a new value
-            needs no synchronisation, copy or recompile (for example the current cache length in decoding).
+        shape: size of each axis, slowest first, such as ``(H, W)`` or ``(T, H, W)``.
+        prefix: number of unrotated tokens before the grid.
+        suffix: number of unrotated tokens after the grid.
+        scale: a number, one number per axis, or a tensor (K,). The default is 1. Numbers and float64 tensors are used
+            in float64. Under ``torch.compile``, a tensor avoids a recompile for each new value.
+        shift: like ``scale``, but the default is 0.
+        start: first token of this shard, counted from the first prefix token. Shards are used in sequence parallelism
+            and decoding.
+        length: number of tokens in this shard. By default, it extends to the end.
+        origin: integer tensor (K,), or (B, K) if samples differ, on x's device, such as the current cache length in
+            decoding. The kernel reads it there, so a new value needs no synchronisation, copy or recompile.
 
     Raises:
-        ValueError: a negative or non-integer size, a scale, shift or origin with a wrong number of axes, or a shard
-            beyond the end.
-        TypeError: an origin that is not an integer tensor.
+        ValueError: if a size is negative or not an integer, a scale, shift or origin has the wrong number of axes, or a
+            shard exceeds the sequence.
+        TypeError: if the origin is not an integer tensor.
     """
 
     shape: tuple[int, ...]
@@ -115,12 +116,12 @@ class Grid(Rules):
 
     @property
     def total(self) -> int:
-        """Number of tokens of the whole sequence: prefix + grid + suffix."""
+        """Number of tokens in the whole sequence, including prefix and suffix."""
         return self.prefix + math.prod(self.shape) + self.suffix
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of this shard."""
+        """Number of tokens in this shard."""
         return self.total - self.start if self.length is None else self.length
 
     @property
@@ -128,7 +129,7 @@ class Grid(Rules):
         return self.num_tokens == self.total
 
     def affine(self, device: torch.device) -> Tensor | None:
-        """Return scale and shift as a float64 tensor (K, 2), or None if they are 1 and 0."""
+        """Return scale and shift as a float64 tensor (K, 2), or None if the grid has neither."""
         if self.scale is None and self.shift is None:
             return None
         if isinstance(self.scale, Tensor) or isinstance(self.shift, Tensor):
@@ -145,7 +146,7 @@ class Grid(Rules):
         return affine_on(scale, shift, device)
 
     def coordinates(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return positions (N, K), or (B, N, K) with an origin per sample; zero for prefix and suffix tokens."""
+        """Return positions (N, K), or (B, N, K) with an origin per sample. Prefix and suffix tokens get zeros."""
         return self._table(torch.device(device), dtype)[0]
 
     def _table(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,15 +161,16 @@ class Grid(Rules):
 
     @property
     def _has_rules(self) -> bool:
-        """Return whether there is a scale or shift with values known to the host."""
+        """Return whether the grid has a scale or a shift, with values that the host knows."""
         known = not isinstance(self.scale, Tensor) and not isinstance(self.shift, Tensor)
         return known and not (self.scale is None and self.shift is None)
 
     def _placed(self, index: Tensor) -> Tensor:
         """Return float64 positions of integer coordinates (.., K).
 
-        If scale and shift are multiples of 1/n, as for reference size / n, (p i + r) / n is rounded only once.
-        Positions that should be integers are then exact, which :meth:`floor` needs.
+        If scale and shift are the fractions p / n and r / n, as after :meth:`interpolate`, the position is computed as
+        (p i + r) / n, with a single rounding. Positions that should be integers are then exact, as :meth:`floor`
+        requires.
         """
         index = index.double()
         if not self._has_rules:
@@ -186,7 +188,7 @@ class Grid(Rules):
 
     @property
     def origin_row(self) -> Tensor | None:
-        """Return the origin as (1, K) or (B, 1, K), to broadcast over tokens."""
+        """The origin as (1, K) or (B, 1, K), which broadcasts over tokens, or None."""
         return None if self.origin is None else self.origin.unsqueeze(-2)
 
     def transform(self, scale: PerAxis = 1.0, shift: PerAxis = 0.0) -> Grid:
@@ -199,7 +201,7 @@ class Grid(Rules):
         return replace(self, scale=[x * y for x, _, y, _ in rows], shift=[x * z + w for x, w, _, z in rows])
 
     def interpolate(self, reference: int | Sequence[int | None]) -> Grid:
-        """Scale positions to a grid of size ``reference``, s → s · reference_j / n_j; None keeps an axis (EVA-02)."""
+        """Rescale positions to a grid of size ``reference``, s → s · reference_j / n_j (EVA-02). None keeps an axis."""
         if not isinstance(reference, (int, Iterable)) or isinstance(reference, str):
             found = "a Grid; pass its shape" if isinstance(reference, Grid) else type(reference).__name__
             raise TypeError(f"reference: expected a size, or one for each of {self.num_axes} axes, got {found}")
@@ -211,9 +213,9 @@ class Grid(Rules):
         return self.rescale([1.0 if r is None else r / n for r, n in zip(sizes, self._sizes, strict=True)])
 
     def centre(self, axes: Sequence[int] | None = None, *, whole: bool = False) -> Grid:
-        """Shift ``axes`` (default: all) so that the middle, index (n - 1) / 2, is at zero (Mochi).
+        """Shift ``axes`` (default: all) so that their middle, at index (n - 1) / 2, is at position zero (Mochi).
 
-        whole: take index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
+        whole: use index n - n // 2 as the middle, so that integers stay integers (Qwen-Image).
         """
         chosen = range(self.num_axes) if axes is None else axes
         if any(not 0 <= axis < self.num_axes for axis in chosen):
@@ -227,9 +229,10 @@ class Grid(Rules):
         return self.offset([-h * (a * m + b) for h, m, a, b in zip(here, middle, scale, shift, strict=True)])
 
     def cells(self, by: Literal["axis", "shorter", "longer"] = "axis") -> Grid:
-        """Map to the centres of n cells that fill [-1, 1], s → 2 (s + ½) / m - 1 with m = n (DINOv3).
+        """Place tokens at the centres of n cells that fill [-1, 1], s → 2 (s + ½) / m - 1 with m = n (DINOv3).
 
-        by: "shorter" or "longer" uses the size of that axis as m for all axes, which keeps the aspect ratio.
+        by: "axis" uses each axis's own size as m. "shorter" and "longer" use the size of the shorter or longer axis for
+        all axes, which keeps the aspect ratio.
         """
         choose: dict[str, Any] = {"axis": None, "shorter": smaller, "longer": larger}
         if by not in choose:
@@ -238,13 +241,13 @@ class Grid(Rules):
         return self.transform([2 / m for m in sizes], [1 / m - 1 for m in sizes])
 
     def crop(self, start: Sequence[float], stop: Sequence[float]) -> Grid:
-        """Position a crop of a larger grid: s → start_j + s · step_j, with the n-th position at stop_j (n_j - 1) / n_j.
+        """Place tokens as a crop of a larger grid, with the first at start_j and the last at stop_j (n_j - 1) / n_j.
 
-        With start 0, these are n equal steps to ``stop``, which is excluded. Otherwise the step differs slightly, as in
-        CogVideoX. For equal steps from any start, use ``rescale((stop - start) / n).offset(start)``.
+        If ``start`` is 0, the step is stop / n. Otherwise it differs slightly from (stop - start) / n, as in CogVideoX.
+        For exactly that step, use ``rescale((stop - start) / n).offset(start)``.
 
         Raises:
-            ValueError: a crop so small and so far from 0 that the n-th position would precede the first.
+            ValueError: if the crop is so small and so far from 0 that the last position would precede the first.
         """
         if not len(start) == len(stop) == self.num_axes:
             raise ValueError(f"start, stop: expected a number for each of {self.num_axes} axes, got {start}, {stop}")
@@ -261,20 +264,20 @@ class Grid(Rules):
         return self.transform(steps, start)
 
     def explicit(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Coordinates:
-        """Return the same positions as a table."""
+        """Return the same positions as a table of coordinates."""
         return self._as_table(*self._table(torch.device(device), dtype))
 
     def along(self, places: Mapping[int, Tensor]) -> Coordinates:
-        """Place index i of an axis at ``places[axis][i]`` and return a table; other axes are unchanged.
+        """Return a table in which index i of an axis has the position ``places[axis][i]``. Other axes are unchanged.
 
-        Use it for times that are not affine in the frame index, or that are known only on the device.
+        Use this for times that are not affine in the frame index, or that only the device knows.
 
         Args:
-            places: axis → numbers (n,), at least as many as the grid's size on this axis. They replace the positions
-                from origin, scale and shift.
+            places: a tensor (n,) per axis number, with at least as many positions as the grid has on this axis. They
+                replace the positions from origin, scale and shift.
 
         Raises:
-            ValueError: an invalid axis or too few places.
+            ValueError: for an invalid axis or too few places.
         """
         for axis, own in places.items():
             check_axes((axis,), self.num_axes)
@@ -298,20 +301,20 @@ class Grid(Rules):
         return self._as_table(torch.stack(columns, dim=-1), rotated)
 
     def _as_table(self, coords: Tensor, rotated: Tensor) -> Coordinates:
-        """Make a table from positions (.., N, K) of this shard; a whole grid keeps its prefix and suffix."""
+        """Make a table from this shard's positions (.., N, K). If it is the whole grid, keep prefix and suffix."""
         if self.whole:
             on_grid = slice(self.prefix, self.prefix + self.num_grid_tokens)
             return Coordinates(coords[..., on_grid, :], self.prefix, self.suffix)
         return Coordinates(coords, rotated=rotated.expand(coords.shape[:-1]))
 
     def take(self, index: Tensor) -> Coordinates:
-        """Select grid tokens by index, (n,) or (B, n), in the order of the indices. Prefix and suffix are kept.
+        """Select grid tokens by an index (n,) or (B, n), in the order of the index, and keep prefix and suffix.
 
-        Use it for dropped tokens (MAE, PatchDropout) and other orders (:func:`window_order`). The result is on the
+        Use this to drop tokens (MAE, PatchDropout) or to reorder them (:func:`window_order`). The result is on the
         index's device.
 
         Raises:
-            IndexError: an index out of range; on a GPU this is a device-side assertion.
+            IndexError: if an index is out of range. On a GPU, this is a device-side assertion.
         """
         if not self.whole:
             raise ValueError(f"take: expected a whole grid, got a shard (start={self.start}, length={self.length})")
@@ -321,18 +324,18 @@ class Grid(Rules):
         return Coordinates(self._placed(coords), self.prefix, self.suffix)
 
     def floor(self, device: torch.device | str = "cpu") -> Coordinates:
-        """Round down to a table, s → ⌊s⌋. Scales such as reference size / n are exact: i · r // n (CogView4)."""
+        """Return a table of positions rounded down, such as i · reference // n after :meth:`interpolate` (CogView4)."""
         return self.explicit(device).floor()
 
     def clamp(self, low: Bound = None, high: Bound = None, device: torch.device | str = "cpu") -> Coordinates:
-        """Clamp to a table, s → min(max(s, low), high). A bound is a number, or one per axis; None means no bound."""
+        """Return a table of positions clamped to [low, high]; see :meth:`Coordinates.clamp`."""
         return self.explicit(device).clamp(low, high)
 
     def select(self, axes: Sequence[int | None], device: torch.device | str = "cpu") -> Grid | Coordinates:
-        """Reorder, add or remove axes: new axis j is axis ``axes[j]``, or 0 if that is None.
+        """Reorder, add or remove axes. New axis j is the old axis ``axes[j]``, or all zeros if ``axes[j]`` is None.
 
-        The result stays a grid if all axes keep their order ((None, 0, 1) turns an image into a frame); else it is a
-        table.
+        If all axes keep their order, the result is a grid. For example, (None, 0, 1) turns an image into a video frame.
+        Otherwise, the result is a table.
         """
         check_axes(axes, self.num_axes)
         if [axis for axis in axes if axis is not None] != list(range(self.num_axes)):
@@ -349,7 +352,7 @@ class Grid(Rules):
 
     @property
     def _sizes(self) -> tuple[Any, ...]:
-        """Return the divisors of normalised positions. An axis of size 0 has no positions."""
+        """Sizes to divide positions by, at least 1 to avoid dividing by zero."""
         return tuple(larger(n, 1) for n in self.shape)
 
     @property
@@ -359,7 +362,7 @@ class Grid(Rules):
 
 
 def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, float]:
-    """Return scale and shift as numerators over n if they equal such fractions up to rounding; otherwise over 1."""
+    """Return p, r, n if scale and shift equal p / n and r / n up to rounding, or else scale, shift, 1."""
     largest = 2.0**53 / n**2
     if abs(scale) < largest and abs(shift) < largest:
         p, r = float(round(scale * n)), float(round(shift * n))
@@ -369,7 +372,7 @@ def _as_fraction(scale: float, shift: float, n: int) -> tuple[float, float, floa
 
 
 def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
-    """Compute positions as :func:`_as_fraction` would, but with traced sizes."""
+    """Compute positions as :func:`_as_fraction` does, but for sizes that are traced."""
     scale, shift = affine.unbind(-1)
     p, r, largest = (scale * n).round(), (shift * n).round(), 2.0**53 / n**2
     near = ((p / n - scale).abs() <= 2.0**-50 * scale.abs()) & ((r / n - shift).abs() <= 2.0**-50 * shift.abs())
@@ -378,10 +381,11 @@ def _place_by_fractions(index: Tensor, affine: Tensor, n: Tensor) -> Tensor:
 
 
 def window_order(shape: Sequence[int], window: int | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return grid indices ordered window by window: int64 (N,), for :meth:`Grid.take`.
+    """Return the indices of a grid's tokens in window order, as int64 (N,) for :meth:`Grid.take`.
 
-    Windows, and tokens within each, are in row-major order. ``window=2`` on (H, W), or (1, 2, 2) on (T, H, W), is the
-    2×2-merge order of Qwen's vision towers. Windows at the far edges are smaller if they don't divide the grid.
+    Both the windows and the tokens in each window are in row-major order. ``window=2`` on (H, W), or (1, 2, 2) on (T,
+    H, W), gives the 2×2 merge order of Qwen's vision towers. If the window does not divide the grid, the last windows
+    on an axis are smaller.
     """
     windows = (window,) * len(shape) if isinstance(window, int) else tuple(window)
     if len(windows) != len(shape) or not all(w > 0 for w in windows):
@@ -396,14 +400,15 @@ def window_order(shape: Sequence[int], window: int | Sequence[int], device: torc
 
 
 def relative_times(num_frames: int, horizon: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return times (num_frames,) for the frames that a stream still holds, oldest first.
+    """Return times (num_frames,) for the frames that a video stream keeps, oldest first.
 
-    Block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3): the newest frame is at most at
-    horizon - 1, earlier frames shift back with it, and times below 0 become 0. Use it as ``places`` of
-    :meth:`Grid.along` and of the modules. To cut to another scene (eq. 4), run ``times[i:] += gap``.
+    This is block-relativistic RoPE (∞-RoPE, Yesiltepe et al., arXiv 2511.20649, eq. 2 and 3). The time of the newest
+    frame is at most horizon - 1, earlier frames count back from there, and no time is below 0. Pass the result as
+    ``places`` to :meth:`Grid.along` or to a module's ``set_places``. To cut to another scene (eq. 4), run ``times[i:]
+    += gap``.
 
     Raises:
-        ValueError: num_frames or horizon below 1.
+        ValueError: if num_frames or horizon is below 1.
     """
     check_at_least(1, num_frames=num_frames, horizon=horizon)
     return (torch.arange(num_frames, device=device) - max(num_frames - horizon, 0)).clamp_min(0).double()
@@ -420,9 +425,9 @@ def grid_coordinates(
     device: torch.device,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Return positions (N, K) of flat token indices, and a mask (N,) of the tokens on the grid.
+    """Return the positions (N, K) of consecutive tokens from ``start`` on, and a mask (N,) of the tokens on the grid.
 
-    origin: (1, K), or (B, 1, K), which makes the positions (B, N, K).
+    origin: (1, K) or (B, 1, K). With the latter, the positions are (B, N, K).
     """
     if dtype == torch.float32 and affine is None:
         for size in sizes:
@@ -438,7 +443,7 @@ def grid_coordinates(
 
 
 def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return coordinates (.., K) of flat indices, with the last axis fastest."""
+    """Convert flat indices to coordinates (.., K) in row-major order."""
     columns = []
     for size in reversed(sizes):
         rest = index // max(size, 1)
@@ -448,9 +453,9 @@ def _unravel(index: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def offset_positions(num_tokens: int, offset: int | Tensor, device: torch.device) -> Grid:
-    """Position tokens t = 0 .. N - 1 at t + offset: an int, or integers (), (1,) or (B,) read on the device.
+    """Place token t at t + offset, where the offset is an int or an integer tensor of shape (), (1,) or (B,).
 
-    An int is also stored on the device, so that a new value does not create a new layout.
+    An int is also moved to the device, so that a new value does not create a new layout.
     """
     if isinstance(offset, Tensor):
         if offset.ndim > 1 or offset.dtype not in (torch.int32, torch.int64):

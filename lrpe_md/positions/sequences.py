@@ -1,7 +1,8 @@
-"""Sequences of several parts (text, images, videos), and batches of such sequences.
+"""Positions of sequences with several parts (text, images, videos), and of batches of such sequences.
 
-:func:`compose` lays out one sample. :func:`pack` and :func:`pad` combine samples with different layouts, so that one
-call encodes them all. Build a layout once per batch, not once per layer.
+:func:`compose` returns the layout of one sample, which contains the positions of its tokens. :func:`pack` and
+:func:`pad` combine samples with different layouts, so that you can encode them in a single call. Build the layout once
+per batch, not once per layer.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ RULES = ("skip", "zero", "axis", "diagonal")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens outside of grids: text, class tokens, registers, padding.
+    """Tokens outside of grids, such as text, class tokens, registers and padding.
 
     Args:
         length: number of tokens.
-        rule: where to place them.
+        rule: where to place the tokens.
 
-            - ``"skip"``: no position: they are not rotated and get no phase;
-            - ``"zero"``: all at the origin;
-            - ``"axis"``: in sequence along one axis, at zero on the others;
-            - ``"diagonal"``: in sequence along all axes at once.
-        axis: the axis for ``"axis"``.
-        start: position of the first token; None: the running position of the sequence.
+            - ``"skip"``: they have no position, are not rotated and get no phase.
+            - ``"zero"``: they are all at the origin.
+            - ``"axis"``: they follow one another along one axis, and are at zero on the others.
+            - ``"diagonal"``: they follow one another along all axes at once.
+        axis: axis number for ``"axis"``.
+        start: position of the first token. None means the running position of the sequence.
     """
 
     length: int
@@ -62,16 +63,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class After:
-    """A grid after the preceding segments: the running position is added to its positions.
+    """A grid that continues after the preceding segments. The running position is added to its positions.
 
     Args:
-        grid: a grid with positions from 0 on; or a table (N, K), such as reordered grid tokens. The maxima of a table
-            are read, which waits for a GPU.
-        axes: the axes on which the running position is added; None: all.
-        advance: the axes that determine the next running position: the largest of the grid's positions on them,
-            plus 1. None: the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the
-            number of frames (Qwen2-VL in transformers 5).
-        whole: round the advance up to an integer, for fractional positions (V2PE).
+        grid: a grid with positions from 0 on, or a table (N, K), for example of reordered tokens. For a table on a GPU,
+            reading the largest positions synchronises.
+        axes: axes on which to add the running position. None means all.
+        advance: axes that determine the next running position, which is the grid's largest position on them plus 1.
+            None means the same as ``axes``. (1, 2) advances by the larger of height and width, regardless of the number
+            of frames (Qwen2-VL in transformers 5).
+        whole: round the next running position up to an integer. Use this with fractional positions (V2PE).
     """
 
     grid: Grid | Coordinates
@@ -88,13 +89,14 @@ class After:
 
 @dataclass(frozen=True)
 class Before:
-    """A grid before the running position, which does not advance: earlier frames, a condition.
+    """A grid that ends just before the running position and does not advance it, such as earlier frames or a condition.
 
-    The grid is shifted so that its largest positions plus 1 equal the running position; at the start it ends at -1.
+    The grid is shifted so that its largest position on each axis is the running position minus 1. At the start of a
+    sequence, that is -1.
 
     Args:
-        grid: a grid or a table (N, K), as for :class:`After`.
-        axes: the axes on which it is shifted; None: all. Positions on other axes are unchanged.
+        grid: a grid or a table (N, K); see :class:`After`.
+        axes: axes on which to shift the grid. None means all. Positions on other axes are unchanged.
     """
 
     grid: Grid | Coordinates
@@ -109,7 +111,7 @@ Segment = Tokens | Grid | After | Before | Coordinates
 
 
 class Packed(NamedTuple):
-    """Samples packed end to end: positions of all tokens, and cu_seqlens (B + 1,) int32, where each sample starts."""
+    """Positions of samples packed end to end, and their boundaries cu_seqlens (B + 1,) in int32."""
 
     positions: Coordinates
     cu_seqlens: Tensor
@@ -125,30 +127,31 @@ def compose(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> Coordinates:
-    """Lay out one sample from its segments, in token order.
+    """Return the positions of one sample from its segments, in token order.
 
-    A running position p starts at 0. :class:`Tokens` on an axis or the diagonal that start at s set it to s + length.
-    :class:`After` sets it to the grid's largest position plus 1, or as its options say; an empty grid leaves it
-    unchanged. Plain grids, coordinates and :class:`Before` do not change p. Plain grids and coordinates also ignore it.
+    A running position p starts at 0. :class:`Tokens` on an axis or the diagonal set it to their start plus their
+    length. :class:`After` sets it to the grid's largest position plus 1, subject to its options, or leaves it unchanged
+    if the grid is empty. :class:`Before` uses p without changing it. Plain grids and coordinates neither use nor change
+    p.
 
     Args:
-        segments: :class:`Tokens`; :class:`Grid` or :class:`Coordinates` (N, K) at fixed positions; :class:`After` or
-            :class:`Before` for a grid relative to p. Prefix and suffix of a grid are unrotated tokens.
-        num_axes: K, if no grid determines it.
-        num_tokens: expected total number of tokens, if known.
-        start: first token of this shard of the sequence (sequence parallelism, decoding).
-        length: number of tokens of the shard; default: up to the end.
-        order: indices of the segments in the order in which p visits them; default: token order. With (1, 0), text
-            after an image gets the earlier positions (Z-Image).
-        device, dtype: of the positions. float32 represents integers up to 2^24.
+        segments: :class:`Tokens`, :class:`Grid` or :class:`Coordinates` (N, K) with fixed positions, and :class:`After`
+            or :class:`Before` for a grid relative to p. A grid's prefix and suffix are unrotated tokens.
+        num_axes: number of axes K. It is required if no grid determines it.
+        num_tokens: expected total number of tokens. If you pass it, it is checked.
+        start: first token of this shard of the sequence. Shards are used in sequence parallelism and decoding.
+        length: number of tokens in this shard. By default, it extends to the end.
+        order: indices of the segments in the order in which p visits them. The default is token order. With (1, 0),
+            text after an image gets the earlier positions (Z-Image).
+        device, dtype: device and dtype of the positions. float32 can represent all integers up to 2^24.
 
     Returns:
-        coordinates (N, K), with a mask if some tokens are not rotated.
+        coordinates (N, K), with a mask if some of the tokens are not rotated.
 
     Raises:
-        ValueError: segments with different numbers of axes, lengths that don't add up, a shard beyond the end, or
-            positions beyond 2^24 in float32.
-        TypeError: an invalid segment or dtype.
+        ValueError: if segments have different numbers of axes, lengths don't add up, a shard exceeds the sequence, or
+            float32 cannot represent a position.
+        TypeError: for an invalid segment or dtype.
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32 or float64 (16 bits are too coarse for distant tokens), got {dtype}")
@@ -186,11 +189,12 @@ def compose(
 
 
 def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | None = None) -> Packed:
-    """Concatenate the layouts of several samples, for x (1, H, N_1 + .. + N_B, D) and attention with cu_seqlens.
+    """Concatenate the layouts of several samples, to encode x (1, H, N_1 + .. + N_B, D) and attend with cu_seqlens.
 
     Args:
         samples: one layout (N, K) per sample.
-        device: device of the result; default: that of the first coordinates, else the CPU.
+        device: device of the result. By default, it is that of the first coordinates, or the CPU if there are only
+            grids.
     """
     rows = _samples(samples, device)
     ends = torch.tensor([0, *(part.num_tokens for part in rows)], device="cpu").cumsum(0, dtype=torch.int32)
@@ -198,22 +202,22 @@ def pack(samples: Sequence[Grid | Coordinates], device: torch.device | str | Non
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor = 0) -> Coordinates:
-    """Return positions of packed text, 0, 1, .. in each sequence, for x (1, H, N, D).
+    """Return the positions of packed text, which start again in each sequence, for x (1, H, N, D).
 
-    This does not synchronise with a GPU. Compute positions once per batch, not once per layer.
+    This does not synchronise with a GPU. Compute the positions once per batch, not once per layer.
 
     Args:
-        cu_seqlens: (S + 1,) int32 or int64 on x's device, starting at 0: the start of each sequence and the end of the
-            last one. Equal entries mean an empty sequence; tokens after the last entry continue the last sequence.
-            Values are checked on a CPU only. On a GPU, invalid offsets give positions relative to a wrong start.
-        num_tokens: N.
-        offset: position of the first token of each sequence, or integers (), (1,) or (S,).
+        cu_seqlens: (S + 1,) int32 or int64 on x's device. It contains the start of each sequence, beginning with 0, and
+            the end of the last one. Equal entries mean an empty sequence. Tokens after the last entry continue the last
+            sequence. Values are only checked on a CPU. On a GPU, invalid values lead to wrong positions.
+        num_tokens: number of tokens, N.
+        offset: position of the first token of each sequence, an int or an integer tensor of shape (), (1,) or (S,).
 
     Returns:
-        coordinates (N, 1), int64.
+        coordinates (N, 1) in int64.
 
     Raises:
-        ValueError, TypeError: an invalid argument.
+        ValueError, TypeError: for an invalid argument.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected a tensor (S + 1,), got {type(cu_seqlens).__name__}")
@@ -242,7 +246,10 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, offset: int | Tensor =
 
 
 def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, dim: int | None) -> Grid | Coordinates:
-    """Return positions for the tokens of x (B, H, N, D); dim is the dimension of its softmax."""
+    """Return the positions of text x (B, H, N, D) from its offset or, for packed text, from cu_seqlens.
+
+    ``dim`` is the dimension of a softmax activation.
+    """
     if cu_seqlens is None:
         return offset_positions(x.shape[2], offset, x.device)
     if x.shape[0] != 1:
@@ -252,7 +259,7 @@ def text_positions(x: Tensor, offset: int | Tensor, cu_seqlens: Tensor | None, d
 
 
 def refuse_mixing(dim: int | None) -> None:
-    """Raise an error for a softmax over the sequence of packed tokens."""
+    """Raise an error if the softmax is over the sequence, because it would mix packed sequences."""
     if dim == -2:
         raise ValueError(
             "dim: softmax over the sequence (-2) would mix packed sequences; process one sequence at a time"
@@ -264,12 +271,13 @@ def pad(
     num_tokens: int | None = None,
     device: torch.device | str | None = None,
 ) -> Coordinates:
-    """Batch the layouts of several samples as (B, N, K), for x (B, H, N, D), with unrotated padding at the end.
+    """Batch the layouts of several samples for x (B, H, N, D), with unrotated padding at the end of shorter ones.
 
     Args:
         samples: one layout (N, K) per sample.
-        num_tokens: N; default: that of the longest sample.
-        device: device of the result; default: that of the first coordinates, else the CPU.
+        num_tokens: N. By default, it is the length of the longest sample.
+        device: device of the result. By default, it is that of the first coordinates, or the CPU if there are only
+            grids.
     """
     rows = _samples(samples, device)
     longest = max(part.num_tokens for part in rows)
@@ -284,23 +292,23 @@ def pad(
 def zigzag(
     positions: Grid | Coordinates, rank: int, num_ranks: int, device: torch.device | str | None = None
 ) -> Coordinates:
-    """Select one rank's tokens of a sequence in zig-zag order (ring attention).
+    """Select the tokens of one rank in zig-zag order, for ring attention.
 
-    The sequence has 2 R equal chunks. A rank holds chunks ``rank`` and 2 R - 1 - ``rank``, so that a causal mask leaves
-    all ranks the same amount of work.
+    The sequence is split into 2 R equal chunks for R ranks. Each rank gets chunks ``rank`` and 2 R - 1 - ``rank``, so
+    that all ranks have the same amount of work with a causal mask.
 
     Args:
         positions: layout of the whole sequence, including prefix and suffix tokens.
-        rank, num_ranks: this rank's number (from 0) and R.
-        device: device of the result; default: that of coordinates or of a grid's origin, else the CPU.
+        rank, num_ranks: number of this rank, from 0, and the number of ranks R.
+        device: device of the result. By default, it is that of the coordinates or of a grid's origin, or else the CPU.
 
     Returns:
-        coordinates of the two chunks, concatenated, for this rank's x (B, H, N / R, D). Sum the gradients of
-        frequencies over the ranks.
+        the concatenated coordinates of the two chunks, for this rank's x (B, H, N / R, D). Sum the gradients of
+        frequencies over all ranks.
 
     Raises:
-        ValueError: chunks of unequal length, a shard instead of the whole sequence, or an invalid rank.
-        TypeError: positions that are neither a grid nor coordinates.
+        ValueError: if chunks have unequal lengths, the positions are a shard, or the rank is invalid.
+        TypeError: if positions are neither a grid nor coordinates.
     """
     if not isinstance(positions, (Grid, Coordinates)):
         raise TypeError(f"positions: expected a Grid or Coordinates, got {describe_positions(positions)}")
@@ -369,7 +377,7 @@ def _format_sum(lengths: Sequence[int]) -> str:
 
 
 def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Grid | Coordinates, float]:
-    """Shift a segment to its place, and return it with the next running position."""
+    """Return a segment at its final position, and the next running position."""
     if isinstance(segment, Tokens) and segment.rule in ("axis", "diagonal"):
         first = running if segment.start is None else segment.start
         return replace(segment, start=first), first + segment.length
@@ -391,7 +399,7 @@ def _place(segment: Segment, running: float, num_axes: int) -> tuple[Tokens | Gr
 
 
 def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
-    """Return the first and last position per axis, or min and max for a table; an empty list if there are no tokens."""
+    """Return the first and last position (for a table, min and max) per axis, or an empty list without tokens."""
     if isinstance(grid, Coordinates):
         rows = grid.coords if grid.rotated is None else grid.coords[grid.rotated]
         ends: Any = torch.stack(rows.double().aminmax(dim=0), dim=-1).tolist() if len(rows) else []
@@ -404,7 +412,7 @@ def _ends(grid: Grid | Coordinates) -> list[tuple[float, float]]:
 
 
 def _reach(segment: Tokens | Grid | Coordinates) -> float:
-    """Return the largest position that is known without reading a table."""
+    """Return the largest position of a segment, or 0 for a table, which would have to be read."""
     if isinstance(segment, Tokens):
         return (segment.start or 0) + segment.length - 1
     return max((abs(s) for ends in _ends(segment) for s in ends), default=0) if isinstance(segment, Grid) else 0
@@ -413,7 +421,7 @@ def _reach(segment: Tokens | Grid | Coordinates) -> float:
 def _rows(
     segment: Tokens | Grid | Coordinates, start: int, length: int, num_axes: int, device: torch.device
 ) -> Coordinates:
-    """Return the tokens of a segment from ``start`` on, with one row each."""
+    """Return ``length`` tokens of a segment from ``start`` on, as a table."""
     if isinstance(segment, Grid):
         return replace(segment, start=segment.start + start, length=length).explicit(device).explicit()
     if isinstance(segment, Coordinates):
@@ -449,7 +457,7 @@ def _check_known(name: str, part: Grid | Coordinates, i: int) -> None:
 
 
 def _join(parts: Sequence[Coordinates]) -> Coordinates:
-    """Concatenate tables."""
+    """Concatenate tables of coordinates along the tokens."""
     mask = None
     if any(part.rotated is not None for part in parts):
         masks = [

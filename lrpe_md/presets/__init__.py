@@ -1,4 +1,4 @@
-"""Published schemes as data, and support for your own."""
+"""Published schemes as data, with support for schemes of your own."""
 
 from .functions import FUNCTIONS as FUNCTIONS
 from .registry import SCHEMES as SCHEMES

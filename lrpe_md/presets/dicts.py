@@ -1,4 +1,4 @@
-"""Conversion of schemes to and from plain dicts, for JSON and YAML."""
+"""Conversion between schemes and plain dicts, for JSON and YAML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_scheme(scheme: Any, functions: Functions | None) -> dict[str, Any]:
 
 
 def _write_fields(value: Any, names: Mapping[Any, str]) -> dict[str, Any]:
-    """Write the fields that differ from their defaults."""
+    """Return the fields that differ from their defaults as a plain dict."""
     found = {}
     for field in fields(value):
         own = getattr(value, field.name)

@@ -14,10 +14,10 @@ __all__ = ["check_axis_numbers", "check_fields"]
 
 
 def check_fields(value: Any) -> None:
-    """Check every field of a dataclass against its declared type.
+    """Check that each field of a dataclass has its declared type.
 
     Raises:
-        ValueError: a value of the wrong type, or a non-finite number.
+        ValueError: for a value of the wrong type, or a non-finite number.
     """
     hints = _hints(type(value))
     for field in fields(value):

@@ -1,6 +1,6 @@
-"""Functions that schemes refer to by name: series, dense frequencies, grids.
+"""Functions that schemes refer to by name, for series, dense frequencies and grids.
 
-A scheme's dict stores these names, so that it can be written as JSON. ``FUNCTIONS`` maps the library's names.
+``FUNCTIONS`` maps their names to functions. A scheme's dict contains the names, so that you can write it as JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def random_frames(channels: int, heads: int, base: float, generator: torch.Gener
 
 
 def no_turn(theta: Tensor) -> tuple[Tensor, float]:
-    """Set θ = 0, so that the axis has no position (HoPE)."""
+    """Set θ to 0, so that the axis does not encode position (HoPE)."""
     return torch.zeros_like(theta), 1.0
 
 
@@ -73,7 +73,7 @@ def no_turn(theta: Tensor) -> tuple[Tensor, float]:
 
 
 def frames(shape: Shape) -> Shape:
-    """Extend (H, W) to a video of one frame."""
+    """Return a video's shape unchanged, and turn an image (H, W) into a video of one frame."""
     return (1, *shape) if len(shape) == 2 else shape
 
 
@@ -86,7 +86,7 @@ def video(shape: Shape) -> Grid:
 
 
 def sequence(shape: Shape) -> Grid:
-    """Flatten the grid to a sequence of tokens."""
+    """Place all tokens of a grid on a single axis."""
     return Grid((math.prod(shape),))
 
 
@@ -121,7 +121,7 @@ def cells(shape: Shape, by: Literal["axis", "shorter", "longer"] = "axis") -> Gr
 
 
 def crop(shape: Shape, size: tuple[int, int] | None = (30, 45)) -> Grid:
-    """Crop the middle of a grid of the training size to the largest area with this grid's aspect ratio."""
+    """Place tokens in the middle of the training grid, in the largest crop with this grid's aspect ratio."""
     num, height, width = shape = frames(shape)
     if size is None:
         return Grid(shape)
@@ -143,12 +143,12 @@ def seconds(shape: Shape, fps: float | None = None, base_fps: float = 24) -> Gri
 
 
 def portion(shape: Shape, longest: int | None = None) -> Grid:
-    """Place index i at (i + 1) / M, where M is ``longest`` or the size."""
+    """Place index i at (i + 1) / M, where M is ``longest`` or the size of the grid."""
     return Grid(shape).offset(1).rescale(1 / (longest or max(shape[0], 1)))
 
 
 def rounded_down(shape: Shape, size: int = 256) -> Coordinates:
-    """Place index i at i · size // n."""
+    """Place index i of an axis of length n at i · size // n."""
     return Grid(shape).interpolate(size).floor()
 
 
@@ -157,7 +157,7 @@ def divided(shape: Shape, by: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def two_apart(shape: Shape, skip: int = 8) -> Grid:
-    """Place two frames like the first and last of ``skip`` frames; leave other numbers of frames unchanged."""
+    """Place two frames like the first and last of ``skip`` frames, and any other number of frames one apart."""
     shape = frames(shape)
     return Grid(shape).rescale((skip - 1 if shape[0] == 2 else 1, 1, 1))
 
@@ -172,13 +172,13 @@ def scaled(shape: Shape, scale: Sequence[float] = (1, 1, 1)) -> Grid:
 
 
 def whole_seconds(shape: Shape, interval: float = 1, rate: float = 25) -> Grid | Coordinates:
-    """Place frame i at t = ⌊i · interval · rate⌋: ``interval`` seconds per frame, ``rate`` positions per second."""
+    """Place frame i at t = ⌊i · interval · rate⌋, with ``interval`` in seconds and ``rate`` in positions per second."""
     grid = video(shape).rescale((interval * rate, 1, 1))
     return grid if float(interval * rate).is_integer() else grid.floor()
 
 
 def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
-    """Shift frames along the diagonal: t is the frame's position, and h and w are centred at t."""
+    """Shift frames along the diagonal, so that h and w are centred at the frame's position t."""
     shape = frames(shape)
     grid = Grid(shape).rescale((stride, 1, 1)).offset((0, -((shape[1] - 1) // 2), -((shape[2] - 1) // 2)))
     coords = grid.coordinates()
@@ -186,7 +186,7 @@ def diagonal(shape: Shape, stride: float = 2) -> Coordinates:
 
 
 def flattened(shape: Shape, stride: float = 16) -> Grid:
-    """Place all tokens of an image within ``stride`` positions, the last token at the end."""
+    """Place all tokens of an image evenly within ``stride`` positions, with the last token at the end."""
     num = math.prod(shape)
     return Grid((num,)).offset(1).rescale(stride / max(num, 1)).offset(-1)
 
@@ -194,8 +194,9 @@ def flattened(shape: Shape, stride: float = 16) -> Grid:
 def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0, stride: float = 1) -> Coordinates:
     """Place tokens on a circle across the diagonal of the axes.
 
-    alpha: weight of a token's angle around the middle, relative to its index, in its angle on the circle. mix: weight
-    of the plain grid position, relative to the circle. stride: offset along the diagonal per frame.
+    A token's angle on the circle is a mixture of its angle around the middle of the image (with weight ``alpha``) and
+    its index. ``mix`` is the weight of the plain grid position, relative to the circle. ``stride`` is the offset along
+    the diagonal from one frame to the next.
     """
     num, height, width = frames(shape)
     across = Grid((height, width)).centre().coordinates()
@@ -213,7 +214,7 @@ def circle(shape: Shape, radius: float = 10, alpha: float = 0.5, mix: float = 0,
 
 
 def _of_trained(positions: Grid | Coordinates, sizes: Sequence[float]) -> Any:
-    """Express positions as a fraction of the training size, in [-1, 1]."""
+    """Rescale positions so that the training size covers [-1, 1]."""
     return positions.rescale([2 / size for size in sizes]).offset(-1)
 
 
@@ -223,7 +224,7 @@ def of_trained_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Grid:
-    """Return the start of each latent in seconds and pixels, scaled to [-1, 1] over the training size."""
+    """Return the start of each latent in seconds and pixels, rescaled so that the training size covers [-1, 1]."""
     return _of_trained(video(shape).rescale((steps[0] / fps, *steps[1:])), trained)
 
 
@@ -233,19 +234,19 @@ def causal_video(
     steps: Sequence[float] = (8, 32, 32),
     trained: Sequence[float] = (20, 2048, 2048),
 ) -> Coordinates:
-    """Return the middle of each latent in seconds and pixels, as above; the first latent is a single frame."""
+    """Return the middle of each latent instead of its start. The first latent is a single frame."""
     middle = video(shape).offset((0, 0.5, 0.5)).rescale(steps).offset((1 - steps[0] / 2, 0, 0))
     return _of_trained(middle.clamp((0.5, None, None)).rescale((1 / fps, 1, 1)), trained)
 
 
 def causal_audio(shape: Shape, step: float = 4, rate: float = 100, trained: float = 20) -> Coordinates:
-    """Return the middle of each audio latent in seconds: ``step`` spectrogram frames at ``rate`` per second."""
+    """Return the time at the middle of each audio latent, which spans ``step`` of ``rate`` frames per second."""
     middle = sequence(shape).rescale(step).offset(1 - step / 2)
     return _of_trained(middle.clamp(0.5).rescale(1 / rate), (trained,))
 
 
 def causal_time(shape: Shape, fps: float = 24) -> Coordinates:
-    """Return only the time axis, in seconds, of a video's latents or of one-dimensional audio."""
+    """Return only the times of a video's latents, or of audio latents if the shape has one axis."""
     return causal_audio(shape) if len(shape) == 1 else causal_video(shape, fps).select((0,))
 
 

@@ -1,10 +1,10 @@
-"""Published schemes as data: frequencies, positions and pairs in the common form Θ = Σ_j s_j ω_j.
+"""Published schemes as data, with frequencies, positions and pairs in the common form Θ = Σ_j s_j ω_j.
 
     wan = preset("wan", head_dim=128)
     q, k = rotate(q, k, omega=wan.omega.to(q.device), positions=wan.positions((21, 30, 52)), **wan.options)
 
-Each entry of ``SCHEMES`` has a ``doc`` with its source and peculiarities. No other part of the library knows a scheme
-by name. Every preset is tested against the original code.
+The ``doc`` of each entry in ``SCHEMES`` describes its source and peculiarities. No other part of the library refers to
+a scheme by name. Each preset is tested against the original code.
 """
 
 from __future__ import annotations
@@ -487,21 +487,21 @@ RESERVED = ("cosine", "rotate", "mixed", "none")  # names of encodings in the ba
 
 
 def list_presets() -> list[str]:
-    """Return the names that :func:`preset` accepts: published schemes and those you registered."""
+    """Return the names that :func:`preset` accepts, including the schemes that you registered."""
     return [*SCHEMES, *REGISTERED]
 
 
 def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> None:
-    """Register your own scheme under a name, for this process: for :func:`preset`, PresetMd and ``encoding=``.
+    """Register your own scheme, so that :func:`preset`, PresetMd and ``encoding=`` accept its name in this process.
 
     Args:
         name: any name except those of published schemes, "cosine", "rotate", "mixed" and "none".
-        scheme: must be valid at its own head_dim.
-        overwrite: replace a scheme registered under the same name.
+        scheme: scheme to register. It must be valid for its own head_dim.
+        overwrite: whether to replace a scheme that you registered under the same name.
 
     Raises:
-        TypeError: an invalid name, or a value that is not a :class:`Scheme`.
-        ValueError: a name in use, or an invalid scheme; nothing is registered then.
+        TypeError: for an invalid name, or a value that is not a :class:`Scheme`.
+        ValueError: for a name in use, or an invalid scheme. The scheme is then not registered.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name: expected a name, got {name!r}")
@@ -516,7 +516,7 @@ def register_scheme(name: str, scheme: Scheme, *, overwrite: bool = False) -> No
 
 
 def find_scheme(scheme: str | Scheme) -> tuple[str, Scheme]:
-    """Find a scheme by name. A scheme is returned with the name it is registered under."""
+    """Return the name and the scheme that a name or a scheme refers to."""
     if isinstance(scheme, Scheme):
         names = (name for name, known in (*SCHEMES.items(), *REGISTERED.items()) if known is scheme)
         return next(names, "this scheme"), scheme
@@ -544,18 +544,18 @@ def preset(
 
     Args:
         scheme: a name from :func:`list_presets`, or a :class:`Scheme`.
-        head_dim: D; default: the original's.
-        num_heads: number of key heads; default: the original's, or 1 if heads share ω. Required if frequencies or phase
-            differ by head and the scheme does not fix the number: rope_vit_mixed, mochi, transnormer, pope.
-        base, split, scaling: override the scheme's base of the series, the axes' shares of the channels, and the
-            scaling to longer sequences or larger grids. A scaling such as ``partial(yarn_scaling, factor=4,
-            original_length=32768)`` applies to all axes; or pass one per axis.
-        rotary_dim: override the rotated channels of a head: the first R, or a slice.
-        seed: seed of random frequencies, default 0.
+        head_dim: number of channels per head, D. By default, it is the original model's.
+        num_heads: number of key heads. By default, it is the original model's, or 1 if heads share ω. It is required
+            for rope_vit_mixed, mochi, transnormer and pope, whose frequencies or phases differ by head.
+        base, split, scaling: base of the series, each axis's share of the channels, and scaling to longer sequences or
+            larger grids, instead of the scheme's. A scaling such as ``partial(yarn_scaling, factor=4,
+            original_length=32768)`` applies to all axes. You can also pass one per axis.
+        rotary_dim: rotated channels of a head, instead of the scheme's: the first R channels (an int) or a slice.
+        seed: seed of random frequencies. The default is 0.
 
     Raises:
-        ValueError: an unknown name, a head_dim that cannot be split among the axes, an argument that the scheme does
-            not support, or missing num_heads.
+        ValueError: if a name is unknown, head_dim cannot be split among the axes, the scheme does not support an
+            argument, or num_heads is missing.
     """
     name, scheme = find_scheme(scheme)
     head_dim = scheme.head_dim if head_dim is None else head_dim

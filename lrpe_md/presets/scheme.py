@@ -1,4 +1,4 @@
-"""Descriptions of published schemes, and presets built from them. :mod:`lrpe_md.presets` lists the schemes."""
+"""Descriptions of schemes, and the presets built from them. :mod:`lrpe_md.presets.registry` lists the schemes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ Scaling = Callable[[Tensor], tuple[Tensor, float]]
 
 @dataclass(frozen=True)
 class Axial:
-    """Axial frequencies: each channel has one axis (:func:`lrpe_md.axial_omega`).
+    """Axial frequencies, where each channel depends on one axis; see :func:`lrpe_md.axial_omega`.
 
     Args:
-        split: the axes' shares of the channels, slowest axis first.
-        base: base of the series; None if it has none.
-        series: (num, base, num_heads) → theta (E,) or (H, E).
-        axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", the shares are of heads.
-        gaps: shares of the channels that stay unrotated before, between and after the axes' blocks, one more than there
-            are blocks. None: no gaps.
-        remainder: where the leftover channels go: an axis number; "front" or "behind", where they are not rotated;
-            "cut" to exclude the last channels before pairs are formed. None: the split must be exact.
-        across_heads: lay out the channels of all heads as one, then split them into heads.
-        scaling: theta → (theta, amplitude), a ``lrpe_md.*_scaling`` with its arguments bound; or one per axis.
+        split: each axis's share of the channels, slowest axis first.
+        base: base of the series, or None if it has none.
+        series: function (num, base, num_heads) → theta (E,) or (H, E).
+        axis_order, axis_map: see :func:`lrpe_md.axial_omega`. With the map "head", ``split`` divides the heads instead
+            of the channels.
+        gaps: shares of the unrotated channels before, between and after the blocks, so one share more than there are
+            blocks. None means no gaps.
+        remainder: where the leftover channels go. An axis number adds them to that axis. "front" and "behind" leave
+            them unrotated at the start or the end. "cut" excludes the last channels before pairs are formed. None
+            requires an exact split.
+        across_heads: whether to split the channels of all heads together among the axes, and then into heads.
+        scaling: function theta → (theta, amplitude), such as a ``lrpe_md.*_scaling`` with its arguments bound, or one
+            function per axis.
     """
 
     split: tuple[int, ...]
@@ -89,7 +92,7 @@ class Axial:
 
     @property
     def has_axis_order(self) -> bool:
-        """Return whether ``axis_order`` has an effect."""
+        """Whether ``axis_order`` has an effect."""
         return self.num_axes > 1 and isinstance(self.axis_map, str) and not self.by_head
 
     @property
@@ -100,27 +103,27 @@ class Axial:
         return {"scaling"} | base | ({"split"} if shared else set())
 
     def usable(self, num_channels: int) -> int:
-        """Return the number of channels that are used."""
+        """Return how many of the channels are used."""
         return num_channels - num_channels % self.least if self.remainder == "cut" else num_channels
 
     @property
     def least(self) -> int:
-        """Smallest number of channels that the shares divide."""
+        """Smallest number of channels that can be split exactly."""
         return sum(self.split) + sum(self.gaps or ())
 
     def sections(self, num_channels: int) -> tuple[int, ...]:
-        """Return the number of channels of each axis, or of heads."""
+        """Return the number of channels, or of heads, of each axis."""
         return self._shared_out(num_channels)[0]
 
     def blocks(self, num_channels: int) -> tuple[int, ...]:
-        """Return the number of channels of each block, in channel order."""
+        """Return the number of channels in each block, in channel order."""
         if self.axis_map != "block" or any(self.gaps or ()) or isinstance(self.remainder, str):
             raise ValueError(f"pairs: 'blocks' needs axis_map='block' without gaps, got {self.axis_map!r}")
         sections = self.sections(num_channels)
         return tuple(n for n in (sections if self.axis_order == "major_first" else sections[::-1]) if n)
 
     def _shared_out(self, number: int) -> tuple[tuple[int, ...], list[int]]:
-        """Return the number of channels of each axis, and of each gap between the blocks."""
+        """Return the number of channels of each axis and of each gap."""
         shares = (*self.split, *(self.gaps or ()))
         rest = number % self.least if self.remainder in ("front", "behind", "cut") else 0
         remainder = self.remainder if isinstance(self.remainder, int) else None
@@ -166,11 +169,11 @@ class Axial:
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense frequencies: each channel has a direction.
+    """Dense frequencies, where each channel has its own direction.
 
     Args:
-        num_axes: K.
-        omega: (num_channels, num_heads, base, generator) → omega (H, C, K).
+        num_axes: number of axes, K.
+        omega: function (num_channels, num_heads, base, generator) → omega (H, C, K).
         base: base of the magnitudes.
     """
 
@@ -199,7 +202,7 @@ class Dense:
 
 
 def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a scheme's function, and raise a clear error if a dict assigned it to the wrong field."""
+    """Call a scheme's function, with a clear error if a dict assigned it to the wrong field."""
     try:
         found = function(*args)
     except TypeError as error:
@@ -216,38 +219,43 @@ def _call(name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A published scheme or your own, independent of sizes; :func:`preset` builds it for a head_dim.
+    """A published scheme or your own, independent of sizes. :func:`preset` builds it for a head_dim.
 
-    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. Its functions come from the
-    library, by their names in ``lrpe_md.presets.FUNCTIONS``, or are your own.
+    A scheme is plain data, which :meth:`to_dict` writes and :meth:`from_dict` reads. Its functions are your own, or
+    come from ``lrpe_md.presets.FUNCTIONS``, which lists them by name.
 
     Args:
-        doc: source and peculiarities.
-        head_dim: head_dim of the original.
-        frequencies: how ω is built.
+        doc: source of the scheme and its peculiarities.
+        head_dim: head_dim of the original model.
+        frequencies: description of how to build ω.
         map, act: see :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine`.
-        pairs: "half", "interleaved", or "blocks": the half layout within the block of each axis.
-        rotary: fraction of a head that is rotated; (0, 0.25) is the first quarter of its channels. None: all.
+        pairs: "half", "interleaved", or "blocks", which uses the half layout within the block of each axis.
+        rotary: rotated part of a head as a range of fractions. (0, 0.25) is the first quarter of its channels. None
+            means all.
         order: order of the two halves that the cosine map returns.
-        num_heads: the original's number of heads, if heads differ. With 1, :func:`preset` then requires ``num_heads``.
-        grid: (shape, **options) → positions of an image or a video; its parameters define the options.
-        row_major: whether tokens are in row-major order; False: a table defines another order.
-        reference: default of ``positions(.., reference=..)``.
-        tokens: placement of tokens outside the grids; its length is ignored, because ``positions`` takes the number of
-            tokens. None: such tokens are not supported.
-        tokens_start: shapes of the grids → position of the first token; None: the running position.
-        tokens_first: give tokens the earlier running positions, regardless of their place in the sequence.
-        after: axes on which grids continue after what precedes them; None: grids keep their own positions.
-        advance, whole: how far grids advance the running position; see :class:`lrpe_md.After`.
-        apart: offset between successive grids of a sequence, per axis.
-        learned: whether the original learns ω.
-        shared: whether all layers share learned parameters.
-        phase: "k" if the original learns a phase on the keys; None: no phase.
-        phase_range: bounds of the phase.
-        augment: arguments of :class:`AugmentPositions` that the original trains with.
+        num_heads: number of heads in the original model, if heads differ. If it is 1, :func:`preset` then requires
+            ``num_heads``.
+        grid: function (shape, **options) → positions of an image or a video. Its parameters define the options.
+        row_major: whether tokens are in row-major order. If False, the grid function returns a table in another order.
+        reference: default value of ``positions(.., reference=..)``.
+        tokens: placement of tokens outside of the grids. Its length is ignored, because you pass the number of tokens
+            to ``positions``. None means that such tokens are not supported.
+        tokens_start: function from the shapes of the grids to the position of the first token. None means the running
+            position.
+        tokens_first: whether tokens get their running positions before the grids, regardless of their place in the
+            sequence.
+        after: axes on which grids continue after the preceding segments. None means that grids keep their own
+            positions.
+        advance, whole: how grids advance the running position; see :class:`lrpe_md.After`.
+        apart: offset between successive grids of a sequence on each axis.
+        learned: whether the original model learns ω.
+        shared: whether all layers share the learned parameters.
+        phase: "k" if the original model learns a phase on the keys. None means no phase.
+        phase_range: lower and upper bound of the phase.
+        augment: arguments of :class:`AugmentPositions` with which the original model is trained.
 
     Raises:
-        ValueError: an invalid argument.
+        ValueError: for an invalid argument.
     """
 
     doc: str
@@ -316,22 +324,22 @@ class Scheme:
                 ) from error
 
     def to_dict(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, as plain lists, numbers and strings for JSON or YAML.
+        """Return the fields that differ from their defaults as plain lists, numbers and strings, for JSON or YAML.
 
-        functions: your own functions by name; the library's are known.
+        functions: your own functions by name. You don't need to pass the library's.
 
         Raises:
-            ValueError: a function without a name.
+            ValueError: if a function has no name.
         """
         return write_scheme(self, functions)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Scheme:
-        """Read the output of :meth:`to_dict`, using only functions of ``functions`` and the library.
+        """Read the output of :meth:`to_dict`, which may only use the library's functions and those in ``functions``.
 
         Raises:
-            ValueError, TypeError: an unknown or missing field or function, an invalid value, or frequencies that are
-                not valid at the scheme's own head_dim.
+            ValueError, TypeError: if a field or function is unknown or missing, a value is invalid, or the frequencies
+                are invalid for the scheme's own head_dim.
         """
         scheme = read_scheme(data, functions, {"scheme": cls, "axial": Axial, "dense": Dense, "tokens": Tokens})
         make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
@@ -340,17 +348,17 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """A scheme built for a given head_dim.
+    """A scheme that was built for a specific head_dim.
 
     Attributes:
-        name, scheme: the source scheme; ``scheme.doc`` describes its origin and peculiarities.
-        head_dim, num_heads: D, and the number of heads of ω or the phase.
-        omega: (H or 1, C, K) float64 on the CPU: C = D for cosine, D/2 pairs for rotate. An initial value if
-            ``scheme.learned``.
-        amplitude: factor of q and k for rotated tokens, one number or one per pair (C,).
-        phase: shape (num_heads, C) of the learned phase, or None; see ``scheme.phase``.
-        rotary_dim: slice of the rotated channels of a head; None: all.
-        blocks: pairs in each block, if ``scheme.pairs`` is "blocks".
+        name, scheme: the scheme and its name. ``scheme.doc`` describes its source and peculiarities.
+        head_dim, num_heads: D and the number of heads of ω or the phase.
+        omega: frequencies (H or 1, C, K) in float64 on the CPU, where C is D for cosine and D/2 for rotate. If
+            ``scheme.learned``, these are initial values.
+        amplitude: factor on q and k of rotated tokens, a number or a tensor (C,) with one factor per pair.
+        phase: shape (num_heads, C) of the learned phase, or None if there is none; see ``scheme.phase``.
+        rotary_dim: slice of the rotated channels of a head, or None for all.
+        blocks: number of pairs in each block, if ``scheme.pairs`` is "blocks".
     """
 
     name: str
@@ -376,7 +384,7 @@ class Preset:
 
     @property
     def pairs(self) -> Any:
-        """Value for the ``pairs`` argument of :func:`lrpe_md.rotate`."""
+        """``pairs`` argument for :func:`lrpe_md.rotate`."""
         if self.scheme.pairs != "blocks":
             return self.scheme.pairs
         assert self.blocks is not None
@@ -384,7 +392,7 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Remaining arguments for :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`, depending on ``scheme.map``."""
+        """Arguments other than omega and positions for :func:`lrpe_md.rotate` or :func:`lrpe_md.cosine`."""
         form = {"pairs": self.pairs} if self.scheme.map == "rotate" else {"order": self.scheme.order}
         part = {} if self.rotary_dim is None else {"rotary_dim": self.rotary_dim}
         return {"act": self.scheme.act, "amplitude": self.amplitude, **form, **part}
@@ -401,21 +409,22 @@ class Preset:
         """Return the positions of a sequence, in token order.
 
         Args:
-            segments: a number of tokens outside the grids (text, class tokens, registers), the shape of an image (H, W)
-                or a video (T, H, W) in tokens, or a segment of :func:`lrpe_md.compose`.
-            reference: size to interpolate the grids to, if their resolution differs from training; one number, or one
-                per axis, where None keeps an axis.
-            start, length: a shard of the sequence.
-            device: device of a table.
-            options: options of the scheme's grids (``fps``, ``by``, ..; see its docstring).
+            segments: parts of the sequence. A number stands for that many tokens outside of the grids (text, class
+                tokens, registers). A shape (H, W) or (T, H, W), in tokens, stands for an image or a video. Segments of
+                :func:`lrpe_md.compose` are also accepted.
+            reference: size to which grids are interpolated if their resolution differs from training. Pass one number,
+                or one per axis, where None keeps an axis.
+            start, length: first token and number of tokens of a shard of the sequence.
+            device: device of the result if it is a table.
+            options: options of the scheme's grids, such as ``fps`` or ``by``; see ``scheme.doc``.
 
         Returns:
-            a :class:`Grid` if the sequence is one grid surrounded by unrotated tokens; otherwise :class:`Coordinates`,
-            which have a prefix and suffix if the sequence is one table.
+            a :class:`Grid` if the sequence is a single grid, possibly surrounded by unrotated tokens, or else
+            :class:`Coordinates`.
 
         Raises:
-            ValueError: a shape or tokens that the scheme does not support.
-            TypeError: an option that its grids don't accept.
+            ValueError: if the scheme does not support a shape or tokens.
+            TypeError: if the scheme's grids don't accept an option.
         """
         scheme, parts, number = self.scheme, [], 0
         if options:
@@ -473,10 +482,10 @@ class Preset:
 
 
 def rotated_part(scheme: Scheme, head_dim: int, rotary_dim: int | slice | None) -> slice | None:
-    """Return the slice of a head's channels that the map uses, or None for all.
+    """Return the slice of a head's channels that the map uses, or None if it uses all.
 
     Raises:
-        ValueError: an empty or invalid slice, or an odd number of rotated channels.
+        ValueError: for an empty or invalid slice, or an odd number of rotated channels.
     """
     part = rotary_dim
     if part is None:
@@ -505,10 +514,10 @@ def make_preset(
     rotary_dim: int | slice | None = None,
     seed: int = 0,
 ) -> Preset:
-    """Build a scheme for a head_dim; ``changes`` override fields of its frequencies.
+    """Build a scheme for a head_dim. ``changes`` override fields of its frequencies.
 
     Raises:
-        ValueError: channels or heads that cannot be split among the axes, or invalid frequencies.
+        ValueError: if channels or heads cannot be split among the axes, or frequencies are invalid.
     """
     if head_dim < 1 or (scheme.map == "rotate" and head_dim % 2):
         raise ValueError(f"head_dim: expected {'an even' if head_dim > 0 else 'a positive'} number, got {head_dim}")
@@ -537,7 +546,7 @@ def _heads_matter(frequencies: Axial | Dense) -> bool:
 
 
 def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
-    """Call ``make``, and attribute its errors to head_dim, the only possible cause."""
+    """Call ``make``, and blame head_dim for its errors, because it is the only possible cause."""
     try:
         return make()
     except ValueError as error:
@@ -545,7 +554,7 @@ def _fitting(name: str, head_dim: int, make: Callable[[], Any]) -> Any:
 
 
 def _one_grid(parts: list[Segment], scaled: bool) -> Grid | Coordinates | None:
-    """Return the sequence as one grid or table with prefix and suffix if it has that form, else None."""
+    """Return the sequence as a single grid or table with prefix and suffix, or None if that is not possible."""
     grids = [i for i, part in enumerate(parts) if not isinstance(part, Tokens)]
     # Position zero applies no rotation but still the amplitude. Schemes with a phase have no tokens at zero.
     rules = ("skip",) if scaled else ("skip", "zero")

@@ -1,1 +1,1 @@
-"""Compare encodings by training the same model with each: ``lrpe-md ablate run TASK``."""
+"""The program ``lrpe-md ablate``, which compares encodings by training the same model with each."""

@@ -1,4 +1,4 @@
-"""Compare position encodings: train the same model with each, and evaluate at sizes or lengths unseen in training.
+"""Compare position encodings by training the same model with each, and testing it at unseen sizes or lengths.
 
     make ablate                                                  digits, from a fresh checkout
     lrpe-md ablate run digits                                    8 encodings × softmax and linear attention ×
@@ -14,10 +14,10 @@
     lrpe-md ablate run recall                                    memories × positions × 3 seeds, without data
     lrpe-md ablate report image --folder runs/ablate-image --baseline rotate
 
-Pass data as you would to the training commands; --set changes any of their options. Each result is saved as soon as its
-training run ends. After an interruption, run the same command again: it resumes from the last checkpoint. The report
-consists of results.csv, table.md and plots: mean and standard deviation over the seeds, paired differences from a
-baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
+Pass data as you would to the training commands. Use --set to change any of their options. Each result is saved as soon
+as its training run ends. After an interruption, run the same command again to resume from the last checkpoint. The
+report consists of results.csv, table.md and plots. It shows mean and standard deviation over the seeds, paired
+differences from a baseline, parameters, time and memory. With --smoke, everything is tiny and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .tasks import TASKS, Comparison, Task, options_as_set, overrides, train
 
 
 class Commands(TyperGroup):
-    """Commands of the program."""
+    """Group of the program's commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Suggest ``run`` if the command is missing before a task."""
+        """Suggest ``run`` if the user passes a task without a command."""
         if args[0] in TASKS:
             raise typer.BadParameter(f"expected a command before the task, got {args[0]}; try: run {args[0]}")
         return super().resolve_command(ctx, args)
@@ -108,7 +108,7 @@ def run(
         int | None, typer.Option(min=1, help="Number of runs to train in parallel. (default: 1; CPU: one per core)")
     ] = None,
 ) -> None:  # fmt: skip
-    """Train every encoding and seed that has no result yet; the last process to finish writes the report."""
+    """Train every encoding and seed that has no result yet. The last process to finish writes the report."""
     chosen, share = TASKS[choose("TASK", [task], TASKS)[0]], parse_shard(shard)
     if full and chosen.full is None:
         raise typer.BadParameter(f"--full: not available for {task}; use -e, --seeds and --set instead")
@@ -149,7 +149,7 @@ def run(
 
 
 def show_results(console: Console, results: Iterable[dict[str, Any]], total: int, measure: str) -> None:
-    """Print a line for each training that ends."""
+    """Print a line for each training run as it ends."""
     for i, result in enumerate(results, 1):
         value = next(iter(next(iter(result["values"].values())).values()))
         console.print(
@@ -159,7 +159,7 @@ def show_results(console: Console, results: Iterable[dict[str, Any]], total: int
 
 
 def open_comparison(out: Path, comparison: Comparison, baseline: str | None) -> None:
-    """Check the baseline and write config.json, or add to the folder's comparison if the training options match."""
+    """Check the baseline and write config.json. If the folder has a comparison with the same options, add to it."""
     here, whole = environment(comparison.device, "torch", "timm", "accelerate", "scikit-learn"), comparison.merge(out)
     choose_baseline(baseline, [name for _, name in whole.pairs])
     open_folder(out, whole.settings, here, extended=("encodings", "seeds", "schemes"))
@@ -193,7 +193,7 @@ def training_fields(
 ) -> dict[str, Any]:
     """Return the fields of the training configuration.
 
-    attentions: the compared attentions; with ``smoke``, the models have as many layers as they need.
+    ``attentions`` lists the kinds of attention to compare. With ``smoke``, models only have the layers that these need.
     """
     longer = task.full.training if full and task.full else {}
     fast, tiny = task.on_gpu if device == "cuda" else {}, task.smoke if smoke else {}
@@ -216,7 +216,7 @@ def check_data(name: str, task: Task, data: list[str] | None) -> list[str]:
 def train_all(
     comparison: Comparison, jobs: dict[Path, tuple[str, str, int]], workers: int, turn: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield results, each as soon as it is saved."""
+    """Run all jobs, and yield each result as soon as it is saved."""
     pool: Any = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
     schemes = {} if workers == 1 else dict(REGISTERED)
     yield from pool(
@@ -237,7 +237,7 @@ def report(
         Path | None, typer.Option(show_default=shown(PAGES), help="Output folder for the pages (without --folder).")
     ] = None,
 ) -> None:
-    """Write results.csv, table.md and plots of finished runs or, without --folder, the documentation's pages."""
+    """Write results.csv, table.md and plots of finished runs. Without --folder, write the documentation's pages."""
     names = choose("TASK", task or TASKS, TASKS)
     if folder is None:
         require_checkout("--folder")

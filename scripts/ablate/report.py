@@ -1,4 +1,4 @@
-"""Write the report of a comparison: results.csv, table.md, plots, and the pages of docs/results."""
+"""Write the report of a comparison, which consists of results.csv, table.md, plots and a page of docs/results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BASELINE = "rotate"
 
 
 def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
-    """Return the encoding to compare the others with; None means :data:`BASELINE`, which may be missing.
+    """Return the encoding to compare the others with. None means :data:`BASELINE`, which does not have to be trained.
 
     Raises:
-        typer.BadParameter: a baseline that is not one of the trained encodings.
+        typer.BadParameter: if the baseline is not one of the trained encodings.
     """
     names = list(dict.fromkeys(trained))
     if baseline is not None and baseline not in names:
@@ -45,10 +45,10 @@ def choose_baseline(baseline: str | None, trained: Iterable[str]) -> str:
 
 
 def check_task(folder: Path, task: str) -> None:
-    """Check that the runs in a folder are of this task.
+    """Check that the runs in a folder belong to a task.
 
     Raises:
-        typer.BadParameter: they are of another task.
+        typer.BadParameter: if they belong to another task.
     """
     if (folder / "config.json").is_file() and (found := task_of(folder)) in TASKS and found != task:
         raise typer.BadParameter(
@@ -60,9 +60,9 @@ def check_task(folder: Path, task: str) -> None:
 def write_report(folder: Path, baseline: str | None) -> None:
     """Write results.csv, table.md and plots for the runs in a folder.
 
-    baseline: see :func:`choose_baseline`. It is stored for later reports; None means the last one that was passed.
+    ``baseline`` is stored for later reports. None means the last one that was passed; see :func:`choose_baseline`.
 
-    If runs with the first seed saved samples, also write samples.png. A folder without runs needs a results.csv.
+    If runs with the first seed saved samples, also write samples.png. A folder without runs must contain results.csv.
     """
     files = sorted(folder.glob("runs/*.json"))
     if not files and not (folder / "results.csv").exists():
@@ -110,12 +110,12 @@ def folders() -> list[Path]:
 
 
 def task_of(folder: Path) -> str | None:
-    """Return the task of the runs in a folder; None for the output folder of another command."""
+    """Return the task of the runs in a folder, or None for the output folder of another command."""
     return read_json(folder / "config.json")["settings"].get("task")
 
 
 def render(folder: Path) -> str:
-    """Render the page of a folder: table.md, plots, and samples.png if it exists."""
+    """Render a folder's page from table.md, the plots, and samples.png if it exists."""
     task = TASKS[read_json(folder / "config.json")["settings"]["task"]]
     name = folder.name.removeprefix("ablate-")
     measure = task.measure.replace(", %", " in %").capitalize()

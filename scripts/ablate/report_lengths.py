@@ -1,4 +1,4 @@
-"""Table and plot of bits per byte on text, by length and by position."""
+"""Table and plot of the bits per byte of text, by length and by position."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .report_sizes import count_seeds
 
 
 def parse(results: pd.DataFrame) -> pd.DataFrame:
-    """Split the column "8192:512-1024" into length, first and last position; "512" is a whole length."""
+    """Split a column such as "8192:512-1024" into length, first and last position. "512" means all positions."""
     parts = results["size"].astype(str).str.extract(r"^(?P<length>\d+)(?::(?P<first>\d+)-(?P<last>\d+))?$")
     parts["first"], parts["last"] = parts["first"].fillna("0"), parts["last"].fillna(parts["length"])
     return results.assign(**{key: parts[key].astype(int).to_numpy() for key in parts}, name=names(results))
 
 
 def names(results: pd.DataFrame) -> Any:
-    """Return names such as rotate and rotate + yarn."""
+    """Return the display names, such as rotate and rotate + yarn."""
     scaled = results.positions != "none"
     return results.encoding + (" + " + results.positions).where(scaled, "")
 
 
 def mean_and_std(results: Any, key: str) -> Any:
-    """Return mean and standard deviation over the seeds, for each name and value of the key."""
+    """Return the mean and standard deviation over the seeds, for each name and each value of a column."""
     return results.groupby(["name", key])["value"].agg(["mean", "std"]).fillna(0)
 
 
@@ -38,7 +38,7 @@ def ranking(results: Any) -> list[str]:
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the table, sorted by the result at the longest length; the baseline is one of its rows."""
+    """Render the table, sorted by the result at the longest length and including the baseline."""
     settings = config["settings"]
     training = settings["training"]
     trained = training["length"]
@@ -71,7 +71,7 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def plot_lengths(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot bits per byte by length, and by position at the longest length: mean and standard deviation."""
+    """Plot the mean and standard deviation of bits per byte by length, and by position at the longest length."""
     results, trained = parse(results), config["settings"]["training"]["length"]
     longest = results.length.max()
     whole = (results["first"] == 0) & (results["last"] == results.length)

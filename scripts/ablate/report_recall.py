@@ -1,4 +1,4 @@
-"""Tables and plot of associative recall, by memory, positions, kind of question and size."""
+"""Tables and plot of associative recall, by memory, encoding, kind of question and size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def longest(results: pd.DataFrame) -> str:
 
 
 def intervals(results: Any) -> pd.DataFrame:
-    """Return mean and half-width of the 95% interval over the seeds, by question, attention, encoding and size."""
+    """Return mean and half-width of the 95% interval over seeds, by question, attention, encoding and size."""
     found = results.groupby(["question", *KEYS[::-1], "size"])["value"].agg(["mean", "std", "count"])
     half = student.ppf(0.975, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
     return pd.DataFrame({"mean": found["mean"], "half": half})
@@ -52,7 +52,7 @@ def _accuracies(results: pd.DataFrame, kind: str) -> list[str]:
 
 
 def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) -> list[str]:
-    """Compare along one of :data:`KEYS` with its baseline, paired by seed; [] if there is nothing to compare."""
+    """Compare the values of one of :data:`KEYS` with a baseline, paired by seed, or return [] without a baseline."""
     (same,) = (key for key in KEYS if key != changed)
     part: Any = results[results.question == kind]
     renamed = part.rename(columns={changed: "encoding", same: "attention", "question": "positions"})
@@ -70,7 +70,7 @@ def _differences(results: pd.DataFrame, kind: str, changed: str, baseline: str) 
 
 
 def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> str:
-    """Render the tables, sorted by the accuracy on the longest clips."""
+    """Render the tables, sorted by accuracy on the longest clips."""
     training, trained = config["settings"]["training"], sizes(results)[0]
     seeds, number = count_seeds(results, KEYS)
     interval = f"mean ± the half-width of its 95% confidence interval (Student's t) over {number} seeds"
@@ -112,9 +112,9 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
-    """Return the variants to plot as (attention, encoding), sorted by the accuracy on the longest clips.
+    """Return the variants to plot, as pairs (attention, encoding) sorted by accuracy on the longest clips.
 
-    If there are more than six, keep only the best positions of each memory, and the best six of those.
+    If there are more than six, keep only the best encoding of each memory, and the best six of these.
     """
     part: Any = results[(results.question == kind) & (results["size"] == longest(results))]
     means = part.groupby(KEYS[::-1])["value"].mean().sort_values(ascending=False, kind="stable")
@@ -127,7 +127,7 @@ def select_lines(results: pd.DataFrame, kind: str) -> list[tuple[str, str]]:
 
 
 def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
-    """Move values apart, in order, until neighbours are at least ``gap`` apart and none is above ``most``."""
+    """Move values apart until neighbours differ by at least ``gap``, keeping their order and the maximum ``most``."""
     placed, last = np.zeros(len(values)), -np.inf
     order = np.argsort(values, kind="stable")
     for i in order:
@@ -139,7 +139,7 @@ def spread(values: Sequence[float], gap: float, most: float) -> list[float]:
 
 
 def plot_recall(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot accuracy against the frames of a clip, by memory and positions: each seed, and the mean."""
+    """Plot accuracy against the number of frames by memory and encoding, with all seeds and their mean."""
     trained, stats = sizes(results)[0], intervals(results)
     by_line: Any = results.assign(frames=results["size"].map(frames_of)).groupby(["question", *KEYS[::-1]])
     image = trained.partition("x")[2]

@@ -1,4 +1,4 @@
-"""Tables and plots of results at several sizes, with extrapolated and with rescaled positions."""
+"""Tables and plots of results at several sizes, with extrapolated and rescaled positions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ POSITIONS = {"extrapolated": "one unit per token, as in training", "rescaled": "
 
 
 def sizes(results: pd.DataFrame) -> list[str]:
-    """Return the test sizes, beginning with the training size."""
+    """Return the test sizes, starting with the training size."""
     return list(dict.fromkeys(results["size"]))
 
 
 def count_seeds(results: pd.DataFrame, keys: list[str]) -> tuple[int, str]:
-    """Return the largest number of seeds of a variant, and the number as text: "3", or "1 to 3" if variants differ."""
+    """Return the largest number of seeds, and a description such as "3", or "1 to 3" if variants differ."""
     counts: Any = results.groupby(keys)["seed"].nunique()
     fewest, most = counts.min(), counts.max()
     return most, f"{most}" if fewest == most else f"{fewest} to {most}"
 
 
 def difference(results: pd.DataFrame, baseline: str, level: float = 0.95) -> pd.DataFrame:
-    """Compare each encoding with the baseline of the same attention, paired by the seeds that both have.
+    """Compare each encoding with the baseline that has the same attention, paired by their common seeds.
 
     Returns:
-        by encoding, attention, positions and size: mean, half the width of Student's interval (NaN for one seed), and
-        the number of pairs.
+        a row for each encoding, attention, positions and size, with the mean, half the width of Student's interval (NaN
+        for one seed), and the number of pairs.
     """
     where = [*KEYS[1:], "positions", "size", "seed"]
     base: Any = results[results.encoding == baseline].set_index(where)["value"]
@@ -83,7 +83,7 @@ def _differences(results: pd.DataFrame, ranking: list[Any], baseline: str, digit
 
 
 def summarize_trainings(results: pd.DataFrame, ranking: list[Any]) -> list[str]:
-    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of the other columns."""
+    """Summarise the training runs: the largest rise in the loss over all seeds, and medians of other columns."""
     runs: Any = results.drop_duplicates([*KEYS, "seed"])
     groups: Any = runs.groupby(KEYS)
     found = groups[["params", "loss", "step_ms", "peak_mib", "tokens", "train_seconds"]].median()
@@ -168,9 +168,10 @@ def markdown(results: pd.DataFrame, config: dict[str, Any], baseline: str) -> st
 
 
 def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure against the size: attention by row, positions by column; mean and standard deviation.
+    """Plot the mean and standard deviation of the measure against the size.
 
-    If there is only one encoding, its kinds of attention share a row.
+    There is a row for each kind of attention and a column for each kind of positions. If there is only one encoding,
+    all kinds of attention share a row.
     """
     task, compared, ticks = TASKS[config["settings"]["task"]], config["settings"]["encodings"], sizes(results)
     if results.encoding.nunique() == 1:
@@ -212,7 +213,7 @@ def plot_sizes(results: pd.DataFrame, config: dict[str, Any], path: Path) -> Non
 
 
 def plot_trained(results: pd.DataFrame, config: dict[str, Any], path: Path) -> None:
-    """Plot the measure at the training size: every seed, and the mean."""
+    """Plot the measure at the training size, with all seeds and their mean."""
     settings = config["settings"]
     trained = sizes(results)[0]
     shown: Any = results[(results["size"] == trained) & (results.positions == "extrapolated")]

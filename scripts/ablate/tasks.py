@@ -1,4 +1,4 @@
-"""The six training tasks of ``ablate``, and what each compares, trains and measures."""
+"""Definitions of the six training tasks of ``ablate``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Full:
-    """Settings of a task's longer comparison: more encodings for each attention, more seeds, longer training."""
+    """Settings of a task's longer comparison, with more encodings, more seeds and longer training."""
 
     compared: dict[str, tuple[str, ...]]
     seeds: int
@@ -55,17 +55,23 @@ class Full:
 
 @dataclass(frozen=True)
 class Task:
-    """One training task.
+    """Definition of a training task.
 
     Args:
-        config, run: configuration class and function of the training. compared: encodings of the default comparison, by
-        attention. smoke: options of a tiny training run on a CPU. values: extracts the measured values from the result
-        of ``run``. measure: name of the measured value; higher: whether a higher value is better. layout: layout of the
-        report, "sizes", "lengths" or "recall"; see :mod:`.report`. series: column of results.csv that names each series
-        of values of a training run. plots: report file → name of its plot. defaults: fields that differ from the
-        training's defaults; on_gpu: those that apply only on a GPU. by_encoding: fields of single encodings. full:
-        settings of the longer comparison, if there is one. data: default data. kept: files of a run's folder that the
-        report shows. note: a line below the tables.
+        config, run: configuration class and training function.
+        compared: encodings of the default comparison, by attention.
+        smoke: options of a tiny training run on a CPU.
+        values: function that extracts the measured values from the result of ``run``.
+        measure, higher: name of the measured value, and whether a higher value is better.
+        layout: layout of the report, "sizes", "lengths" or "recall"; see :mod:`.report`.
+        series: column of results.csv that names each series of values of a training run.
+        plots: name of the plot in each report file.
+        defaults, on_gpu: fields that differ from the training's defaults on all devices, or on a GPU only.
+        by_encoding: fields for single encodings.
+        full: settings of the longer comparison, if there is one.
+        data: default data.
+        kept: files in a run's folder that the report shows.
+        note: line below the tables.
     """
 
     config: type[Training]
@@ -114,7 +120,7 @@ def answers(result: dict[str, Any]) -> Values:
 
 
 def bits(result: dict[str, Any]) -> Values:
-    """Return bits per byte by scaling: at each length and, at the longest, by position ("8192:512-1024")."""
+    """Return bits per byte by scaling and length, and for the longest length also by position ("8192:512-1024")."""
     found: Values = {}
     for row in result["evaluation"]:
         whole = (row["first"], row["last"]) == (0, row["length"])
@@ -227,7 +233,7 @@ TASKS = {
 
 
 def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE into fields of a configuration."""
+    """Parse NAME=VALUE strings into fields of a configuration."""
     hints = get_type_hints(config)
     known = sorted({f.name for f in fields(config)} - set(CHOSEN))
     found: dict[str, Any] = {}
@@ -251,7 +257,7 @@ def overrides(config: type[Training], given: Iterable[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def options_as_set(task: Task) -> Iterator[None]:
-    """Reword errors of a training: its options are ``--set NAME=VALUE`` of a comparison, and its data is DATA."""
+    """Reword the errors of a training run, with ``--set NAME=VALUE`` for its options and DATA for its data."""
     known = {f.name for f in fields(task.config)} - set(CHOSEN)
 
     def reword(found: re.Match[str]) -> str:
@@ -271,9 +277,9 @@ def options_as_set(task: Task) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings that determine results; all runs of a folder share the task, the data and the training options.
+    """Settings that determine results. All runs in a folder share the task, the data and the training options.
 
-    schemes: fingerprints of the compared schemes that are registered, by encoding.
+    ``schemes`` maps encodings to fingerprints, for the compared schemes that the user registered.
     """
 
     task: str
@@ -302,7 +308,7 @@ class Comparison:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Attention and encoding of each variant."""
+        """Pairs (attention, encoding), one for each variant."""
         return [(attention, name) for attention, names in self.encodings.items() for name in names]
 
     @property
@@ -310,10 +316,10 @@ class Comparison:
         return TASKS[self.task].config.backbone.names
 
     def merge(self, out: Path) -> Comparison:
-        """Return this comparison with the encodings and seeds of the runs in a folder, and fingerprints of all schemes.
+        """Return a comparison that also contains the encodings, seeds and fingerprints of the runs in a folder.
 
         Raises:
-            typer.BadParameter: a scheme whose definition differs from that of the folder's runs.
+            typer.BadParameter: if a scheme is defined differently in the folder's runs.
         """
         schemes = {name: mark for _, name in self.pairs if (mark := fingerprint_scheme(name)) is not None}
         path = out / "config.json"
@@ -338,7 +344,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the contents of config.json: the settings of all runs and tests, without the paths to data."""
+        """Return the content of config.json: the settings of all runs and tests, without the paths of data."""
         # A merged comparison may hold schemes that are not registered in this process.
         attention, name = next(pair for pair in self.pairs if split_options(pair[1])[0] in self.known)
         config = self.config(Path("unused"), name, attention, 0)
@@ -348,7 +354,7 @@ class Comparison:
         return {**asdict(self), "data": data, "training": {**self.training, **shared}}
 
     def jobs(self, out: Path) -> dict[Path, tuple[str, str, int]]:
-        """Map each result file to its encoding, attention and seed, grouped by seed."""
+        """Map each result file to its encoding, attention and seed, ordered by seed."""
         return {
             out / "runs" / f"{re.sub('[^A-Za-z0-9_.=,-]', '_', name)}-{attention}-{seed}.json": (name, attention, seed)
             for seed in range(self.seeds)
@@ -365,9 +371,9 @@ def train(
     turn: Path | None = None,
     schemes: dict[str, Scheme] | None = None,
 ) -> dict[str, Any]:
-    """Run one training, resuming from a checkpoint if there is one; delete the checkpoint once the result is saved.
+    """Run or resume a training run. When its result is saved, delete the checkpoint.
 
-    schemes: schemes to register, if this is a new process.
+    ``schemes`` contains schemes to register first, if this is a new process.
     """
     for name, scheme in (schemes or {}).items():
         register_scheme(name, scheme, overwrite=True)
@@ -394,7 +400,7 @@ COLUMNS = (
 
 
 def collect(files: Iterable[Path], series: str = "positions") -> pd.DataFrame:
-    """Build a table with a row for each encoding, attention, seed, element of the series, and size."""
+    """Build a table of results, with a row for each encoding, attention, seed, element of the series and size."""
     rows = []
     for file in files:
         run = read_json(file)

@@ -1,1 +1,1 @@
-"""Test ``adapt_rotary`` on the models of installed libraries: ``lrpe-md adapters``."""
+"""The program ``lrpe-md adapters``, which tests ``adapt_rotary`` on the models of installed libraries."""

@@ -25,14 +25,14 @@ All = Annotated[bool, typer.Option("--all", help="Also write the modifications t
 
 @app.command(epilog="Example: lrpe-md adapters table --library timm > timm.csv")
 def table(library: Library = None) -> None:
-    """Test every rotary model and write one CSV row per model to stdout."""
+    """Test all rotary models, and write one CSV row per model to stdout."""
     rows = write(row for name in _check(library) for row in try_library(name))
     raise typer.Exit(int(any(row.outcome == "wrong" for row in rows)))
 
 
 @app.command(epilog="Example: lrpe-md adapters sweep --library timm --model eva02_tiny_patch14_224")
 def sweep(library: Library = None, model: Models = None, all_rows: All = False) -> None:
-    """Modify every model before or after adaptation and write one CSV row per model to stdout."""
+    """Modify all models before or after adaptation, and write one CSV row per model to stdout."""
     found = (row for name in _check(library) for row in sweep_library(name, model))
     rows = write_outcomes(row for row in found if all_rows or row.outcome != "inapplicable")
     raise typer.Exit(int(any(row.outcome in ("different", "error") for row in rows)))

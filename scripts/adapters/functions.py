@@ -2,8 +2,8 @@
 
     python -m scripts.adapters.functions > scripts/results/adapters/functions.csv
 
-It tests every function and static method with a rotary name in their model files. A supported function is called with
-the supported kinds of arguments at other sizes, in float32 and bfloat16, and compared with the original.
+It tests every function and static method with a rotary name in the libraries' model files. Supported functions are
+called with all supported kinds of arguments, at other sizes, in float32 and bfloat16, and compared with the originals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {2: (4, 9), 3: (3, 4, 9), 1: (9,)}
 
 
 class Row(NamedTuple):
-    """Result of one function: taken, refused (with the reason), or wrong (taken, but with different results)."""
+    """Result for a function: taken, refused (with the reason), or wrong (taken, but with different results)."""
 
     library: str
     module: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def functions(library: str) -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Yield the functions with a rotary name, and the modules that define them."""
+    """Yield the functions of a library that have a rotary name, with their modules and names."""
     root = Path(inspect.getfile(import_module(library))).parent
     for path in sorted(root.glob(FILES[library])):
         if not re.search(rf"def \w*({ROTARY.pattern})", path.read_text(encoding="utf-8")):

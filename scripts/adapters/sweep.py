@@ -1,11 +1,16 @@
-"""Modify models before or after adaptation, and compare them with originals that have the same modification.
+"""Modify models before or after adaptation, and compare them with originals that are modified in the same way.
 
     lrpe-md adapters sweep > scripts/results/adapters/changes.csv
 
-Each row is a model. The column "low rank, after" has the outcome of a modification that is made after adaptation:
-"same" (equal outputs, and equal gradients if the modification preserves gradients), "refused" (adapting raises),
-"different", "error" (only the adapted model raises), "unstable" (the original differs from itself, so there is nothing
-to compare with), or "inapplicable" (the model has nothing to modify, or the original raises). Details follow a colon.
+Each row is a model. A column such as "low rank, after" contains the outcome of a modification after adaptation,
+followed by a colon and details. The outcomes are:
+
+- same: outputs are equal, and so are gradients if the modification preserves them
+- different: outputs or gradients differ
+- refused: adapting raises an error
+- error: only the adapted model raises an error
+- unstable: the original differs from itself, so there is nothing to compare with
+- inapplicable: the model has nothing to modify, or the original raises an error
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 class Outcome(NamedTuple):
-    """The outcome of one modification of a model."""
+    """Outcome of one modification of a model."""
 
     library: str
     model: str
@@ -56,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 class Inapplicable(Exception):
-    """Raised if a change does not apply to anything in the model."""
+    """Error for a change that does not apply to anything in the model."""
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def _makers(model: nn.Module) -> list[Any]:
 
 
 def _map_tables(made: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change all floating-point and complex tensors in a module's output."""
+    """Apply a change to all floating-point and complex tensors in a module's output."""
     if isinstance(made, Tensor):
         return change(made) if made.is_floating_point() or made.is_complex() else made
     if isinstance(made, (tuple, list)) and not hasattr(made, "_fields"):
@@ -148,7 +153,7 @@ def patch_norms(model: nn.Module) -> None:
 
 
 class _Patched:
-    """Replacement for an instance's forward that can be copied and pickled."""
+    """Replacement for an instance's forward method that can be copied and pickled."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
@@ -200,8 +205,10 @@ def offload_to_disk(model: nn.Module) -> None:
 
 
 def offload_in_parts(model: nn.Module) -> None:
-    """Load all weights of an attention or router module together, because its forward may read its children's
-    weights."""
+    """Offload weights to the CPU, and load those of an attention or router module together.
+
+    The forward method of such a module may read the weights of its children.
+    """
     import accelerate
 
     names = sorted({type(part).__name__ for part in _named(model, _WHOLE, by_class=True)})
@@ -225,7 +232,7 @@ class Change(NamedTuple):
     """A modification of a model.
 
     Args:
-        run: modifies a model in place.
+        run: function that modifies a model in place.
         gradients: whether gradients can still be compared.
         preserves: whether the modified original computes the same result as the unmodified one.
     """
@@ -271,7 +278,7 @@ COLUMNS = [
 
 
 def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> list[Outcome]:
-    """Write a row for each model as CSV, as soon as the next model begins, and return all outcomes."""
+    """Write each model's row to a CSV as soon as the next model begins, and return all outcomes."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["library", "model", *map(", ".join, COLUMNS)])
     done: list[Outcome] = []
@@ -285,7 +292,7 @@ def write_outcomes(outcomes: Iterable[Outcome], file: TextIO = sys.stdout) -> li
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Read a file of :func:`write_outcomes`; empty cells have no outcome."""
+    """Read the outcomes from a file of :func:`write_outcomes`, without empty cells."""
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -299,7 +306,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[Outcome]:
-    """Yield the outcomes of a library's adaptable models, or only of the models with these names."""
+    """Yield the outcomes of a library's adaptable models, or only of those with the given names."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -312,7 +319,7 @@ def sweep_library(library: str, names: Sequence[str] | None = None) -> Iterator[
 
 
 def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
-    """Yield an outcome for each change and order; nothing if the model can't be built, called or adapted."""
+    """Yield an outcome for each change before and after adaptation, or nothing if the model can't be adapted."""
     try:
         model = candidate.build()
         stock = candidate.call(copy.deepcopy(model))  # Some models can't be copied after a call.
@@ -329,7 +336,7 @@ def sweep_model(library: str, candidate: Candidate) -> Iterator[Outcome]:
 
 
 class Original(NamedTuple):
-    """A model that is not adapted, and its outputs and gradients."""
+    """Model without adaptation, with its outputs and gradients."""
 
     model: Any
     result: Result
@@ -355,7 +362,7 @@ def _call(candidate: Candidate, change: Change, model: Any) -> Result:
 
 
 def _try(candidate: Candidate, original: Original, change: Change, when: str) -> tuple[str, str]:
-    """Return the outcome of a change, and a note."""
+    """Apply a change before or after adaptation, and return the outcome and a note."""
     model, plain = original
     try:
         with torch.no_grad():
@@ -391,7 +398,7 @@ def _try(candidate: Candidate, original: Original, change: Change, when: str) ->
 
 
 def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | None:
-    """Return the outcome if two results of the same original differ, or None if they are equal."""
+    """Return an outcome if two results of the same original model differ, or None if they are equal."""
     if not found.gradients:
         expected = expected._replace(gradients={})
     gap = distance(found, expected)
@@ -399,7 +406,7 @@ def _describe_unstable(found: Result, expected: Result) -> tuple[str, str] | Non
 
 
 def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Return the outcome for a copy of the adapted model, if the original can be copied after a call."""
+    """Return the outcome for a copy of the adapted model, provided that the original can be copied after a call."""
     try:
         candidate.call(called := copy.deepcopy(original.model))
         make(called)
@@ -409,7 +416,7 @@ def _try_copy(candidate: Candidate, original: Original, make: Callable[[Any], An
 
 
 def _compare(candidate: Candidate, stock: Result, model: Any, make: Callable[[Any], Any]) -> tuple[str, str]:
-    """Call the adapted model, make a copy of it with ``make``, and return the outcome of the copy."""
+    """Call the adapted model, copy it with ``make``, and return the copy's outcome."""
     try:
         adapted = adapt_rotary(copy.deepcopy(model))
         candidate.call(adapted)

@@ -1,7 +1,7 @@
-"""Test ``adapt_rotary`` on a tiny random version of every rotary model of the installed libraries.
+"""Test ``adapt_rotary`` on a tiny random version of every rotary model in the installed libraries.
 
-A model counts as adapted if, in float32, outputs and all gradients agree with the stock model and parameter names are
-unchanged. After it is restored, its outputs must have the same bits as before.
+A model counts as adapted if its float32 outputs and gradients agree with the stock model's and its parameter names are
+unchanged. After restoring, its outputs must be bitwise identical to those of the stock model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Outcome = Literal["adapted", "refused", "untried", "wrong", "none"]  # none: no 
 
 
 class Result(NamedTuple):
-    """Outputs of a model, and its gradients for a random cotangent."""
+    """Outputs of a model, and gradients of a random weighted sum of the outputs."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor]
@@ -47,12 +47,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to test.
+    """Model to test.
 
     Args:
-        name: model type or class.
-        build: returns a tiny random model in eval mode, or the pipeline around it if that makes its tables.
-        call: runs it forward and backward; deterministic for equal weights.
+        name: name of the model type or class.
+        build: function that returns a tiny random model in eval mode, or its pipeline if that computes the tables.
+        call: function that runs the model forward and backward, with equal results for equal weights.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Candidate:
 
 
 class Row(NamedTuple):
-    """One row of the table. ``reason``: why a model was refused or not tried, or which parts were not adapted."""
+    """Row of the table. ``reason`` says why a model was refused or not tried, or which parts were not adapted."""
 
     library: str
     model: str
@@ -82,7 +82,7 @@ def find_tensors(given: Any) -> Iterator[Tensor]:
 
 
 def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
-    """Return the outputs, and the gradients of a random sum of them."""
+    """Return the outputs and the gradients of a random weighted sum of them."""
     model.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(1)
     floats = [y for y in outputs if y.is_floating_point() or y.is_complex()]
@@ -98,7 +98,7 @@ def differentiate(model: nn.Module, outputs: Sequence[Tensor]) -> Result:
 
 
 def try_library(library: str) -> Iterator[Row]:
-    """Yield a row for every rotary model of a library; none if it is not installed."""
+    """Yield a row for each rotary model of a library, or none if the library is not installed."""
     if find_spec(library) is None:
         return
     for candidate in import_module(f".trial_{library}", __package__).candidates():
@@ -110,7 +110,7 @@ def try_library(library: str) -> Iterator[Row]:
 
 
 def try_model(library: str, candidate: Candidate) -> Row:
-    """Build, adapt, compare, restore, and compare again."""
+    """Adapt a model and compare it with the original, then restore it and compare again."""
     row = Row(library, candidate.name, "adapted", "")
     try:
         model = candidate.build()
@@ -164,7 +164,7 @@ def _refuse_uncallable(row: Row, model: nn.Module) -> Row | None:
 
 
 def _refuse(row: Row, model: nn.Module, error: Exception) -> Row:
-    """Return the row of a refused model; "none" if it has no rotary encoding."""
+    """Return a "refused" row for a model, or a "none" row if it has no rotary encoding."""
     reason = _describe_error(error)
     if reason == UNKNOWN and not _has_rotary(model):
         return row._replace(outcome="none")
@@ -186,7 +186,7 @@ def _has_rotary(model: nn.Module) -> bool:
 
 
 def distance(found: Result, stock: Result) -> float:
-    """Return the largest difference between outputs or gradients; relative if the largest of its kind is above 1."""
+    """Return the largest difference of outputs or gradients, relative to the largest value if that is above 1."""
     if len(found.outputs) != len(stock.outputs) or found.gradients.keys() != stock.gradients.keys():
         return float("inf")
     names = list(stock.gradients)
@@ -214,7 +214,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def write(rows: Iterable[Any], file: TextIO = sys.stdout, kind: Any = Row) -> list[Any]:
-    """Write rows as CSV, each as soon as it is known, and return them."""
+    """Write each row to a CSV as soon as it is available, and return all rows."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(kind._fields)
     done: list[Any] = []

@@ -23,7 +23,7 @@ ROTARY = re.compile(r"[Rr]otary|[Rr]ope[^r]|RoPE")
 
 
 def rotary_classes() -> dict[str, type]:
-    """Find models whose files contain rotary code, except models that are composed of others."""
+    """Find the models whose files contain rotary code, except for models composed of others."""
     found: dict[str, type] = {}
     for package in (transformers, controlnets):
         for info in pkgutil.iter_modules(package.__path__):
@@ -155,7 +155,7 @@ OWN: dict[str, dict[str, Any]] = {  # constructor arguments by class
 
 
 def build(name: str) -> nn.Module:
-    """Build a two-layer model, with weights large enough that attention is far from uniform."""
+    """Build a two-layer model, whose weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     cls: Any = rotary_classes()[name]
     if name == "ZImageControlNetModel":
@@ -195,7 +195,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _ids(height: int, width: int, axes: int = 3) -> Tensor:
-    """Return ids with rows and columns on the last two of three axes, or on the middle two of four."""
+    """Return position ids with rows and columns on the last two of three axes, or on the middle two of four."""
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
     found = torch.zeros(height * width, axes)
     found[:, 1:3] = places
@@ -368,7 +368,7 @@ MORE: dict[str, Callable[[], dict[str, Any]]] = {  # additional inputs by class
 
 
 def inputs(model: Any) -> dict[str, Any]:
-    """Return inputs for the argument names of its forward."""
+    """Return inputs for the arguments of a model's forward method."""
     torch.manual_seed(2)
     name, names = type(model).__name__, inspect.signature(type(model).forward).parameters
     kind = max((key for key in SHAPES if name.startswith(key)), key=len, default=None)
@@ -379,7 +379,7 @@ def inputs(model: Any) -> dict[str, Any]:
 
 
 def call(model: nn.Module) -> Result:
-    """Return the outputs for tiny inputs, and the gradients for a random cotangent."""
+    """Call a model with tiny inputs, and return its outputs and gradients."""
     given = inputs(model)
     torch.manual_seed(0)
     return differentiate(model, list(find_tensors(model(**given))))
@@ -400,7 +400,7 @@ def build_pipeline(name: str) -> Any:
 
 
 def call_pipeline(pipeline: Any) -> Result:
-    """Run one step of its denoiser with the pipeline's tables."""
+    """Run one step of a pipeline's denoiser with the tables that the pipeline computes."""
     model = pipeline.transformer
     given = inputs(model)
     _, frames, _, height, width = given["hidden_states"].shape

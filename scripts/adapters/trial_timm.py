@@ -36,7 +36,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def read_shape(name: str) -> dict[str, Any] | None:
-    """Return arguments for the smallest version of a rotary model, or None if it has no RoPE or can't be built."""
+    """Return arguments for a tiny version of a rotary model, or None if it has no RoPE or can't be built."""
     if not any(part in name for part in ("eva", "rope", "dinov3", "vit")):
         return None
     try:
@@ -67,13 +67,13 @@ def build(name: str, shape: dict[str, Any]) -> nn.Module:
 
 
 def build_naflex(rope_type: str, **kwargs: Any) -> nn.Module:
-    """Build a NaFlexViT with this rotary encoding; ``kwargs`` are timm arguments."""
+    """Build a NaFlexViT with a rotary encoding and other timm arguments."""
     shape = {"depth": 2, "num_heads": 2, "embed_dim": 64, "num_classes": 3, "patch_size": 4, "img_size": 4 * PATCHES}
     return build("naflexvit_base_patch16_gap", {**shape, "rope_type": rope_type, **NAFLEX[rope_type], **kwargs})
 
 
 def call_naflex(model: Any) -> Result:
-    """Call with images of one size and with patches of several sizes, including padding tokens."""
+    """Call a model with images of one size, and with patches from several sizes, including padding tokens."""
     torch.manual_seed(0)
     size = model.image_size
     images, given = torch.randn(2, 3, size, 2 * size), patches(model.embeds.patch_size[0] ** 2 * 3)
@@ -82,7 +82,7 @@ def call_naflex(model: Any) -> Result:
 
 
 def patches(width: int) -> dict[str, torch.Tensor]:
-    """Return a batch of patches from images of several sizes."""
+    """Return a batch of patches from images of several sizes, with padding."""
     most = max(h * w for h, w in SIZES) + 2
     coord = torch.zeros(len(SIZES), most, 2, dtype=torch.int64)
     valid = torch.zeros(len(SIZES), most, dtype=torch.bool)

@@ -180,7 +180,7 @@ def _model_class(model_type: str) -> Any:
 
 
 def build(model_type: str) -> nn.Module:
-    """Build a two-layer model, with weights large enough that attention is far from uniform."""
+    """Build a two-layer model, whose weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     config = shrink(model_type, OWN.get(model_type, {}))
     model = AutoModel.from_config(config, attn_implementation="eager")
@@ -192,7 +192,7 @@ def build(model_type: str) -> nn.Module:
 
 
 def shrink(model_type: str, own: dict[str, Any]) -> Any:
-    """Return a tiny configuration of a type; ``own`` replaces the shared values."""
+    """Return a tiny configuration of a model type, in which ``own`` overrides the common values."""
     config_class: Any = type(AutoConfig.for_model(model_type))
     return config_class(**_merge(_shrink(config_class()), own))
 
@@ -207,7 +207,7 @@ def _merge(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink(default: Any) -> dict[str, Any]:
-    """Return tiny arguments for a configuration of the same class."""
+    """Return arguments for a tiny configuration of the same class."""
     kwargs: dict[str, Any] = {}
     values = vars(default)
     mapped = getattr(default, "attribute_map", {})
@@ -234,7 +234,7 @@ def _shrink(default: Any) -> dict[str, Any]:
 
 
 def _by_layer(values: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Truncate per-layer lists to the number of layers."""
+    """Truncate lists with one entry per layer to the number of layers."""
     was, layers = values.get("num_hidden_layers"), kwargs.get("num_hidden_layers")
     if not isinstance(was, int) or not isinstance(layers, int) or was < 6:
         return {}
@@ -272,14 +272,14 @@ def _same_kind(value: Any, small: Any) -> Any:
 
 
 def call(model: Any) -> Result:
-    """Return the outputs for tiny inputs, and the gradients for a random cotangent."""
+    """Call a model with tiny inputs, and return its outputs and gradients."""
     torch.manual_seed(0)
     own = INPUTS.get(getattr(model.config, "model_type", ""), {})
     return differentiate(model, list(find_tensors(model(**{**inputs(model), **own}))))
 
 
 def inputs(model: Any) -> dict[str, Any]:
-    """Return inputs for the argument names of its forward."""
+    """Return inputs for the arguments of a model's forward method."""
     names, config = inspect.signature(model.forward).parameters, model.config
     generator = torch.Generator().manual_seed(2)
     given: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Benchmarks: ``lrpe-md bench NAME``."""
+"""The program ``lrpe-md bench``, which runs benchmarks."""

@@ -1,4 +1,4 @@
-"""Run a benchmark or write its report: ``lrpe-md bench COMMAND``."""
+"""The command line of ``lrpe-md bench``, which runs benchmarks and writes their reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 class Command(NamedTuple):
-    """A benchmark, the panel of the help that lists it, and the arguments of its example."""
+    """Benchmark, with its panel in --help and the arguments of its example."""
 
     run: Callable[..., Any]
     panel: str
@@ -64,7 +64,7 @@ COMMANDS = {
 
 
 def with_smoke(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a benchmark; with --smoke, it writes to another folder and says what to run instead."""
+    """Wrap a benchmark so that --smoke writes to another folder and prints the command of a real run."""
     signature = inspect.signature(run)
     if "smoke" not in signature.parameters:
         return run

@@ -1,4 +1,4 @@
-"""Find measurements that became slower between two commits: ``lrpe-md bench compare OLD [NEW]``."""
+"""Find measurements that became slower between two commits with ``lrpe-md bench compare OLD [NEW]``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = "scripts/results"
 
 @dataclass(frozen=True)
 class Kind:
-    """Key columns of a results file, and the column in which smaller is better."""
+    """Kind of results file, with its key columns and the column in which smaller values are better."""
 
     key: tuple[str, ...]
     value: str
@@ -46,10 +46,10 @@ KINDS = {  # by file name; the first matching pattern applies
 
 
 def read(commit: str | None, root: Path = ROOT) -> dict[str, str]:
-    """Return the CSVs of the results by name, at a commit or from the working tree.
+    """Return the content of each CSV in the results by name, at a commit or from the working tree.
 
     Raises:
-        ValueError: git does not know the commit.
+        ValueError: if git does not know the commit.
     """
     if commit is None:
         return {path.name: path.read_text(encoding="utf-8") for path in sorted((root / FOLDER).glob("*.csv"))}
@@ -68,7 +68,7 @@ def git(root: Path, *args: str) -> str:
 
 
 def load(text: str, kind: Kind) -> Any:
-    """Return the value of each row by key (the last one for repeated keys); empty for a file of a different kind."""
+    """Return the last value for each key, or an empty table for a file of another kind."""
     rows: Any = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
     if not {*kind.key, kind.value} <= set(rows):
         return pd.Series(dtype=float)
@@ -78,7 +78,7 @@ def load(text: str, kind: Kind) -> Any:
 
 
 def find_regressions(old: dict[str, str], new: dict[str, str], tolerance: float) -> pd.DataFrame:
-    """Find rows in both whose value grew by more than the tolerance, except those of other implementations."""
+    """Find lrpe-md's rows in both commits whose value grew by more than the tolerance."""
     found: list[tuple[str, str, float, float]] = []
     for name in old.keys() & new.keys():
         kind = next((kind for pattern, kind in KINDS.items() if fnmatch(name, pattern)), None)
@@ -102,7 +102,7 @@ def main(
         float, typer.Option(min=0, callback=finite, help="Largest allowed increase in time, as a fraction.")
     ] = 0.03,
 ) -> None:
-    """List measurements of lrpe-md that became slower between two commits; exit with 1 if there are any."""
+    """List lrpe-md's measurements that became slower between two commits, and exit with 1 if there are any."""
     try:
         rows = find_regressions(read(old), read(new), tolerance)
     except ValueError as error:

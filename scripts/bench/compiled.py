@@ -1,10 +1,10 @@
-"""Measure the host time of lrpe-md calls in programs compiled by torch.compile. Writes a CSV.
+"""Measure the host time of lrpe-md calls in programs compiled by torch.compile, and write a CSV.
 
     lrpe-md bench compiled
 
-q and k are so small that the GPU waits for the host. It times three variants: kernels that Inductor launches itself,
-the registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. They take turns in one
-run, so that machine noise affects all of them equally. The number to look at is the ratio to the triton_op.
+q and k are so small that the GPU waits for the host. The benchmark times kernels that Inductor launches itself, the
+registered operator (used if sizes are symbolic), and a plain triton_op with as many tensors. These take turns in one
+run, so that machine noise affects all of them equally. Compare their ratios to the triton_op.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def compile_alone(graph: Any, inputs: Any) -> Any:
 
 
 def compile_ours(map: str, inputs: tuple[Tensor, ...], which: str) -> tuple[Callable[[], Any], str]:
-    """Compile a call; return it and the lrpe-md operators that the generated code calls."""
+    """Compile a call, and return it with the lrpe-md operators that the generated code calls."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -152,7 +152,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
-    """Measure the host time of compiled calls. Each row is written to the CSV at once."""
+    """Measure the host time of compiled calls. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

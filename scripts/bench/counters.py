@@ -1,10 +1,10 @@
-"""Find out what limits the kernels, from GPU counters read by Nsight Compute. Writes a CSV.
+"""Find out what limits the kernels from GPU counters, which Nsight Compute reads, and write a CSV.
 
     lrpe-md bench counters        needs ncu, and permission to read GPU counters
 
 Each pass of ``bench operators`` runs once with cold caches. The CSV contains each pass's duration, memory traffic in
-bytes, and utilisation of memory, L2 cache and schedulers. On vit224, a compiled kernel with precomputed tables and an
-element-wise kernel of equal traffic serve as baselines. `make results` turns the CSV into a table.
+bytes, and utilisation of memory, L2 cache and schedulers. On vit224, the baselines are a compiled kernel with
+precomputed tables and an element-wise kernel with the same traffic. `make results` turns the CSV into a table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RANGE = "counted"
 
 
 def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield the passes to profile one at a time; each runs only one of the kernels above."""
+    """Yield the passes to profile one by one, each of which runs only one of the kernels."""
     for name, workload in WORKLOADS.items():
         for op in ("cosine", "rotate"):
             inputs = large_inputs(workload.case(op), device)
@@ -64,7 +64,7 @@ def passes(device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def run(keys: Path) -> None:
-    """Run each pass once after a warm-up call, in the process that ncu profiles."""
+    """Run each pass once after a warm-up call. ncu profiles this process."""
     functorch_config.donated_buffer = False
     with keys.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, KEY)
@@ -81,7 +81,7 @@ def run(keys: Path) -> None:
 
 
 def parse(report: str) -> list[dict[str, float]]:
-    """Parse ncu's raw page: a line of names, a line of units, a line for each kernel."""
+    """Parse ncu's raw page, which has a line of names, a line of units, and a line for each kernel."""
     lines = [line for line in report.splitlines() if line.startswith('"')]
     if len(lines) < 2:
         raise ValueError("ncu's report: expected names, units and kernels, got\n" + report[-2000:])
@@ -98,7 +98,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
     counted: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Profile every pass with ncu. The CSV is only written if all of them succeed."""
+    """Profile all passes with ncu. The CSV is only written if all of them succeed."""
     if counted is not None:
         run(counted)
         return

@@ -1,16 +1,16 @@
-"""Measure one decoding step of a layer: rotate q and k and store k in a static cache. Writes a CSV.
+"""Measure how long a layer takes to rotate q and k and to store k in a static cache. Write a CSV.
 
     lrpe-md bench decode                                  one token at B 1 to 64, and prompts of 2,048
     lrpe-md bench decode --workload "decode-1;decode-64" --impl "lrpe-md, out=;transformers"
 
-Grouped queries: 32 heads of q, 8 of k, head_dim 128, bfloat16, in the memory layout of a projection (B, N, H, D). The
-cache holds 4,096 tokens, and its next free row is read on the device. "half" rotates half of the channels. Values are
-left out, since all implementations store them in the same way. For implementations that use tables, cos and sin are
-precomputed, because a model computes them once for all layers; lrpe-md computes the angles itself.
+There are 32 query heads and 8 key heads with head_dim 128 in bfloat16, in the memory layout of a projection (B, N, H,
+D). The cache has room for 4,096 tokens, and its next free row is read on the device. "half" rotates half of the
+channels. Values are left out, because all implementations store them in the same way. Implementations with tables get
+precomputed cos and sin, because a model computes them once for all layers. lrpe-md computes the angles in the kernel.
 
-Measures: "gpu" is the GPU time of one call with a cold L2 cache; "graph" is the time per call of 64 calls in a CUDA
-graph; "host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the
-bytes that must move: q and k, read and written. Before timing, q and the cache are checked against float64.
+"gpu" is the GPU time of a call with a cold L2 cache, "graph" is the time per call of 64 calls in a CUDA graph, and
+"host" is the host time of a call. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that
+must move: q and k are read and written. Before timing, q and the cache are checked against float64.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Inputs:
         return None if self.shape.rotary_dim == self.shape.head_dim else self.shape.rotary_dim
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (1, N, R) in transformers' layout."""
+        """Return cos and sin tables (1, N, R) in transformers' layout."""
         angles = self.rows[:, None].double() * self.omega[0, :, 0].double()
         both = torch.cat([angles, angles], dim=-1)[None]
         return both.cos().to(dtype), both.sin().to(dtype)
@@ -107,7 +107,7 @@ Step = Callable[[], Tensor]
 
 
 def build_into(inputs: Inputs) -> Step:
-    """Rotate q and k in one launch that writes k directly into the cache."""
+    """Rotate q and k in a single launch that writes k directly into the cache."""
     omega, where, cache, start = inputs.omega, inputs.where, inputs.cache, inputs.start
     into = (None, cache)
 
@@ -134,7 +134,7 @@ def build_copied(inputs: Inputs) -> Step:
 
 
 def build_tables(inputs: Inputs, apply: Callable[..., Any], dtype: torch.dtype = BF16) -> Step:
-    """Rotate with a function of q, k, cos and sin, then copy k into the cache."""
+    """Rotate with a function of q, k, cos and sin, and copy k into the cache."""
     cos, sin = inputs.tables(dtype)
     rows = inputs.rows
 
@@ -159,7 +159,7 @@ def build_liger(inputs: Inputs) -> Step:
 
 
 def build_hub(inputs: Inputs) -> Step:
-    """Rotate with the kernel that transformers loads from the hub; it has no partial rotation."""
+    """Rotate with the kernel that transformers loads from the hub, which does not support partial rotation."""
     get_kernel = importlib.import_module("kernels").get_kernel
     return build_tables(inputs, get_kernel("kernels-community/rotary").apply_rotary_transformers)
 
@@ -184,7 +184,7 @@ WHOLE_HEADS = (LIGER, HUB)
 
 
 def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
-    """Describe the first result whose error is larger than 16-bit tables and outputs explain, or return ""."""
+    """Describe the first result with a larger error than 16-bit tables and outputs explain, or return ""."""
     exact = rotate(
         inputs.q.double(), inputs.k.double(), omega=inputs.omega, positions=inputs.where, rotary_dim=inputs.rotary_dim,
         impl="reference",
@@ -202,7 +202,7 @@ def find_wrong(build: Callable[[Inputs], Step], inputs: Inputs) -> str:
 
 
 def capture(step: Step) -> Callable[[], Any]:
-    """Capture several steps in a CUDA graph and return its replay."""
+    """Capture several steps in a CUDA graph, and return a function that replays it."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -252,7 +252,7 @@ def shrink(shape: Shape) -> Shape:
 
 
 def missing(impl: str) -> str:
-    """Return the package that an implementation needs and that is not installed, or ""."""
+    """Return the missing package that an implementation needs, or "" if there is none."""
     package = NEEDS.get(impl)
     return package if package is not None and importlib.util.find_spec(package) is None else ""
 
@@ -270,7 +270,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:
-    """Measure the rotation and key-cache update in a decoding step. Each row is written to the CSV at once."""
+    """Measure the rotation and key-cache update in a decoding step. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

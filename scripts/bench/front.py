@@ -1,4 +1,4 @@
-"""Plots of the README: speed compared with other libraries, and encodings at sizes not seen in training."""
+"""Plots for the README, which show speed compared with other libraries, and encodings at unseen sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plot_speed(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plot_encodings(results: Path, path: Path) -> bool:
-    """Plot accuracy against image size for softmax attention, with extrapolated and with rescaled positions."""
+    """Plot accuracy against image size for softmax attention, with extrapolated and rescaled positions."""
     if not results.exists():
         return False
     rows: Any = pd.read_csv(results, keep_default_na=False)

@@ -1,4 +1,4 @@
-"""Rotary models from other libraries for ``scripts.bench training``: published widths, few layers."""
+"""Rotary models from other libraries for ``scripts.bench training``, with published widths but few layers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Arguments = dict[str, Any]  # keyword arguments of a model's forward
 
 @dataclass(frozen=True)
 class Hosted:
-    """A library's model, stock or adapted.
+    """Model from another library, stock or adapted.
 
     Args:
-        library, name: a class of ``library`` that takes ``config``. For timm, the model's name; for transformers, the
-            configuration class and the model class, separated by a space.
+        library, name: library, and the name of its model class. For timm, pass the name of the model. For transformers,
+            pass the configuration class and the model class, separated by a space.
         config: settings that differ from the library's defaults.
-        arguments: (model, batch, size) -> arguments of forward, on the default device.
+        arguments: function (model, batch, size) -> arguments of forward, on the default device.
         size: token grid that the model rotates.
     """
 
@@ -64,7 +64,7 @@ class Hosted:
         return getattr(library, self.name)(**self.config)
 
     def inputs(self, model: Any, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensor arguments; the others are cheap and rebuilt at each step."""
+        """Return the tensor arguments. The others are cheap, and rebuilt at each step."""
         torch.manual_seed(0)
         with device:
             given = self.arguments(model, batch, self.size)
@@ -87,13 +87,13 @@ class Hosted:
 
 
 def import_checkout(root: Path, name: str = "lrpe_md_other") -> Any:
-    """Import another checkout's package under another name, so that both versions run in one process.
+    """Import another checkout's package under a different name, so that both versions run in one process.
 
-    The package is copied into a temporary folder on the path, where compiler processes also find it. Its operators get
-    a separate namespace.
+    The package is copied to a temporary folder on the path, where compiler processes also find it. Its operators get a
+    separate namespace.
 
     Raises:
-        FileNotFoundError: the checkout has no package.
+        FileNotFoundError: if the checkout has no package.
     """
     package = root / "lrpe_md"
     if not (package / "_ops.py").is_file():

@@ -1,4 +1,4 @@
-"""Layer sizes that the benchmarks time."""
+"""Sizes of the layers that the benchmarks time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Workload:
         return self.prefix + torch.Size(self.shape).numel()
 
     def case(self, map: Literal["cosine", "rotate"], *, per_head: bool = False, **changes: Any) -> Case:
-        """Return the case: one tensor for cosine; for rotate q and k, as slices of one projection."""
+        """Return a case with one tensor for cosine, or with q and k as slices of one projection for rotate."""
         two = map == "rotate"
         heads = (self.heads, self.key_heads or self.heads) if two else (self.heads,)
         case = Case(

@@ -1,19 +1,20 @@
-"""Benchmark linear attention against a copy, softmax attention and PyTorch implementations. Writes a CSV.
+"""Benchmark linear attention against a copy, softmax attention and PyTorch implementations, and write a CSV.
 
     lrpe-md bench linear                                the workloads, both maps and none, three passes
     lrpe-md bench linear --workload vit224 --map cosine
     lrpe-md bench linear --impl lrpe-md,SDPA --limit 300 --append
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
-inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move: 4·BHND elements
-forward (q, k and v read, o written) and 7·BHND backward (do read as well; dq, dk, dv written). Before timing, values
-and gradients of one sample are checked against float64; wrong results are not timed.
+inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. These are 4·BHND
+elements in the forward pass (q, k and v are read, and o is written), and 7·BHND in the backward pass (do is also read,
+and dq, dk and dv are written). Before timing, values and gradients of one sample are checked against float64.
+Implementations with wrong results are not timed.
 
-With --other, each pass of lrpe-md is timed alternately with that of another checkout of this repository:
+With --other, lrpe-md takes turns with another checkout of this repository:
 
     lrpe-md bench linear --impl lrpe-md --workload width72,width96 --other ../old-checkout
 
-Other libraries are timed if they can be imported; see :mod:`.linear_peers`:
+Other libraries are timed if you can import them; see :mod:`.linear_peers`:
 
     PYTHONPATH=.:FOLDER lrpe-md bench linear --workload bidirectional-4096,causal-plain,sana,sana-module
 """
@@ -69,20 +70,20 @@ def attend_fused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor 
 
 
 class OtherCheckout:
-    """The package of another checkout of this repository."""
+    """Package of another checkout of this repository."""
 
     package: Any = None
 
 
 def attend_by_other(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Run :func:`attend_fused` with the other checkout's kernels."""
+    """Compute :func:`attend_fused` with the other checkout's kernels."""
     package, case = OtherCheckout.package, inputs.case
     positions = package.Grid(case.shape, prefix=case.prefix) if case.has_positions else None
     return package.linear_attention(q, k, v, map=case.map, omega=omega, positions=positions, **inputs.options)
 
 
 def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Store q̂ and k̂, mapped by lrpe-md's kernels, and multiply in 16 bits."""
+    """Store q̂ and k̂ from lrpe-md's kernels in memory, and multiply in 16 bits."""
     case = inputs.case
     q_bar, k_bar = activate(q, case.act), activate(k, case.act)
     q_hat, k_hat = q_bar, k_bar
@@ -96,7 +97,7 @@ def attend_unfused(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tenso
 
 
 def attend_by_softmax(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, omega: Tensor | None) -> Tensor:
-    """Apply softmax attention without positions, by the first backend that supports the inputs."""
+    """Apply softmax attention without positions, using the first backend that supports the inputs."""
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(backends, set_priority=True):
         return scaled_dot_product_attention(q, k, v, is_causal=inputs.case.mask == "causal")
@@ -170,7 +171,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark linear attention, lrpe-md first. Each row is written to the CSV at once."""
+    """Benchmark linear attention, starting with lrpe-md. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

@@ -1,4 +1,4 @@
-"""Workloads, inputs, passes, timing and CSV output of ``scripts.bench linear``."""
+"""Workloads, inputs, passes, timing and CSV output for ``scripts.bench linear``."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def make_inputs(case: LinearCase, device: torch.device) -> Inputs:
 
 
 def make_memory(case: LinearCase, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a memory over frames or with decay: β of each token, and g of each head or frame."""
+    """Return the memory arguments of a workload, such as β of each token, and g of each head or frame."""
     if case.decay == "none" and case.mask != "block":
         return {}
     memory: dict[str, Any] = {}
@@ -181,13 +181,13 @@ class Run:
     columns: tuple[str, ...] = COLUMNS
 
     def begin(self) -> None:
-        """Create the CSV with its header."""
+        """Create the CSV and write its header."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.out.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
-        """Append a row to the CSV at once."""
+        """Append a row to the CSV."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -199,7 +199,7 @@ class Run:
         self.console.print(text, highlight=False, markup=False)
 
     def time(self, inputs: Inputs, which: str, fns: list[Callable[[], Any]], **key: Any) -> None:
-        """Time a pass and append its row, with its share of the copy's speed."""
+        """Time a pass, and append its row with the share of the copy's speed."""
         ms = time_calls(fns, self.device, self.rep)
         size = PASSES[which] * inputs.q.numel() * inputs.q.element_size()
         self.add(**{**key, "pass": which}, ms=ms, share=self.copy_ms * size / ms)

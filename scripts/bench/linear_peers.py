@@ -3,11 +3,12 @@
     PYTHONPATH=.:PEERS lrpe-md bench linear      PEERS: a folder with any of fla/, flash_bla/ and diffusers/
 
 fla (flash-linear-attention) is causal, without positions and normaliser. flash_bla
-(flash-bidirectional-linear-attention) attends to all tokens, without positions. Both take features, which are computed
-before timing in their preferred memory layout, whereas lrpe-md's times include the activation. diffusers has the
-attention of SANA-Video. Its own processor is compared with one that calls lrpe-md on the same module: "sana" from q, k
-and v to the heads' outputs, "sana-module" including norms and projections. Its SanaWM
-applies the delta rule over frames, in float32, and is timed from q, k and v to the heads' outputs.
+(flash-bidirectional-linear-attention) attends to all tokens, without positions. Both expect features, which are
+computed before timing in the memory layout that they prefer. lrpe-md's times include the activation.
+
+diffusers contains the attention of SANA-Video. Its own processor is compared with one that calls lrpe-md on the same
+module. "sana" is timed from q, k and v to the heads' outputs, and "sana-module" includes norms and projections. SanaWM
+applies the delta rule over frames in float32, and is timed from q, k and v to the heads' outputs.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ THREADS = 12
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation from another library.
+    """Implementation from another library.
 
     Args:
-        module, name: the function to import.
-        takes: whether it supports a workload.
-        prepare: converts the inputs to its layout.
-        attend: wraps the function for these inputs.
-        restore: converts its output to (B, H, N, D).
-        note: what the CSV says about its times.
-        compile: compiles the kernels before timing, given the module and the inputs.
+        module, name: function to import.
+        takes: function that returns whether it supports a workload.
+        prepare: function that converts the inputs to its layout.
+        attend: wrapper of the function for these inputs.
+        restore: function that converts its output to (B, H, N, D).
+        note: remark about its times in the CSV.
+        compile: function of the module and the inputs that compiles the kernels before timing.
     """
 
     module: str
@@ -91,9 +92,9 @@ def takes_bidirectional(name: str, case: LinearCase) -> bool:
 
 
 def compile_bidirectional(module: Any, inputs: Inputs) -> None:
-    """Compile all candidates of the autotuner in threads, because one by one they take minutes per length.
+    """Compile all candidates of the autotuner in parallel, because compiling them one by one takes minutes per length.
 
-    The autotuner itself compiles any candidate that fails here.
+    If a candidate fails here, the autotuner compiles it again.
     """
     from triton.testing import do_bench
 
@@ -120,7 +121,7 @@ def takes_frames(name: str, case: LinearCase) -> bool:
 
 
 def prepare_frames(inputs: Inputs) -> Inputs:
-    """Form SanaWM's angles. Undo the scaling of the keys for its module with both directions, which scales them."""
+    """Compute SanaWM's angles. With both directions, undo the scaling of keys, because its module scales them."""
     case, omega = inputs.case, inputs.omega
     assert omega is not None
     angles = inputs.positions.coordinates().to(omega) @ omega[0].T
@@ -129,7 +130,7 @@ def prepare_frames(inputs: Inputs) -> Inputs:
 
 
 def delta(_: Any, compiles: bool = False) -> Attend:
-    """Return SanaWM's attention from q, k and v to the outputs of the heads. The angles are formed beforehand."""
+    """Return SanaWM's attention from q, k and v to the heads' outputs. The angles are computed beforehand."""
     sana: Any = importlib.import_module(SANA_WM)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, decay: Tensor, angles: Tensor, both: bool) -> Tensor:
@@ -178,7 +179,7 @@ PEERS = {
 
 
 def exact(inputs: Inputs) -> Tensor:
-    """Compute the first two heads of the first sample in float64."""
+    """Compute the exact result for the first two heads of the first sample, in float64."""
     q, k, v = (x[:1, :2].double() for x in (inputs.q, inputs.k, inputs.v))
     options: dict[str, Any] = {
         name: x[:1, :2].double() if isinstance(x, Tensor) else x for name, x in inputs.options.items()
@@ -194,7 +195,7 @@ def relative_error(o: Tensor, wanted: Tensor) -> float:
 
 
 def measure_peer(run: Run, name: str, case: LinearCase, impl: str, key: dict[str, Any]) -> None:
-    """Time forward and backward of a peer, unless its result is wrong."""
+    """Time a peer's forward and backward passes, unless its result is wrong."""
     peer = PEERS[impl]
     function = peer.load()
     plain = make_inputs(case, run.device)
@@ -222,7 +223,7 @@ SANA_MODULE = "diffusers.models.transformers.transformer_sana_video"
 
 
 class LinearProcessor:
-    """Drop-in for diffusers' ``SanaLinearAttnProcessor3_0`` that calls ``linear_attention``."""
+    """Drop-in replacement for diffusers' ``SanaLinearAttnProcessor3_0`` that calls ``linear_attention``."""
 
     def __init__(self, shape: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
         wan = preset("wan", head_dim=head_dim)
@@ -250,7 +251,7 @@ class LinearProcessor:
 
 
 class Core(nn.Module):
-    """Attention module without parameters: it takes q, k and v (B, N, H·D) and returns the heads' outputs."""
+    """Attention module without parameters, from q, k and v (B, N, H·D) to the heads' outputs."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ class Core(nn.Module):
 
 
 class Whole(nn.Module):
-    """SANA-Video's self-attention with the default norms and projections of its blocks."""
+    """SANA-Video's self-attention, including the default norms and projections of its blocks."""
 
     def __init__(self, sana: Any, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ class Whole(nn.Module):
 
 @dataclass
 class Block:
-    """A diffusers workload: a module, copies of its inputs, and the positions for both implementations."""
+    """Workload from diffusers, with a module, copies of its inputs, and the positions for both implementations."""
 
     module: nn.Module
     turns: list[tuple[Tensor, ...]]
@@ -292,7 +293,7 @@ class Block:
         return self.module(*xs, self.processors[impl], self.rotary)
 
     def widened(self) -> Block:
-        """Return a float32 copy."""
+        """Return a copy in float32."""
         turns = [tuple(x.float() for x in self.turns[0])]
         return replace(self, module=deepcopy(self.module).float(), turns=turns)
 
@@ -310,7 +311,7 @@ class Block:
 
 
 def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> Block:
-    """Build a workload; ``ours`` is the name of lrpe-md's implementation."""
+    """Build a workload. ``ours`` is the name of lrpe-md's implementation."""
     sana: Any = importlib.import_module(SANA_MODULE)
     heads, head_dim, shape = case.heads[0], case.head_dim, case.shape
     torch.manual_seed(0)
@@ -327,7 +328,7 @@ def make_block(name: str, ours: str, case: LinearCase, device: torch.device) -> 
 
 
 def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None:
-    """Time lrpe-md or the stock processor. lrpe-md must be as close to float32 as stock bfloat16 is."""
+    """Time lrpe-md or the stock processor, and check that lrpe-md is as close to float32 as stock bfloat16."""
     case = replace(shrink(SANA), head_dim=24) if smoke else SANA
     key = {
         "workload": name, "map": "rotate", "act": "relu", "normalizer": "unrotated", "mask": "full", "impl": impl
@@ -350,7 +351,7 @@ def measure_sana(run: Run, name: str, impl: str, ours: str, smoke: bool) -> None
 
 
 def missing(impls: list[str]) -> dict[str, str]:
-    """Return the implementations that can't be imported, with the reason."""
+    """Return the implementations that can't be imported, each with the reason."""
     found = {}
     for impl in impls:
         module = SANA_MODULE if impl == STOCK else PEERS[impl].module if impl in PEERS else None

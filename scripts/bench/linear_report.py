@@ -1,4 +1,4 @@
-"""Page and plots on linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
+"""Page and plots about linear attention, from the CSVs of ``bench linear`` and ``bench linear-scaling``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEASURES = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}
 
 
 def read(file: Path, key: list[str]) -> pd.DataFrame:
-    """Return the latest row of each measurement, or an empty table without a file."""
+    """Return the latest row of each measurement, or an empty table if there is no file."""
     if not file.exists():
         return pd.DataFrame()
     rows = pd.read_csv(file, dtype={"commit": str, "note": str, "map": str}, keep_default_na=False, na_values=[""])
@@ -46,12 +46,12 @@ def read_scaling(folder: Path) -> pd.DataFrame:
 
 
 def label(impl: str, map: str) -> str:
-    """Return the label of a series; other implementations have no positions unless the label names them."""
+    """Return the label of a series, such as "lrpe-md, no positions" or the name of another library."""
     return impl if map == "none" and impl != OURS else f"{impl}, {'no positions' if map == 'none' else map}"
 
 
 def names(rows: Any) -> list[tuple[str, str]]:
-    """Return the (impl, map) pairs, lrpe-md first."""
+    """Return the pairs (implementation, map), starting with lrpe-md."""
     found = dict.fromkeys(zip(rows.impl, rows["map"], strict=True))
     return sorted(found, key=lambda name: (name[0] != OURS, name[0], MAPS.index(name[1])))
 
@@ -60,7 +60,7 @@ def names(rows: Any) -> list[tuple[str, str]]:
 
 
 def linear_table(rows: Any) -> str:
-    """Render the share of the copy and milliseconds: a row for each implementation and map, a column per workload."""
+    """Render shares and milliseconds, with a row for each implementation and map and a column for each workload."""
     measured: Any = rows[rows.ms.notna()] if len(rows) else rows
     if not len(measured):
         return ""
@@ -91,7 +91,7 @@ def linear_table(rows: Any) -> str:
 
 
 def scaling_table(rows: Any) -> str:
-    """Render a row for each backbone and number of tokens, a column for each attention."""
+    """Render a table with a row for each backbone and number of tokens, and a column for each attention."""
     if not len(rows) or not rows.ms.notna().any():
         return ""
     kinds = list(dict.fromkeys(zip(rows.attention, rows["map"], rows["mode"], strict=True)))
@@ -133,7 +133,7 @@ def section(folder: Path) -> str:
 
 
 def group_works(works: Sequence[str]) -> list[list[str]]:
-    """Group workloads: usual sizes, unusual widths and few tokens or heads, a causal mask, frames, and peers."""
+    """Group workloads into usual sizes, unusual sizes, causal masks, frames, and comparisons with peers."""
     unusual, causal, frames, theirs = (
         [work for work in works if work.startswith(prefixes)] for prefixes in (UNUSUAL, "causal", "frames", PEERS)
     )
@@ -142,15 +142,15 @@ def group_works(works: Sequence[str]) -> list[list[str]]:
 
 
 def name_work(work: str) -> str:
-    """Return the label below a workload's bars, in two lines."""
+    """Return the two-line label of a workload's bars."""
     return work.replace("bidirectional", "full").replace("-", "\n", 1)
 
 
 def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot the share of the copy, forward next to backward.
+    """Plot shares of the copy's speed, with forward and backward passes side by side.
 
-    There is a row for each kind of attention and a group of bars for each workload. The eager unfused implementation is
-    left out.
+    There is a row of panels for each kind of attention, and a group of bars for each workload. The eager unfused
+    implementation is left out.
     """
     part: Any = rows[rows.share.notna() & rows["pass"].isin(["forward", "backward"])] if len(rows) else rows
     part = part[part.impl != "unfused"] if len(part) else part
@@ -182,12 +182,12 @@ def plot_linear(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def color_of(impl: str, map: str) -> str:
-    """Return the colour of a series: that of the encoding for lrpe-md, that of the library for others."""
+    """Return the colour of a series: the map's colour for lrpe-md, and the library's colour for others."""
     return ENCODINGS[map] if impl == OURS else PEER_COLORS.get(impl, "purple")
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot throughput above memory, a column for each backbone, on logarithmic axes."""
+    """Plot throughput and memory on logarithmic axes, with a column for each backbone."""
     part: Any = rows[rows.ms.notna()] if len(rows) else rows
     if not len(part):
         return False
@@ -222,7 +222,7 @@ def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Write every plot that has results."""
+    """Write all plots for which there are results."""
     drawn: dict[str, tuple[Callable[[pd.DataFrame, Path], bool], pd.DataFrame]] = {
         BARS: (plot_linear, read_linear(folder)), LINES: (plot_scaling, read_scaling(folder))
     }  # fmt: skip

@@ -1,14 +1,14 @@
-"""Measure training steps of softmax and linear attention as the number of tokens grows, in this project's backbones.
+"""Measure training steps of this project's backbones with softmax and linear attention as the number of tokens grows.
 
     lrpe-md bench linear-scaling                         three backbones, 256 to 262,144 tokens
     lrpe-md bench linear-scaling --backbones vit --tokens 4096,65536 --compiled --append
 
-A step is the same as in ``scripts.bench training``: forward under bfloat16 autocast, loss, backward, and fused AdamW.
-The backbones have few blocks, width 768 and heads of 64: the ViT on square images, the video transformer, and the DiT
-without text. The batch has enough samples for 65,536 tokens, and at least one. A step that runs out of memory is
-repeated with activation checkpointing, and its note says so. Each row is saved at once, with milliseconds (median),
-tokens per second and peak memory of a step. A row is skipped, with a note, if it runs out of memory or is expected to
-take more than --cap seconds.
+As in ``scripts.bench training``, a step consists of forward under bfloat16 autocast, loss, backward, and fused AdamW.
+The backbones are the ViT on square images, the video transformer, and the DiT without text. They have few blocks, width
+768 and head_dim 64. A batch has 65,536 tokens, or a single sample if that has more. If a step runs out of memory, it is
+repeated with activation checkpointing, and the row has a note. Each row contains the median milliseconds, tokens per
+second and peak memory of a step, and is saved immediately. A measurement is skipped with a note if it runs out of
+memory or is expected to take more than --cap seconds.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ SMALL = Sizes(32, 2, 1)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A backbone at one number of tokens, with the interface of :class:`.training.Trainee`'s workloads."""
+    """Backbone with a fixed number of tokens and the interface of :class:`.training.Trainee`'s workloads."""
 
     tokens: int
     sizes: Sizes
     recomputed: bool = False
 
     def build(self, encoding: str) -> nn.Module:
-        """Build the model; ``encoding`` is one of ATTENTIONS."""
+        """Build the model. ``encoding`` is one of ATTENTIONS."""
         attention, chosen = ATTENTIONS[encoding]
         sizes: dict[str, Any] = vars(self.sizes)
         model: Any = self.make(encoding=chosen, attention=attention, **sizes)
@@ -94,7 +94,7 @@ class Scaled:
 
 
 def near_square(num: int, axes: int) -> tuple[int, ...]:
-    """Factor a power of 2 into ``axes`` sizes, ascending, whose ratios are at most 4."""
+    """Factor a power of 2 into ``axes`` ascending sizes whose ratios are at most 4."""
     powers = round(math.log2(num))
     return tuple(2 ** ((powers + i) // axes) for i in range(axes))
 
@@ -134,7 +134,7 @@ BACKBONES: dict[str, type[Scaled]] = {"vit": Images, "video": Videos, "dit": Lat
 
 @dataclass
 class Run:
-    """Settings and rows of one run."""
+    """Settings and rows of a run."""
 
     out: Path
     device: torch.device
@@ -147,7 +147,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, **values: Any) -> None:
-        """Append a row to the CSV at once."""
+        """Append a row to the CSV."""
         row = {**values, "mode": self.mode, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ class Run:
 
 
 def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, float]:
-    """Return milliseconds and peak bytes of a step. expected: seconds that a step should take."""
+    """Return the milliseconds and peak bytes of a step that is expected to take ``expected`` seconds."""
     if expected < ONCE:
         trainee.step()
     synchronize(run.device)
@@ -175,7 +175,7 @@ def measure_steps(run: Run, trainee: Trainee, expected: float) -> tuple[float, f
 
 
 def measure(run: Run, workload: Any, attention: str, batch: int, expected: float) -> dict[str, Any]:
-    """Return the values of a row, and release all memory."""
+    """Measure one row, release all memory, and return the row's values."""
     backend = run.backend if run.device.type == "cuda" else "auto"
     found: dict[str, Any] = {}
     trainee = None
@@ -195,7 +195,7 @@ def measure(run: Run, workload: Any, attention: str, batch: int, expected: float
 
 
 def measure_sizes(run: Run, name: str, attention: str, sizes: list[int], model: Sizes, deadline: float) -> bool:
-    """Measure a backbone and attention from few tokens to many; return whether there was enough time."""
+    """Measure a backbone from few to many tokens, and return whether there was enough time."""
     expected, recomputed, before = 0.0, False, 0
     for tokens in sizes:
         if time.monotonic() > deadline:

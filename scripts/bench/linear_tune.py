@@ -1,6 +1,6 @@
-"""Tune the tiles of linear attention for ``scripts.bench tune``: one tile per pass and state size.
+"""Tune the tiles of linear attention for ``scripts.bench tune``, one for each pass and state size.
 
-A tile is timed in a whole forward or backward, while the other passes keep the tiles of the table.
+A tile is timed in a complete forward or backward pass, in which the other kernels keep the tiles of the table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REGISTERS = (None, 128, 160, 168, 232)
 
 
 class LinearPlace(NamedTuple):
-    """One tile of the table."""
+    """Entry of the table, which contains one tile."""
 
     stage: LinearPass
     width: int  # index into the row
@@ -50,7 +50,7 @@ class LinearPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Index into STATES: the last tile of a row is for all larger states, which the delta rule doesn't have."""
+        """Index into STATES. The last tile of a row is for all larger states, which the delta rule doesn't have."""
         is_last = self.width == len(TILES[self.stage]) - 1 and self.stage is not LinearPass.DELTA_KEYS
         return len(STATES) - 1 if is_last else self.width
 
@@ -62,7 +62,7 @@ class LinearPlace(NamedTuple):
         return TILES[self.stage][self.width]
 
     def cases(self, small: bool = False) -> dict[str, LinearCase]:
-        """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
+        """Return the problems to time by name. With ``small``, they use the same kernels and run fast."""
         chosen, head_dim = MAPS[self.size]
         if self.stage in ONE_PASS:
             num_features = head_dim * (2 if chosen == "cosine" else 1)
@@ -83,13 +83,13 @@ class LinearPlace(NamedTuple):
         return found
 
     def shrink(self, case: LinearCase) -> LinearCase:
-        """Reduce a case to few tokens or, for two passes, to the number that they need."""
+        """Reduce a case to few tokens, or to as many as two passes require."""
         shape = {1: (2048,), 2: (2, 2) if self.stage in ONE_PASS else (40, 40), 3: (3, 20, 40)}[len(case.shape)]
         block = shape[1] * shape[2] if case.block else 0
         return replace(case, batch=1, heads=(1, 1), shape=shape, block=block)
 
     def shapes(self) -> list[LinearTile]:
-        """Return candidates that vary tokens, warps and stages, with the registers of the table's tile."""
+        """Return candidates that vary tokens, warps and stages, with the register limit of the table's tile."""
         return [
             LinearTile(block_n, num_warps, stages, self.tile.max_registers)
             for block_n in (16, 32, 64)
@@ -98,12 +98,12 @@ class LinearPlace(NamedTuple):
         ]
 
     def refinements(self, tile: LinearTile) -> list[LinearTile]:
-        """Return candidates of the same shape with other register limits."""
+        """Return candidates with the same shape but other register limits."""
         return [tile._replace(max_registers=most) for most in REGISTERS if most != tile.max_registers]
 
     @contextmanager
     def in_table(self, tile: LinearTile) -> Iterator[None]:
-        """Put this tile into the table; if it does not fit, raise an error instead of trying a smaller one."""
+        """Put a tile into the table. If it does not fit the GPU, calls then fail instead of using a smaller one."""
         kept, shrink = TILES[self.stage], linear_launch.shrink
         tiles = list(kept)
         tiles[self.width] = tile

@@ -1,4 +1,4 @@
-"""Timing, CSV output and accuracy checks of ``scripts.bench operators``."""
+"""Timing, CSV output and accuracy checks for ``scripts.bench operators``."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ HERE: tuple[str, ...] = ("copy_gbps", "gpu", "python", "torch", "triton", "timm"
 
 
 class OutOfTime(Exception):
-    """Raised when the time budget of --limit is spent."""
+    """Error that is raised when the time budget of --limit is spent."""
 
 
 def release_memory(device: torch.device) -> None:
-    """Release cached GPU memory; on a CPU there is nothing to release."""
+    """Release cached memory on a GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
-    """Return GPU times in milliseconds with a cold L2 cache, for as many calls as take about ``rep`` ms.
+    """Time calls with a cold L2 cache for about ``rep`` milliseconds, and return the GPU time of each in milliseconds.
 
     This extends triton.testing.do_bench in two ways. First, the GPU spins between clearing the cache and the call, so
     that the host has queued the call before it starts; otherwise the times of short kernels would include their launch
@@ -78,7 +78,7 @@ def cold_times(fns: Sequence[Callable[[], Any]], rep: int) -> list[float]:
 
 
 def device_events(fn: Callable[[], Any]) -> list[Any]:
-    """Return the GPU activities of a call as the profiler reports them: kernels, copies, fills."""
+    """Return the GPU activities of a call (kernels, copies and fills), as the profiler reports them."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         fn()
@@ -110,7 +110,7 @@ class Session:
             csv.DictWriter(file, (*COLUMNS, *HERE), lineterminator="\n").writeheader()
 
     def add(self, **values: Any) -> None:
-        """Append a row to the CSV at once."""
+        """Append a row to the CSV."""
         row = {**values, **self.here}
         self.rows.append(row)
         with self.out.open("a", newline="", encoding="utf-8") as file:
@@ -122,7 +122,7 @@ class Session:
 
     @contextmanager
     def attempt(self, **key: Any) -> Iterator[None]:
-        """Run a measurement that may fail: record the error as a row, and release the memory."""
+        """Run a measurement that may fail. Record an error as a row, and release the memory."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         try:
@@ -139,7 +139,7 @@ class Session:
             torch.cuda.synchronize()
 
     def gpu_time(self, *fns: Callable[[], Any]) -> dict[str, Any]:
-        """Time calls that take turns, in milliseconds with a cold L2 cache; on a CPU, time one run of each."""
+        """Time calls that take turns, in milliseconds with a cold L2 cache. On a CPU, run each only once."""
         if self.device.type == "cuda":
             return {**quantiles(cold_times(fns, self.rep)), "unit": "ms"}
         times = []
@@ -151,11 +151,11 @@ class Session:
         return {**quantiles(times), "unit": "ms"}
 
     def share(self, ms: float, floor_bytes: int) -> dict[str, Any]:
-        """Return the speed for ``floor_bytes`` as a share of this run's copy speed."""
+        """Return the speed for ``floor_bytes`` as a share of the copy's speed in this run."""
         return {"floor_bytes": floor_bytes, "share": floor_bytes / ms / 1e6 / self.here["copy_gbps"]}
 
     def measure_copy(self, num_elements: int) -> None:
-        """Measure the reference speed: GB/s of a bfloat16 copy, counting reads and writes."""
+        """Measure the speed of a bfloat16 copy in GB/s, counting reads and writes, as a reference."""
         x = torch.ones(num_elements, dtype=torch.bfloat16, device=self.device)
         y = torch.empty_like(x)
         found = self.gpu_time(lambda: y.copy_(x))
@@ -165,7 +165,7 @@ class Session:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the first line of the error, with file names instead of paths."""
+    """Return the first line of an error, with file names instead of paths."""
     text = (str(error).strip() or "no message").splitlines()[0]
     text = re.sub(r"(?<!\S)(?:/[^/\s:,]+)*/(?=[^/\s:,])", "", text)
     return f"{type(error).__name__}: {text[:300]}"
@@ -186,10 +186,11 @@ def describe(mode: str, workload: str, peer: str, inputs: Inputs, variant: str =
 
 
 def floor_bytes(mode: str, inputs: Inputs) -> int:
-    """Return the bytes that must be read and written.
+    """Return the number of bytes that a pass must read and write.
 
-    Forward and backward: cosine x, 2x and 2x, x; rotate x, x and x, x. The backward of an activation and the gradient
-    of the frequencies each read x once more.
+    If x is the size of the inputs, cosine reads x and writes 2x in the forward pass, and reads 2x and writes x in the
+    backward pass. rotate reads and writes x in both. The backward of an activation and the gradient of the frequencies
+    each read x once more.
     """
     case = inputs.case
     one_way = 3 if case.map == "cosine" else 2
@@ -199,7 +200,7 @@ def floor_bytes(mode: str, inputs: Inputs) -> int:
 
 
 def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs) -> None:
-    """Time a copy of the same number of bytes; fixed overhead makes small copies slower than large ones."""
+    """Time a copy of the same number of bytes, because fixed overhead makes small copies slower than large ones."""
     for mode in modes:
         key = describe(mode, workload, COPY, inputs)
         with session.attempt(**key):
@@ -215,7 +216,7 @@ def time_copy(session: Session, modes: list[str], workload: str, inputs: Inputs)
 
 
 def scratch(peer: Peer, inputs: Inputs) -> Inputs:
-    """Clone the tensors that the peer overwrites."""
+    """Return the inputs with clones of the tensors that the peer overwrites."""
     if peer.overwrites == "nothing":
         return inputs
     xs, grads = inputs.xs, inputs.grads
@@ -228,7 +229,7 @@ def scratch(peer: Peer, inputs: Inputs) -> Inputs:
 
 
 def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
-    """Build a pass to be timed. Each backward is torch.autograd.grad on a retained graph."""
+    """Build a pass to time. Each backward pass is torch.autograd.grad on a retained graph."""
     if mode == "fwd":
         xs = tuple(x.detach() for x in inputs.xs)
         omega = inputs.omega.detach()
@@ -243,7 +244,7 @@ def make_pass(mode: str, forward: Forward, inputs: Inputs) -> Callable[[], Any]:
 
 
 class Judge:
-    """Check results against the error budget, on all tokens of the first and last head of the first and last sample."""
+    """Checks of results against the error budget, for the first and last head of the first and last sample."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
@@ -263,7 +264,7 @@ class Judge:
         return t.detach()[self.samples][:, sorted({0, t.shape[1] - 1})]
 
     def add_omega(self) -> None:
-        """Compute the exact gradient of omega, which sums over all samples; float64 runs in parts to save memory."""
+        """Compute the exact gradient of omega over all samples, in parts to save memory."""
         if "domega" in self.exact:
             return
         inputs = self.inputs
@@ -279,7 +280,7 @@ class Judge:
         self.exact["domega"] = total
 
     def violations(self, peer: Peer, forward: Forward, mode: str) -> list[str]:
-        """Return the violations of the error budget for the pass, on the inputs that will be timed."""
+        """Return a pass's violations of the error budget, for the same inputs that will be timed."""
         if mode == "bwd_omega":
             self.add_omega()
         names = [f"{'y' if mode == 'fwd' else 'dx'}{i}" for i in range(len(self.inputs.xs))]
@@ -298,7 +299,7 @@ def time_peer(
     session: Session, modes: list[str], workload: str, name: str, peer: Peer, inputs: Inputs, *, variant: str = "",
     judge: Judge | None = None, label: str | None = None,
 ) -> None:  # fmt: skip
-    """Time all passes of a peer on one problem. A pass outside the error budget is recorded with its violation only."""
+    """Time all passes of a peer on one problem. For a pass outside of the error budget, only record the violation."""
     case = inputs.case
     if peer.adapt is not None:
         inputs, judge = peer.adapt(inputs), None

@@ -1,4 +1,4 @@
-"""Measurements of ``bench operators`` other than passes: host time, first compile, memory, accuracy, scaling."""
+"""Other measurements of ``bench operators``, such as host time, first compile, memory, accuracy and scaling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALING_PEERS = (OURS, "torch.compile, tables", "torch.compile, angles", "timm, 
 
 
 def variants(op: str, workload: Workload) -> dict[str, dict[str, Any]]:
-    """Return variants of a call, named after their difference from the plain call."""
+    """Return variants of a call, each named after its difference from the plain call."""
     found: dict[str, dict[str, Any]] = {"coordinates (N, K)": {"coords": "shared"}}
     found |= {f"act {act}": {"act": act} for act in ("relu", "silu", "softplus")}
     found["act softmax"] = {"act": "softmax", "dim": -1}
@@ -66,7 +66,7 @@ def measure_variants(session: Session, modes: list[str], op: Any, name: str, wor
 def host_times(
     fns: Sequence[Callable[[], Any]], blocks: int, calls: int, synchronize: Callable[[], Any]
 ) -> list[list[float]]:
-    """Return microseconds per call of each function, for each block of calls between synchronisations.
+    """Return the microseconds per call of each function, for each block of calls between synchronisations.
 
     The functions take turns, so that machine noise affects all of them equally.
     """
@@ -88,14 +88,14 @@ def host_times(
 
 
 def host_time(session: Session, fn: Callable[[], Any], blocks: int) -> dict[str, Any]:
-    """Time a function after three warm-up blocks; blocks are short to keep the GPU's queue short."""
+    """Time a function after three warm-up blocks. Blocks are short, so that the GPU's queue stays short."""
     calls = 50 if session.device.type == "cuda" else 2
     (times,) = host_times([fn], blocks + 3, calls, session.synchronize)
     return {**quantiles(times[3:]), "unit": "us"}
 
 
 class Listener:
-    """Proxy of a kernel that launches it and records the arguments of the launch."""
+    """Proxy for a kernel that records the arguments of each launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
@@ -113,7 +113,7 @@ class Listener:
 
 
 def raw_launch(inputs: Inputs) -> Callable[[], Any]:
-    """Launch the forward kernel directly: only output allocation and Triton's launch remain."""
+    """Return a function that only allocates outputs and launches the forward kernel through Triton."""
     from lrpe_md.engine.encode import launch
 
     kernel = launch.lrpe_kernel
@@ -141,7 +141,7 @@ def raw_launch(inputs: Inputs) -> Callable[[], Any]:
 
 
 def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, ...]]:
-    """Wrap the same launcher with torch.library.custom_op and register_autograd."""
+    """Wrap the launcher with torch.library.custom_op and register_autograd."""
     checked = make_call(inputs, tuple(inputs.xs), inputs.omega)
     number = len(inputs.xs)
     names = [f"Tensor x{i}" for i in range(number)]
@@ -184,7 +184,7 @@ def custom_op(inputs: Inputs) -> Callable[[tuple[Tensor, ...], Tensor], tuple[Te
 
 
 def measure_host(session: Session, op: Any, peers: dict[str, Peer], blocks: int) -> None:
-    """Compare ways to call lrpe-md on inputs so small that the GPU waits for the host."""
+    """Compare ways to call lrpe-md, on inputs so small that the GPU waits for the host."""
     inputs = large_inputs(SMALL.case(op), session.device)
     xs, omega = tuple(inputs.xs), inputs.omega
     leaves = tuple(x.detach().requires_grad_() for x in xs)
@@ -251,7 +251,7 @@ for op in sys.argv[1:]:
 
 
 def first_calls(*ops: str) -> list[float]:
-    """Return the seconds of Triton's start-up and of each operator's first call, with an empty Triton cache."""
+    """Return the seconds for Triton's start-up and each operator's first call, with an empty Triton cache."""
     root = Path(lrpe_md.__file__).parents[1]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as empty:
@@ -265,7 +265,7 @@ def first_calls(*ops: str) -> list[float]:
 
 
 def measure_compile(session: Session, op: str, repeats: int) -> None:
-    """Measure the first compile and one more, in fresh processes with an empty Triton cache."""
+    """Measure the first compile and a second one, in new processes with an empty Triton cache."""
     key = {"mode": "compile", "op": op, "peer": OURS, "dtype": "bfloat16", "head_dim": 64}
     if session.device.type != "cuda":
         session.add(**key, note="needs a GPU")
@@ -285,9 +285,9 @@ def measure_compile(session: Session, op: str, repeats: int) -> None:
 
 
 def measure_memory(session: Session, workload: str, name: str, peer: Peer, inputs: Inputs, with_omega: bool) -> None:
-    """Measure memory beyond the inputs: the peak of forward and backward, and what is saved for the backward.
+    """Measure the memory that calls need besides inputs: the peak, and what is saved for the backward pass.
 
-    Outputs are not counted as saved. The minimum is y and dx for the peak, and nothing for the saved memory.
+    Outputs don't count as saved. The minimum is y and dx for the peak, and zero for the saved memory.
     """
     variant = "with frequencies" if with_omega else ""
 
@@ -326,7 +326,7 @@ def measure_memory(session: Session, workload: str, name: str, peer: Peer, input
 
 
 def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> None:
-    """Measure the largest angle error at positions up to 2^20, from rotating (1, 0) in float32."""
+    """Measure the largest error of angles at positions up to 2^20, by rotating (1, 0) in float32."""
     device = session.device
     for num_axes in (1, 2, 3, 4):
         generator = torch.Generator().manual_seed(0)
@@ -370,7 +370,7 @@ def measure_accuracy(session: Session, num: int = 4096, channels: int = 32) -> N
 
 
 def measure_scaling(session: Session, op: Any, name: str, peer: Peer, exponents: list[int]) -> None:
-    """Time the forward of one sample with 8 heads of 64 channels, for N = 2^e tokens on one and two axes."""
+    """Time the forward pass of one sample with 8 heads of 64 channels, for N = 2^e tokens on one and two axes."""
     for num_axes in (1, 2):
         for e in exponents:
             shape = (2**e,) if num_axes == 1 else (2 ** (e // 2), 2 ** (e - e // 2))

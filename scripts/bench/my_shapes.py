@@ -4,9 +4,9 @@
     lrpe-md bench my-shapes --batch 8 --heads 32 --kv-heads 8 --grid 8192 --pairs interleaved
     lrpe-md bench my-shapes --batch 64 --heads 12 --grid 14x14 --prefix 1 --learned --linear --layers 12
 
-This takes about a minute and works like `bench operators` and `bench linear`: each result is checked against float64
-before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get them precomputed.
-The results go to a CSV (two with --linear) with versions, GPU and commit in each row, and to a plot.
+This takes about a minute and works like `bench operators` and `bench linear`. Each result is checked against float64
+before it is timed, and times are medians of GPU time with a cold L2 cache. Peers that use tables get precomputed ones.
+The results are written to a CSV (two with --linear), with versions, GPU and commit in each row, and to a plot.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NAMES = {  # display names of implementations
 
 @dataclass(frozen=True)
 class Shapes(Workload):
-    """The shapes of a layer of the user's model: q and k, for either map."""
+    """Shapes of q and k in a layer of the user's model."""
 
     pairs: str = "half"
     dtype: torch.dtype = torch.bfloat16
@@ -75,7 +75,7 @@ class Shapes(Workload):
         )  # fmt: skip
 
     def bytes_needed(self, map: str) -> tuple[int, int]:
-        """Return the bytes of one call's inputs, outputs and gradients, and those of q."""
+        """Return the number of bytes of a call's inputs, outputs and gradients, and the number of bytes of q."""
         case = self.case(map)
         token = self.batch * self.num_tokens * torch.empty(0, dtype=self.dtype).element_size()
         wide = 2 * sum(case.heads) * case.out_dim  # y and its gradient
@@ -89,7 +89,7 @@ class Shapes(Workload):
 
 
 class Time(NamedTuple):
-    """One measurement for table and plot; ms is None if it was not measured."""
+    """Measurement for table and plot. ``ms`` is None if it was not measured."""
 
     what: str
     peer: str
@@ -110,7 +110,7 @@ class Found:
         return list(dict.fromkeys(each.which for each in self.times if each.what == what))
 
     def by_peer(self, what: str) -> dict[str, dict[str, Time]]:
-        """Return the times of an operation by peer and pass: lrpe-md first, then the fastest."""
+        """Return the times of an operation by peer and pass, starting with lrpe-md, then from fastest to slowest."""
         peers: dict[str, dict[str, Time]] = {}
         for each in self.times:
             if each.what == what:
@@ -120,7 +120,7 @@ class Found:
 
 
 def total(times: dict[str, Time], passes: list[str]) -> float:
-    """Return the milliseconds of all passes; infinite if one is missing."""
+    """Return the total milliseconds of all passes, or infinity if one is missing."""
     found = [times[which].ms if which in times else None for which in passes]
     return math.inf if None in found else sum(ms for ms in found if ms is not None)
 
@@ -129,7 +129,7 @@ def total(times: dict[str, Time], passes: list[str]) -> float:
 
 
 def installed() -> dict[str, Path]:
-    """Return the folders of the other libraries that are installed."""
+    """Return the folders of the other libraries that are installed, by name."""
     found = {}
     for name, package in PACKAGES.items():
         spec = importlib.util.find_spec(package)
@@ -139,7 +139,7 @@ def installed() -> dict[str, Path]:
 
 
 def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer], list[str]]:
-    """Return the peers that support these shapes, and notes about the others. On a CPU the reference is timed."""
+    """Return the peers that support these shapes (on a CPU, with the reference), and notes about the others."""
     known, broken = load_peers(dict(installed()))
     messages = [f"skipping {name}: {why}" for name, why in broken.items()]
     messages += [f"skipping {name}: not installed" for name in PACKAGES if name not in installed()]
@@ -159,7 +159,7 @@ def choose_peers(shapes: Shapes, device: torch.device) -> tuple[dict[str, Peer],
 
 
 def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
-    """Return the number of copies of the inputs that calls cycle through; reject sizes that don't fit."""
+    """Return how many copies of the inputs calls cycle through, and reject sizes that don't fit into memory."""
     needed, one = max(shapes.bytes_needed(each) for each in maps)
     if needed > free:
         fits = shapes.batch * free // needed
@@ -172,14 +172,14 @@ def check_memory(shapes: Shapes, maps: list[str], free: int) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory in bytes."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned: bool, peers: dict[str, Peer]) -> None:
-    """Measure lrpe-md with each map first, then the peers, in case the time runs out."""
+    """Measure lrpe-md with each map and then the peers, in case the time runs out."""
     passes, kind = (["fwd", "bwd_omega"], "per-head") if learned else (["fwd", "bwd"], "shared")
     ours = {name: peer for name, peer in peers.items() if name in (OURS, STAND_IN)}
     for group in (ours, {name: peer for name, peer in peers.items() if name not in ours}):
@@ -188,7 +188,7 @@ def measure_operators(session: Session, shapes: Shapes, maps: list[str], learned
 
 
 def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
-    """Measure linear attention with each map, by lrpe-md and by torch, and softmax attention."""
+    """Measure lrpe-md's and PyTorch's linear attention with each map, and softmax attention."""
     cases = [(impl, shapes.linear_case(op)) for impl in (linear.OURS, linear.UNFUSED, linear.COMPILED) for op in maps]
     cases.append((linear.SDPA, shapes.linear_case(None)))
     operations = 4 * shapes.batch * shapes.heads * shapes.num_tokens**2 * shapes.head_dim
@@ -209,7 +209,7 @@ def measure_linear(run: Run, shapes: Shapes, maps: list[str]) -> None:
 
 
 def collect(session: Session, run: Run | None) -> Found:
-    """Convert the rows of both CSVs to times."""
+    """Convert the rows of both CSVs to measurements."""
     found = Found()
     for row in session.rows:
         if row.get("op"):
@@ -235,7 +235,7 @@ def collect(session: Session, run: Run | None) -> Found:
 
 
 def show(found: Found, console: Console, layers: int) -> None:
-    """Print a table for each operation: milliseconds, the ratio to lrpe-md, and the time saved per step."""
+    """Print a table for each operation, with milliseconds, the ratio to lrpe-md, and the time saved per step."""
     for what in found.whats:
         peers, passes = found.by_peer(what), found.passes(what)
         first, ours = next(iter(peers.items()))
@@ -264,7 +264,7 @@ def in_text(one: Time | None, ours: Time | None) -> str:
 
 
 def plot(found: Found, path: Path, title: str) -> bool:
-    """Plot a panel for each operation: a bar for each peer, the backward stacked on the forward."""
+    """Plot a panel per operation with one bar per peer, in which the backward pass is stacked on the forward."""
     panels: dict[str, dict[str, dict[str, Time]]] = {}
     for what in found.whats:
         whole = {n: times for n, times in found.by_peer(what).items() if total(times, found.passes(what)) < math.inf}

@@ -1,4 +1,4 @@
-"""Benchmark rotation fused with a norm of q and k, against a copy and PyTorch implementations. Writes a CSV.
+"""Benchmark rotation fused with a norm of q and k against a copy and PyTorch implementations, and write a CSV.
 
     lrpe-md bench norm                                  the workloads, over a head and over all heads
     lrpe-md bench norm --workload wan --over heads
@@ -6,9 +6,10 @@
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
 inputs. A share is the speed relative to a copy of 2 GiB in the same run, for the bytes that must move. In units of the
-size of q and k, that is 2 for the forward (read and write), 3 for the backward (also the outputs' gradients), and 5 for
-both. Pass "backward" computes the gradients of q, k and γ, "backward_omega" also that of ω. Before timing, values and
-gradients of a small case are checked against float64; wrong results are not timed.
+size of q and k, these are 2 for the forward pass (read and write), 3 for the backward pass (which also reads the
+outputs' gradients), and 5 for both. The pass "backward" computes the gradients of q, k and γ, and "backward_omega" also
+computes that of ω. Before timing, values and gradients of a small case are checked against float64. Implementations
+with wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ WORKLOADS = {
 
 @dataclass
 class Inputs:
-    """Projections with memory layout (B, N, H, D); weights are float32 as in training."""
+    """Projections with the memory layout (B, N, H, D), and float32 weights as in training."""
 
     xs: tuple[Tensor, Tensor]
     grads: tuple[Tensor, Tensor]
@@ -64,7 +65,7 @@ class Inputs:
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 (N, D/2) each."""
+        """Return cos and sin tables (N, D/2) in float32."""
         theta = angles(self.positions.coordinates(self.omega.device), self.omega)[0]
         return theta.cos().float(), theta.sin().float()
 
@@ -105,13 +106,13 @@ def normalise(x: Tensor, weight: Tensor, over: str) -> Tensor:
 
 
 def encode_after(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor, weights: Any) -> tuple[Tensor, ...]:
-    """Apply torch's norm, then lrpe-md's rotation."""
+    """Apply PyTorch's norm, and then lrpe-md's rotation."""
     q, k = (normalise(x, w, inputs.case.norm_over) for x, w in zip(xs, weights, strict=True))
     return rotate(q, k, omega=omega, positions=inputs.positions, pairs=inputs.case.pairs)
 
 
 def build_plain(inputs: Inputs) -> Encode:
-    """Compute everything in torch, with precomputed tables."""
+    """Compute everything in PyTorch, with precomputed tables."""
     cos, sin = inputs.cos_sin
 
     def encode(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor, weights: Any) -> tuple[Tensor, ...]:
@@ -125,7 +126,7 @@ def build_plain(inputs: Inputs) -> Encode:
 
 
 def build_liger(inputs: Inputs) -> Encode:
-    """Apply Liger's RMSNorm, then its rotation in place."""
+    """Apply Liger's RMSNorm, and then its rotation in place."""
     liger_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     liger_rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
     cos, sin = (torch.cat([t, t], dim=-1)[None].to(BF16) for t in inputs.cos_sin)
@@ -209,7 +210,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark rotations after a norm, lrpe-md first. Each row is written to the CSV at once."""
+    """Benchmark rotations after a norm, starting with lrpe-md. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:

@@ -1,4 +1,4 @@
-"""Benchmark the operators against a copy and other implementations. Writes a CSV.
+"""Benchmark the operators against a copy and other implementations, and write a CSV.
 
     lrpe-md bench operators --peers lrpe-md                      lrpe-md's passes on three workloads
     lrpe-md bench operators --peers lrpe-md --variants           and activations, dtypes, widths, coordinates
@@ -6,10 +6,10 @@
     lrpe-md bench operators --modes scaling --op rotate          time against N, from 2^8 to 2^20
     lrpe-md bench operators --workload video --liger DIR --flash-attn DIR --xopes DIR --out FILE.csv
 
-Times are medians of GPU time with a cold L2 cache; calls are queued in advance. A share is the bytes that must move
-divided by the time, relative to a copy of 2 GiB in the same run. Each result is compared with float64 first. A result
-outside the error budget of lrpe_md.testing is recorded with its violation and not timed. Each mode and each workload
-can be measured in a separate run. `make results` writes docs/results/performance.md from
+Times are medians of GPU time with a cold L2 cache, and calls are queued in advance. A share is the speed relative to a
+copy of 2 GiB in the same run, for the bytes that must move. Each result is compared with float64 first. A result
+outside of the error budget of lrpe_md.testing is recorded with its violation, and not timed. You can measure each mode
+and each workload in a separate run. `make results` writes docs/results/performance.md from
 scripts/results/benchmark-*.csv.
 """
 
@@ -45,7 +45,7 @@ ALL_WORKLOADS = {**WORKLOADS, **TEXT_WORKLOADS}
 
 
 def choose_in_order(option: str, wanted: str | None, known: Iterable[str], default: Iterable[str]) -> list[str]:
-    """Split a list at semicolons, or at commas if no name contains one. Return the names in the order of ``known``."""
+    """Split a list at semicolons, or at commas if no name contains one, and sort it in the order of ``known``."""
     known = list(known)
     if wanted is None:
         return list(default)
@@ -55,7 +55,7 @@ def choose_in_order(option: str, wanted: str | None, known: Iterable[str], defau
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Return machine, versions and commit, without host names or paths."""
+    """Return the machine, versions and commit of a run, without host names or paths."""
     return {
         "copy_gbps": None,
         "gpu": gpu_name(device) or "cpu",
@@ -104,7 +104,7 @@ def takes(peer: Peer, op: str, workload: str) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Selection of measurements: each mode of each operator on each workload, by each peer."""
+    """Selection of the modes, operators, workloads and peers to measure."""
 
     modes: list[str]
     workloads: dict[str, Workload]
@@ -120,7 +120,7 @@ class Plan:
 
 
 def load_peers(folders: dict[str, Path | None]) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Load all peers, including those in the folders; return them and the errors of those that failed."""
+    """Load all peers, including those in the folders, and return them with the errors of those that failed."""
     known, broken = dict(PEERS), {}
     for name, root in folders.items():
         if root is not None:
@@ -164,7 +164,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Benchmark the operators, lrpe-md first. Each row is written to the CSV at once."""
+    """Benchmark the operators, starting with lrpe-md. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
@@ -208,7 +208,7 @@ def measure_passes(session: Session, plan: Plan, peers: dict[str, Peer]) -> None
 
 
 def measure_all(session: Session, plan: Plan) -> None:
-    """Measure lrpe-md first, in case the time runs out."""
+    """Make all measurements, starting with lrpe-md's in case the time runs out."""
     measure_passes(session, plan, {name: peer for name, peer in plan.peers.items() if name == OURS})
     if plan.variants and plan.passes:
         for name, workload in plan.workloads.items():
@@ -239,7 +239,7 @@ def measure_all(session: Session, plan: Plan) -> None:
 def run_passes(
     session: Session, passes: list[str], name: str, work: Workload, op: Any, kind: str, peers: dict[str, Peer]
 ) -> None:
-    """Measure all suitable peers on one problem; inputs and float64 results are computed once."""
+    """Measure all suitable peers on one problem, for which inputs and float64 results are computed only once."""
     fitting = {n: p for n, p in peers.items() if takes(p, op, name) and (kind == "shared" or p.per_head)}
     if not passes or not fitting:
         return

@@ -1,9 +1,9 @@
-"""Inputs of ``scripts.bench operators``, lrpe-md's operators, and adapters to other implementations.
+"""Inputs of ``scripts.bench operators``, lrpe-md's operators, and adapters for other implementations.
 
 All peers compute the same function of the same inputs. For rotate, q and k (B, H, N, D) are slices of a packed
-projection (B, N, 3, H, D); for cosine, x is contiguous. If a peer needs tables, they are computed once before timing;
-if it needs contiguous tensors, the copies are timed. With grouped queries, q and k come from separate projections (B,
-N, H, D).
+projection (B, N, 3, H, D). With grouped queries, they come from separate projections (B, N, H, D). For cosine, x is
+contiguous. If a peer needs tables, they are computed once before timing. If it needs contiguous tensors, the copies are
+timed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Peer:
 
 
 def large_inputs(case: Case, device: torch.device) -> Inputs:
-    """Create inputs on the device. Shared frequencies are axial, slowest axis first; per-head ones are dense."""
+    """Create inputs on the device. Shared frequencies are axial, slowest axis first, and per-head ones are dense."""
     generator = torch.Generator(device).manual_seed(case.seed)
     options: dict[str, Any] = {"generator": generator, "device": device}
     grid = Grid(case.shape, case.prefix)
@@ -90,7 +90,7 @@ def shared_theta(case: Case) -> Tensor:
 
 
 def kernels(inputs: Inputs) -> Forward:
-    """Call the kernels or, on a CPU, the reference."""
+    """Return a call of the kernels or, on a CPU, of the reference."""
     return bind(inputs, "triton" if inputs.omega.is_cuda else "reference")
 
 
@@ -99,14 +99,14 @@ def torch_eager(inputs: Inputs) -> Forward:
 
 
 def make_call(inputs: Inputs, xs: tuple[Tensor, ...], omega: Tensor) -> Call:
-    """Build the call description that the functions below the public API expect."""
+    """Build the description of a call that internal functions expect."""
     case: Any = inputs.case
     options = Options(case.map, case.act, case.dim, case.pairs, case.rotary_dim)
     return validate(options, xs, omega, inputs.positions)
 
 
 def cached(inputs: Inputs) -> Forward:
-    """Call the kernels and save the angles for the backward."""
+    """Return a call of the kernels that saves the angles for the backward pass."""
 
     def forward(xs: tuple[Tensor, ...], omega: Tensor) -> tuple[Tensor, ...]:
         call = make_call(inputs, xs, omega)
@@ -120,7 +120,7 @@ def cached(inputs: Inputs) -> Forward:
 
 
 def tables(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ (H or 1, N, C), accurate to float32."""
+    """Return cos Θ and sin Θ (H or 1, N, C) with float32 accuracy."""
     assert isinstance(inputs.positions, Grid)
     coords = inputs.positions.coordinates(inputs.omega.device)
     theta = reference.angles(coords, inputs.omega.double())  # prefix tokens are at the origin
@@ -154,13 +154,13 @@ def torch_tables(inputs: Inputs) -> Forward:
 
 
 def by_tensor(inputs: Inputs, *ts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Select the tables (H, ..) for each of q and k; their heads share tables in groups."""
+    """Repeat tables (H, ..) that groups of heads share, to one table per head of q and of k."""
     num = [h if inputs.case.omega_heads > 1 else 1 for h in inputs.case.heads]
     return [tuple(t if len(t) == n else t.repeat_interleave(n // len(t), 0) for t in ts) for n in num]
 
 
 def rotate_half(inputs: Inputs) -> Forward:
-    """Rotate as transformers does, x cos + [-x_2, x_1] sin with tables of all channels, but in float32."""
+    """Rotate as transformers does, with x cos + [-x_2, x_1] sin and tables for all channels, but in float32."""
     ready = by_tensor(inputs, *(torch.cat([t, t], dim=-1) for t in tables(inputs)))
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def compile_forward(build: Callable[[Inputs], Forward]) -> Callable[[Inputs], Fo
 
 
 def timm(inputs: Inputs) -> Forward:
-    """Rotate as timm's attention does: prefix tokens are split off and concatenated again."""
+    """Rotate as timm's attention does, which splits off prefix tokens and concatenates them again."""
     from timm.layers import apply_rot_embed_cat  # pyright: ignore[reportPrivateImportUsage]
 
     cos, sin = tables(inputs)
@@ -206,7 +206,7 @@ def timm(inputs: Inputs) -> Forward:
 
 
 def load_file(name: str, root: Path, *places: str) -> Any:
-    """Load a module from its file without importing its package, which may have missing dependencies."""
+    """Load a module from its file without importing its package, whose dependencies may be missing."""
     for place in places:
         if (root / place).exists():
             spec = importlib.util.spec_from_file_location(name, root / place)

@@ -1,4 +1,4 @@
-"""Write the pages and plots of docs/results on speed and on adapted models, from scripts/results.
+"""Write the pages and plots of docs/results about speed and adapted models, from scripts/results.
 
     make results                  or lrpe-md bench report [FOLDER] [--pages FOLDER] [--gpu NAME]
 
@@ -39,7 +39,7 @@ NUMBERS = ("head_dim", "num_tokens", "num_axes", "p20", "p50", "p80", "min", "fl
 
 
 def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
-    """Read the latest row of each measurement of one GPU, by default the GPU with the most rows."""
+    """Read the latest row of each measurement on one GPU, which is by default the GPU with the most rows."""
     files = sorted(file for file in folder.glob("benchmark-*.csv") if file.name not in (linear_report.LINEAR, *PIVOTS))
     frames = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in files]
     if not frames:
@@ -52,13 +52,13 @@ def read(folder: Path, gpu: str | None = None) -> pd.DataFrame:
 
 
 def ordered(values: Any) -> list[Any]:
-    """Return the unique values: workloads and peers in the benchmark's order, others in order of appearance."""
+    """Return the unique values. Workloads and peers are in the benchmark's order, others in order of appearance."""
     found = dict.fromkeys(values)
     return list(dict.fromkeys([*(v for v in (*WORKLOADS, *PEERS, "cosine", "rotate") if v in found), *found]))
 
 
 def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str:
-    """Return the only measured value of the rows, ✗ if it is outside the error budget, or "" without one."""
+    """Return the only value of the rows, ✗ if it is outside of the error budget, or "" if there is none."""
     measured: Any = rows.dropna(subset=["p50"])
     if len(measured):
         last = measured.iloc[-1]
@@ -70,7 +70,7 @@ def cell(rows: pd.DataFrame, text: str = "{:.2f}", column: str = "share") -> str
 
 
 def render(rows: pd.DataFrame) -> str:
-    """Render the section as markdown; empty if nothing was measured."""
+    """Render the section as markdown, or as an empty string if nothing was measured."""
     if not len(rows):
         return ""
     one: Any = {name: ", ".join(ordered(v for v in rows[name] if v)) for name in ("gpu", "torch", "triton")}
@@ -137,7 +137,7 @@ OUTCOMES = ("same", "refused", "different", "error", "unstable")
 
 
 def changes(file: Path) -> str:
-    """Report how often an adapted model computes what the original does after both were modified."""
+    """Report how often an adapted model agrees with the original after both were modified."""
     if not file.is_file():
         return ""
     found: dict[str, list[str]] = {change: [] for change, _ in SWEPT}
@@ -150,7 +150,7 @@ def changes(file: Path) -> str:
 
 
 def group_names(names: list[str]) -> list[list[str]]:
-    """Return a row for each first letter or, for timm's vit_base_patch16_.., each size, with its names."""
+    """Group names in a row for each first letter or, for timm's vit_base_patch16_.., for each size."""
     rows: dict[str, list[str]] = {}
     for name in sorted(names, key=str.lower):
         group = "_".join(name.split("_")[:2]) if "_patch" in name else name[0].upper()
@@ -159,7 +159,7 @@ def group_names(names: list[str]) -> list[list[str]]:
 
 
 class Pivot(NamedTuple):
-    """Layout of a table: a row for each implementation, a column for each case."""
+    """Layout of a table with a row for each implementation and a column for each case."""
 
     text: str
     columns: tuple[str, ...]
@@ -195,7 +195,7 @@ CASES = {  # values in the files: words in the tables
 
 
 def pivot(file: Path) -> str:
-    """Render the table of a file, and where it was measured."""
+    """Render the table of a file, and a line about where it was measured."""
     if not file.is_file():
         return ""
     shown = PIVOTS[file.name]
@@ -257,7 +257,7 @@ def host_tests(file: Path) -> str:
 
 
 def pages(rows: pd.DataFrame, folder: Path) -> dict[str, str]:
-    """Render every page that has results, by file name."""
+    """Render all pages that have results, by file name."""
     speed = render(rows), counters(folder / "counters.csv")
     others = [pivot(folder / name) for name in PIVOTS]
     found = {
@@ -286,7 +286,7 @@ def pass_rows(rows: pd.DataFrame) -> Any:
 
 
 def pass_table(rows: Any, names: dict[str, Any]) -> list[str]:
-    """Render a row for each name, a column for each pass and workload."""
+    """Render a table with a row for each name, and a column for each pass and workload."""
     measured = set(zip(*(rows[rows.p50.notna()][name] for name in ("mode", "workload")), strict=True))
     columns = [(p, w) for p in PASSES for w in ordered(rows.workload) if (p, w) in measured]
     first = {p: next((w for q, w in columns if q == p), "") for p in PASSES}
@@ -424,7 +424,7 @@ def accuracy(rows: pd.DataFrame) -> list[str]:
 
 
 def counters(file: Path) -> str:
-    """Report what limits the kernels; empty without a file of counters."""
+    """Report what limits the kernels, or return an empty string if there is no file of counters."""
     if not file.exists():
         return ""
     found: Any = pd.read_csv(file, dtype={"commit": str})
@@ -448,7 +448,7 @@ def counters(file: Path) -> str:
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:
-    """List results outside the error budget, and failures with their messages."""
+    """List results outside of the error budget, and failures with their messages."""
     wrong: Any = rows[rows.in_budget == "False"]
     failed: Any = rows[rows.p50.isna() & (rows.in_budget != "False") & (rows.note != "")]
     lines = []
@@ -465,9 +465,9 @@ def left_out(rows: pd.DataFrame) -> list[str]:
 
 
 def choose_peers(part: pd.DataFrame) -> list[str]:
-    """Choose the peers of an operator to plot: those with the most measurements first, then the fastest.
+    """Choose the peers of an operator to plot, preferring those with the most measurements, then the fastest.
 
-    The tables show all of them.
+    The tables show all peers.
     """
     found: Any = part.groupby("peer").agg(places=("share", "size"), share=("share", "median"))
     found["ours"] = found.index.str.startswith(OURS)
@@ -476,7 +476,7 @@ def choose_peers(part: pd.DataFrame) -> list[str]:
 
 
 def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot shared frequencies: ops by row, passes by column, a group of bars for each workload."""
+    """Draw bar charts of results with shared frequencies, with a row per operator and a column per pass."""
     part = pass_rows(rows)
     part = part[(part.variant == "") & (part.omega == "shared") & part.share.notna()]
     if not len(part):
@@ -504,7 +504,7 @@ def plot_passes(rows: pd.DataFrame, path: Path) -> bool:
 
 
 def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[str]) -> None:
-    """Draw a group of bars for each workload, with a bar for each peer."""
+    """Draw a group of bars for each workload, with one bar per peer."""
     width = 0.84 / len(colors)
     for i, (peer, color) in enumerate(colors.items()):
         places = np.arange(len(workloads)) + (i - (len(colors) - 1) / 2) * width
@@ -516,7 +516,7 @@ def draw_bars(axis: Any, heights: Any, colors: dict[str, str], workloads: list[s
 
 
 def plot_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Plot forward time against N: ops by row, axes by column; the dotted line is the copy's speed."""
+    """Plot forward time against N by operator and number of axes, with a dotted line for the copy's speed."""
     part: Any = rows[(rows["mode"] == "scaling") & rows.p50.notna()]
     if not len(part):
         return False

@@ -1,13 +1,13 @@
-"""Compare rotations that use precomputed tables with rotations that compute their angles. Writes a CSV.
+"""Compare rotations with precomputed tables and rotations that compute their angles, and write a CSV.
 
     lrpe-md bench tables                               all workloads, forms of tables and passes
     lrpe-md bench tables --workload wan --form "angles;full, float32"
     lrpe-md bench tables --at-least 0.95               fails if tables are slower than that
 
 Times are medians of GPU time with a cold L2 cache. Calls are queued in advance and cycle through three copies of the
-inputs. ``speed`` is the time with computed angles divided by the time with tables in the same run. ``share`` is the
-speed relative to a copy that reads and writes as many bytes as q and k have. Before timing, a small case of each form
-is checked against float64.
+inputs. ``speed`` is the time with computed angles, divided by the time with tables in the same run. ``share`` is the
+speed relative to a copy with as many bytes as q and k. Before timing, a small case of each form is checked against
+float64.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WORKLOADS = {
 
 
 def make_case(case: Case, form: str) -> Case:
-    """Return the case with this form of tables."""
+    """Return the case with another form of tables."""
     options = dict(FORMS[form])
     by_sample = options.pop("by_sample", False)
     return replace(case, tables_batch=case.batch if by_sample else 1, **options)
@@ -67,7 +67,7 @@ def shrink(case: Case) -> Case:
 
 
 def measure(run: Run, name: str, form: str, whole: Case, angles_ms: dict[str, float]) -> None:
-    """Time both passes of one form; ``angles_ms`` stores the times with computed angles."""
+    """Time both passes of one form of tables. ``angles_ms`` stores the times with computed angles."""
     case = make_case(whole, form)
     small = replace(shrink(case), tables_batch=2 if case.tables_batch > 1 else 1)
     wrong = check(small, "auto", run.device, frequencies=False)
@@ -100,7 +100,7 @@ def main(
     ] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record if there is no git history.")] = None,
 ) -> None:  # fmt: skip
-    """Compare rotations by precomputed tables and by computed angles. Each row is written to the CSV at once."""
+    """Compare rotations with tables and with computed angles. Each row is written to the CSV immediately."""
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device: expected a device that PyTorch can find, got {device}")
     if device == "cpu" and not smoke:
@@ -131,7 +131,7 @@ def main(
 
 
 def finish(run: Run, at_least: float) -> None:
-    """Print the speeds, slowest first; fail if one is too low or missing."""
+    """Print the speeds, slowest first, and fail if one is too low or missing."""
     timed = sorted((row for row in run.rows if "speed" in row and row["form"] != ANGLES), key=lambda row: row["speed"])
     for row in timed:
         run.console.print(f"{row['speed']:.3f}  {row['workload']}, {row['form']}, {row['pass']}", highlight=False)

@@ -1,11 +1,11 @@
-"""Compare `train diffusion` on latents with a bare loop over the same compiled model. Write a CSV.
+"""Compare `train diffusion` on latents with a bare loop over the same compiled model, and write a CSV.
 
     lrpe-md bench train-loop --model B/2 --model XL/2 --out train-loop.csv
 
-The latents are random, with the shape of 256-pixel images: mean and standard deviation of 4 × 32 × 32, in 1,000
-classes. The training loop loads, samples and transfers them, logs, and checks the loss. The bare loop repeats forward,
-backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take turns in one process, with
-the same model and optimiser. The loader is also timed on its own.
+The latents are random values of 1,000 classes, with the size that 256-pixel images have (mean and standard deviation of
+4 × 32 × 32). The training loop loads, samples and transfers them, logs, and checks the loss. The bare loop repeats
+forward, backward, clipping, optimiser and EMA on one batch that stays on the GPU. The two loops take turns in one
+process, with the same model and optimiser. The loader is also timed separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TINY = {"dim": 32, "depth": 1, "heads": 2, "patch": 2}  # model for --smoke
 
 
 def write_random_latents(folder: Path, number: int, side: int) -> Path:
-    """Write a folder in the format of `train latents`, with random values: 4 channels, side × side."""
+    """Write a folder of random latents (4, side, side) in the format of `train latents`."""
     rng, size = np.random.default_rng(0), side * FACTOR
     for name in ("mean", "std"):
         np.save(folder / f"{name}.npy", rng.random((number, 1, 4, side, side), np.float32).astype(np.float16))
@@ -67,17 +67,18 @@ def write_random_latents(folder: Path, number: int, side: int) -> Path:
 
 @dataclass
 class Turns:
-    """Turns of the training loop and the bare loop, timed by a hook after each training step.
+    """Timer for alternating turns of the training loop and the bare loop, called after each training step.
 
     Args:
-        bare: one step of the bare loop.
+        bare: function that runs one step of the bare loop.
         steps: number of steps per turn.
-        warmup: untimed first steps of a training turn; their batches were prepared during the bare loop's turn.
-        number: number of turns.
-        synchronize: waits for the device.
+        warmup: number of untimed first steps of a training turn, whose batches were prepared during the bare loop's
+            turn.
+        number: number of turns of each loop.
+        synchronize: function that waits for the device.
 
     Attributes:
-        train_times, bare_times: milliseconds per step, for each turn.
+        train_times, bare_times: milliseconds per step of each turn.
     """
 
     bare: Callable[[], Any]
@@ -92,7 +93,7 @@ class Turns:
 
     @property
     def total(self) -> int:
-        """Total training steps, including a first turn that compiles and is not timed."""
+        """Total number of training steps, including a first turn that compiles and is not timed."""
         return (self.number + 1) * (self.warmup + self.steps)
 
     def after_step(self) -> bool:
@@ -122,7 +123,7 @@ class Turns:
 
 
 def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) -> Callable[[], None]:
-    """Return a plain training step on one batch, which uses the trainer's model and optimiser."""
+    """Return a bare training step on one batch, which uses the trainer's model and optimiser."""
 
     def step() -> None:
         with trainer.accelerator.autocast():
@@ -138,7 +139,7 @@ def make_bare_step(config: DiffusionTraining, trainer: Trainer, samples: Any) ->
 
 
 def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: float, synchronize: Any) -> float:
-    """Return how many samples per second the loader prepares on its own."""
+    """Return how many samples per second the loader prepares without training."""
     stream = prepare_ahead(make, chosen, workers)
     for _ in range(2 * workers + 1):
         next(stream)
@@ -153,13 +154,13 @@ def count_loaded(make: Callable[..., Any], chosen: Any, workers: int, seconds: f
 
 
 def measure(config: DiffusionTraining, steps: int, turns: int, seconds: float) -> dict[str, Any]:
-    """Alternate between training and the bare loop, then time the loader.
+    """Alternate between training and the bare loop, and then time the loader.
 
     Args:
-        config: training options; the number of steps is replaced.
+        config: training options, in which the number of steps is replaced.
         steps: number of steps per turn.
-        turns: number of turns per loop.
-        seconds: how long to time the loader.
+        turns: number of turns of each loop.
+        seconds: how long to time the loader, in seconds.
     """
     torch.compiler.reset()  # drops the code of an earlier model
     accelerator = begin(config)

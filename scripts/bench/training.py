@@ -1,4 +1,4 @@
-"""Measure the overhead of encodings in whole training steps of ViTs, a video layer, and other models.
+"""Measure the overhead of encodings in training steps of ViTs, a video layer, and other models.
 
     lrpe-md bench training --models vit_b --modes compiled --out training.csv
     lrpe-md bench training --models vit_s --modes eager,compiled,graphs --profile --out training.csv
@@ -8,11 +8,11 @@
     lrpe-md bench training --models wan,qwen3 --modes eager,compiled,inference --out adapted.csv
     lrpe-md bench training --models wan,qwen3 --encodings adapted,adapted-other --other ../old-checkout
 
-A step is the forward under bfloat16 autocast, the loss, the backward and a fused AdamW step. Modes are eager, compiled,
-and graphs (forward and backward as CUDA graphs); "inference" and "inference-compiled" run only the forward. All models
+A step consists of forward under bfloat16 autocast, loss, backward and fused AdamW. The modes are eager, compiled, and
+graphs (forward and backward as CUDA graphs). "inference" and "inference-compiled" run only the forward pass. All models
 of a run stay in memory and take turns, in a new order each round. Each step is compared with the baseline's step in the
-same round; the baseline is the same model without the encoding. vit_b, vit_b_1024 (at 1,024 pixels), vit_s (timm's
-ViTs) and video (a layer of a video transformer) have:
+same round. The baseline is the same model without the encoding. The models vit_b, vit_b_1024 (at 1,024 pixels), vit_s
+(timm's ViTs) and video (a layer of a video transformer) have these encodings:
 
     none                 timm's ViT without positions; the video layer without positions
     learned              timm's ViT as it is, with its absolute table                           (compared with none)
@@ -25,12 +25,13 @@ ViTs) and video (a layer of a video transformer) have:
     timm-mixed           timm's RoPE-ViT with learned frequencies                          (compared with timm-none)
 
 image, video_model and dit are the models of `train image`, `train video` and `train diffusion` with their default sizes
-and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They use the encodings of their
-scripts, compared with none. dit also has rotate-norms-first, which normalises q and k in separate launches.
+and losses, on random data. Their batches are eight times larger, to keep a GPU busy. They have the encodings of the
+training commands, which are compared with none. dit also has rotate-norms-first, which normalises q and k in separate
+launches.
 
 wan, flux, qwen_image, hunyuan_video, ltx, qwen3, llama, dinov3, eva02 and rope_mixed are diffusers, transformers and
-timm models with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted (by
-`adapt_rotary`, compared with stock) and adapted-other (by the `adapt_rotary` of another checkout).
+timm models with random bfloat16 weights, published widths and few layers. Their variants are stock, adapted (with
+`adapt_rotary`, compared with stock) and adapted-other (with `adapt_rotary` from another checkout).
 
 The command appends a row to the CSV for each model, mode and encoding. It contains:
 
@@ -94,7 +95,7 @@ BACKENDS = {
 
 
 class Trainee:
-    """A model with an optimizer and a fixed batch."""
+    """Model with an optimiser and a fixed batch."""
 
     def __init__(
         self, workload: Workload, encoding: str, mode: str, batch: int, backend: str, device: torch.device
@@ -129,7 +130,7 @@ class Trainee:
         return loss.detach()
 
     def state_bytes(self) -> int:
-        """Return the bytes that this model occupies between steps."""
+        """Return the number of bytes that the model occupies between steps."""
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         tensors = [*self.raw.parameters(), *self.raw.buffers(), *states, *self.inputs]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -145,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_step(trainee: Trainee) -> Callable[[], float]:
-    """Run a step; the returned function gives its milliseconds once the device is done."""
+    """Run a step, and return a function that returns its milliseconds when the device has finished."""
     if trainee.device.type != "cuda":
         start = time.perf_counter()
         trainee.step()
@@ -159,7 +160,7 @@ def time_step(trainee: Trainee) -> Callable[[], float]:
 
 
 def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, limit: float) -> pd.DataFrame:
-    """Return milliseconds, a row for each round, in which every model takes one step."""
+    """Return the milliseconds of steps, with a row for each round, in which every model takes one step."""
     order, rounds, start = random.Random(0), [], time.perf_counter()
     for _ in range(steps):
         # No synchronisation here: the host runs ahead, as it does in training.
@@ -172,7 +173,7 @@ def time_rounds(trainees: dict[str, Trainee], device: torch.device, steps: int, 
 
 
 def peak_bytes(trainee: Trainee) -> float:
-    """Return the peak memory of a step without the other models; NaN without a GPU."""
+    """Return the peak memory of a step without the other models, or NaN without a GPU."""
     if trainee.device.type != "cuda":
         trainee.step()
         return math.nan
@@ -199,7 +200,7 @@ def host_ms(trainee: Trainee) -> float:
 def observed_step(trainee: Trainee) -> tuple[str, float]:
     """Return the attention kernel that PyTorch uses in a step, and the step's :func:`peak_bytes`.
 
-    Call it for the second step: the first one compiles, and from the third on, CUDA graph replay hides calls and
+    Call this for the second step. The first step compiles, and from the third on, CUDA graph replay hides calls and
     allocations.
     """
     with profile(activities=[ProfilerActivity.CPU]) as prof:
@@ -221,7 +222,7 @@ def kernel_times(trainee: Trainee) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Timing:
-    """Settings of the timing: rounds of one step per model, until ``limit`` seconds have passed."""
+    """Settings of the timing, which runs rounds of one step per model until ``limit`` seconds have passed."""
 
     steps: int
     limit: float
@@ -234,7 +235,7 @@ class Timing:
 def compare(
     workload: Workload, encodings: list[str], mode: str, batch: int, timing: Timing
 ) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
-    """Return a row for each encoding and, with ``profiling``, the kernels of each one's step."""
+    """Return a row for each encoding and, with ``profiling``, the kernels of its step."""
     device = timing.device
     torch.compiler.reset()
     gc.collect()
@@ -284,7 +285,7 @@ def compare(
 
 
 def with_baselines(workload: Workload, wanted: list[str] | None) -> list[str]:
-    """Return the wanted encodings that this model has, and their baselines."""
+    """Return the selected encodings that this model has, and their baselines."""
     known = workload.baselines
     names = {name for name in wanted or workload.default if split_options(name)[0] in known}
     for _ in range(2):  # timm-axial, timm-none, none
@@ -333,7 +334,7 @@ def main(
         "runs/training.csv"
     ),
 ) -> None:  # fmt: skip
-    """Time training steps with each position encoding and without any.
+    """Time training steps with each position encoding and without one.
 
     ViTs and video: none, learned, axial, mixed, cosine, timm-none, timm-axial, timm-mixed.
     ViTs only: linear-axial, linear-cosine.

@@ -1,4 +1,4 @@
-"""Tables of training steps, from the CSVs of ``scripts.bench training``."""
+"""Tables about training steps, from the CSVs of ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def host(row: Any) -> str:
 
 
 def training(file: Path) -> str:
-    """Render a row for each encoding, a column for each model and mode."""
+    """Render a table with a row for each encoding, and a column for each model and mode."""
     if not file.exists():
         return ""
     rows = read(file)
@@ -64,7 +64,7 @@ def training(file: Path) -> str:
 
 
 def backbones(file: Path) -> str:
-    """Render a row for each model and encoding, a column for each mode."""
+    """Render a table with a row for each model and encoding, and a column for each mode."""
     if not file.exists():
         return ""
     rows = read(file)
@@ -87,7 +87,7 @@ def backbones(file: Path) -> str:
 
 
 def adapted(file: Path) -> str:
-    """Render a row for each model, a column for each mode: the stock model's time, and the gain of the adapted one."""
+    """Render the stock models' times and the gains of adapting them, with a row per model and a column per mode."""
     if not file.exists():
         return ""
     rows = read(file)

@@ -6,16 +6,16 @@
     lrpe-md bench tune --check                            is each tile of the table within 3% of the best?
 
 A row of the table is keyed by bytes per element, map, pass, and kind (plain, with an activation, or with the caller's
-cos and sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 64 are timed on grids of
-14×14 and 64×64 tokens with head_dim 64; those for more on 21×30×52 with 128; those for up to 16 on 64×64 with head_dim
-72 and 80, whose channels are processed in blocks. Each is timed with shared and with per-head frequencies or tables. A
-row of linear attention ("linear ..") is keyed by pass and has tiles for six state sizes. They are timed in a whole
-forward or backward, on vit224 or windows (one pass), img64 and video64 (two), and causal (8,192 tokens). Times are
-medians of GPU time with a cold L2 cache.
+cos and sin tables). It has tiles for up to 16, up to 64, and more channels. Tiles for up to 16 channels are timed on
+64×64 tokens with head_dim 72 and 80, whose channels are processed in blocks. Tiles for up to 64 are timed on 14×14 and
+64×64 tokens with head_dim 64, and tiles for more channels on 21×30×52 tokens with head_dim 128. Each is timed with
+shared and with per-head frequencies or tables. A row of linear attention ("linear ..") is keyed by pass and has tiles
+for six state sizes. They are timed in a complete forward or backward pass, on vit224 or windows (one pass), img64 and
+video64 (two), and causal (8,192 tokens). Times are medians of GPU time with a cold L2 cache.
 
-A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest; the lowest score is
+A tile's score is its time relative to the fastest tile, on the problem where this ratio is largest. The lowest score is
 best. The search first tries all shapes with the table's registers and stages. It then varies these for the three best
-shapes, and finally times the leaders and the table's tile again in turns. The CSV contains every time.
+shapes, and finally times the best tiles and the table's tile again in turns. The CSV contains every time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "min", "note", "gpu", "python", "torch", "
 
 
 class Place(NamedTuple):
-    """One tile of the table."""
+    """Entry of the table, which contains one tile."""
 
     key: tuple[int, Any, Pass, str]
     width: int  # index into WIDTHS
@@ -100,7 +100,7 @@ class Place(NamedTuple):
         return TILES[self.key][self.width]
 
     def cases(self, small: bool = False) -> dict[str, Case]:
-        """Return the problems of this tile by name; ``small`` ones use the same kernels and run fast."""
+        """Return the problems to time by name. With ``small``, they use the same kernels and run fast."""
         found = {}
         for name, work in PROBLEMS[self.width].items():
             for per_head in (False, True):
@@ -126,7 +126,7 @@ class Place(NamedTuple):
         return found
 
     def refinements(self, tile: Tile) -> list[Tile]:
-        """Return candidates of the same shape with other registers and stages, or with rows loaded first."""
+        """Return candidates with the same shape but other registers and stages, or with rows loaded first."""
         if self.stage is not Pass.DOMEGA:
             return [tile._replace(rows_first=not tile.rows_first)]
         options = [(registers, stages) for registers in (128, 168, 255) for stages in (1, 2, 3)]
@@ -135,7 +135,7 @@ class Place(NamedTuple):
 
     @contextmanager
     def in_table(self, tile: Tile) -> Iterator[None]:
-        """Put this tile into the table and remove the tiles of other widths, so that calls that need those fail."""
+        """Put a tile into the table, and remove the tiles of other widths, so that calls that need them fail."""
         kept = TILES[self.key]
         tiles: list[Any] = [None] * len(kept)
         tiles[self.width] = tile
@@ -167,7 +167,7 @@ Measure = Callable[[Any, str], float]
 
 
 def scores(times: Times) -> dict[Any, float]:
-    """Score each tile, lowest first: its largest time relative to the fastest tile of a problem."""
+    """Return each tile's largest time relative to the fastest tile of a problem, lowest first."""
     problems = next(iter(times.values())).keys()
     fastest = {p: min(each[p] for each in times.values()) for p in problems}
     found = {
@@ -192,7 +192,7 @@ class Found(NamedTuple):
 def search(
     place: Any, measure: Measure, rounds: int, prepare: Callable[[list[Any]], Any] = lambda tiles: None
 ) -> Found:
-    """Find the best tile; ``prepare`` is called with the tiles to be measured next."""
+    """Find the best tile. ``prepare`` is called with the tiles that will be measured next."""
     problems, times = list(place.cases()), {}
 
     def attempt(tiles: Iterable[AnyTile]) -> None:
@@ -217,7 +217,7 @@ def search(
 
 
 def compile_small(place: Any, tile: Any) -> None:
-    """Compile a tile's kernels in a separate process, which fills the compiler's cache before timing."""
+    """Compile a tile's kernels in a separate process, to fill the compiler's cache before timing."""
     for case in place.cases(small=True).values():
         with place.in_table(tile):
             place.passes([place.inputs(case, torch.device("cuda"))])[0]()
@@ -226,7 +226,7 @@ def compile_small(place: Any, tile: Any) -> None:
 
 @dataclass
 class Session:
-    """State shared by all measurements; each time is appended to the CSV at once."""
+    """State that all measurements share. Each measured time is appended to the CSV immediately."""
 
     out: Path
     device: torch.device
@@ -242,7 +242,7 @@ class Session:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
 
     def measure(self, place: Any, counted: dict[tuple[AnyTile, str], int], tile: Any, problem: str) -> float:
-        """Return the median time in milliseconds; infinite if the tile can't be compiled or launched."""
+        """Return the median time in milliseconds, or infinity if the tile can't be compiled or launched."""
         if time.monotonic() > self.deadline:
             raise OutOfTime
         row = {"row": place.row, "channels": place.name, **tile._asdict(), "problem": problem}
@@ -281,7 +281,7 @@ class Session:
 
 
 def write_tile(tile: AnyTile) -> str:
-    """Format a tile as in plan.py: defaults are omitted, and arguments after them are named."""
+    """Format a tile as in plan.py, without defaults, and with names for the arguments after them."""
     defaults, given, named = tile._field_defaults, [], False
     for name, value in tile._asdict().items():
         if name in defaults and value == defaults[name]:
@@ -334,7 +334,7 @@ def summarise(found: list[Found]) -> Table:
 
 
 def choose_places(only: Sequence[str]) -> list[AnyPlace]:
-    """Return the tiles whose name contains one of the texts, or all without texts."""
+    """Return the tiles whose names contain one of the texts, or all tiles if there are no texts."""
     places: list[AnyPlace] = [Place(key, width) for key in TILES for width in range(len(WIDTHS))]
     places += linear_tune.choose_places()
     for text in only:
@@ -402,7 +402,7 @@ def main(
 
 
 def finish(console: Console, found: list[Found], wanted: int, check: bool, out: Path) -> None:
-    """Print the results; fail if --check finds a slow tile."""
+    """Print the results, and fail if --check finds a slow tile."""
     console.print(summarise(found))
     if not check:
         for text in write_tables(found):

@@ -1,4 +1,4 @@
-"""Models of ``scripts.bench training``: ViTs, a layer of a video transformer, and the train scripts' models."""
+"""ViTs, a video transformer layer, and models of the training commands, for ``scripts.bench training``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..train.tasks import video as train_video
 
 @dataclass(frozen=True)
 class ViT:
-    """A timm ViT under three names: plain, with axial and with mixed rope."""
+    """A timm ViT in three variants, without RoPE, with axial RoPE and with mixed RoPE."""
 
     plain: str
     rope: str
@@ -78,12 +78,12 @@ class ViT:
         return F.cross_entropy(model(images), labels)
 
     def tokens(self, model: Any, batch: int) -> int:
-        """Return the patches of a step, without class and text tokens."""
+        """Return the number of patches in a step, without class and text tokens."""
         return batch * model.patch_embed.num_patches
 
 
 class TimmRotary(nn.Module):
-    """Rotary positions as timm applies them, with sine and cosine tables; prefix tokens are sliced and concatenated."""
+    """RoPE as timm applies it, with sine and cosine tables, and with prefix tokens split off and concatenated again."""
 
     table: Tensor
 
@@ -101,7 +101,7 @@ class TimmRotary(nn.Module):
 
 
 class VideoLayer(nn.Module):
-    """Apply timm's block to the tokens of a video: x (B, N, C) → (B, N, C)."""
+    """Layer of a video transformer, which applies timm's block to the tokens (B, N, C) of a video."""
 
     def __init__(self, grid: Grid, num_heads: int, head_dim: int, encoding: nn.Module | None) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class VideoLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Video:
-    """One layer of a video transformer; its input requires a gradient, as inside a model."""
+    """Workload with one layer of a video transformer, whose input requires a gradient, as inside a model."""
 
     shape: tuple[int, int, int] = (21, 30, 52)
     prefix: int = 512
@@ -160,7 +160,7 @@ def random_bytes(*size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Backbone:
-    """Model and loss of a train script, at its default sizes."""
+    """Workload with the model and the loss of a training command, at its default sizes."""
 
     script: Any
     training: type[Training]
@@ -177,7 +177,7 @@ class Backbone:
 
     @property
     def batch(self) -> int:
-        """Return eight times the script's batch, because at its default such small models would wait for the host."""
+        """Return eight times the command's batch size, because such small models would otherwise wait for the host."""
         return 8 * self.config.batch
 
     def build(self, encoding: str) -> nn.Module:
@@ -187,7 +187,7 @@ class Backbone:
         return self.script.batch(self.config, *self.data(batch, device), *next(shuffle(batch, batch, seed=0)))
 
     def data(self, num: int, device: torch.device) -> tuple[Any, ...]:
-        """Return ``num`` random samples in the format of the script's batches."""
+        """Return ``num`` random samples in the format of the command's batches."""
         raise NotImplementedError  # subclasses define it
 
     def loss(self, model: Any, *inputs: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class Backbone:
 
 
 class ImageBackbone(Backbone):
-    """The `train image` model for images and classes like those of Fashion-MNIST."""
+    """The `train image` model, for images and classes as in Fashion-MNIST."""
 
     def build(self, encoding: str) -> nn.Module:
         config, images = replace(self.config, encoding=encoding), self.images(1)
@@ -228,7 +228,7 @@ NORMS_FIRST = "-norms-first"  # normalises q and k in separate launches before t
 
 
 class DiffusionBackbone(Backbone):
-    """The `train diffusion` model; captions have between half and all of the script's maximum length."""
+    """The `train diffusion` model, with captions of at least half the command's maximum length."""
 
     @property
     def baselines(self) -> dict[str, str]:

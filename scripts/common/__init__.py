@@ -1,1 +1,1 @@
-"""Helpers shared by all programs."""
+"""Helper functions that the programs share."""

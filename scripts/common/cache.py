@@ -1,4 +1,4 @@
-"""Disk cache for expensive tensors; damaged files are detected and recomputed."""
+"""Disk cache for expensive tensors, which detects and recomputes damaged files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def digest_file(path: Path) -> str:
 
 
 def kept(folder: Path | None, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``, or its result from an earlier run with the same key.
+    """Return ``make()``, or its stored result from an earlier call with the same key.
 
     A damaged or incomplete file is recomputed. If the folder can't be written, nothing is cached.
 
     Args:
         folder: cache folder; None disables the cache.
-        key: everything that the tensor depends on.
+        key: values that determine the tensor.
     """
     if folder is None:
         return make()
@@ -75,7 +75,7 @@ def _digest(value: Tensor) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete old incomplete files of killed processes."""
+    """Delete old incomplete files that killed processes left."""
     for part in folder.glob("*.part"):
         if time.time() - part.stat().st_mtime > DAY:
             part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from .options import choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Resolve the --device option: auto, cpu or cuda."""
+    """Return the device that the option --device selects: auto, cpu or cuda."""
     choose("--device", [wanted], ("auto", "cpu", "cuda"))
     if wanted == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device: cuda needs a GPU, but PyTorch finds none; use cpu or auto")
@@ -26,15 +26,15 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def turn_of(kind: str) -> Path:
-    """Return the user's lock file for a device ("cuda" or "cpu"). A training run holds it while it runs alone."""
+    """Return the user's lock file for "cuda" or "cpu". A training run locks it while it must run alone."""
     name = torch.cuda.get_device_properties("cuda").uuid if kind == "cuda" else "cpu"
     return Path(tempfile.gettempdir()) / f"lrpe-md-{Path.home().name}-{name}.turn"
 
 
 def sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device.
+    """Copy an array to a device.
 
-    From pinned memory, the copy is asynchronous; otherwise, the host would wait for all queued work.
+    The copy uses pinned memory and is asynchronous, because the host would otherwise wait for all queued work.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Output folders of runs: atomic writes, one configuration per folder, resumable."""
+"""Output folders of runs, with atomic writes and one configuration per folder, so that runs can resume."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ T = TypeVar("T")
 
 
 def require_checkout(option: str) -> None:
-    """Reject writing results and pages from an installed wheel, because they would end up in site-packages."""
+    """Raise an error if an installed wheel would write results or pages, which would end up in site-packages."""
     if not (ROOT / "pyproject.toml").is_file():
         raise typer.BadParameter(f"{option}: expected a folder, got none; only a checkout contains results")
 
 
 def shown(path: Path) -> str:
-    """Format a path for help texts: relative to the root inside the checkout."""
+    """Format a path for help texts, relative to the repository root if it is inside."""
     return (path.relative_to(ROOT) if path.is_relative_to(ROOT) else path).as_posix()
 
 
 class SaveError(OSError):
-    """Error for a file that can't be written; its previous content is intact."""
+    """Error for a file that can't be written, whose previous content is intact."""
 
 
 def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
-    """Write a file atomically, so that a killed process never leaves a partial one."""
+    """Write a file atomically, so that a killed process never leaves an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -52,10 +52,10 @@ def save_whole(path: Path, save: Callable[[Path], Any]) -> None:
 
 @contextmanager
 def claim(out: Path) -> Iterator[None]:
-    """Lock a folder for this program while it writes there, and delete incomplete files of killed programs.
+    """Lock a folder while this program writes to it, and delete incomplete files that killed programs left.
 
     Raises:
-        typer.BadParameter: the folder can't be written, or another program has locked it.
+        typer.BadParameter: if the folder can't be written, or another program has locked it.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -90,11 +90,11 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes ``out`` when the block ends. If the block fails, nothing is left.
+    """Yield a folder to fill, which becomes ``out`` when the block ends. If the block fails, it is deleted.
 
     Raises:
-        typer.BadParameter: ``out`` has content, it can't be written, or another program is filling it.
-        SaveError: the disk is full.
+        typer.BadParameter: if ``out`` has content, it can't be written, or another program is filling it.
+        SaveError: if the disk is full.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise typer.BadParameter(f"--out {out}: expected a new or empty folder; choose another one")
@@ -112,7 +112,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def unused_path(path: Path) -> Path:
-    """Return the first of NAME.png, NAME-2.png, NAME-3.png, .. that does not exist."""
+    """Return the first path of NAME.png, NAME-2.png, NAME-3.png, .. that does not exist."""
     number, found = 1, path
     while found.exists():
         number += 1
@@ -121,10 +121,10 @@ def unused_path(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that one of these programs wrote.
+    """Read a JSON file that one of the programs wrote.
 
     Raises:
-        typer.BadParameter: the file can't be read, or is not valid JSON.
+        typer.BadParameter: if the file can't be read, or is not valid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def write(path: Path, text: str) -> None:
 
 
 def from_root(folder: Path) -> Path:
-    """Return a folder relative to the repository root if it is inside, else its absolute path."""
+    """Return a folder's path relative to the repository root if it is inside, or else its absolute path."""
     shown = folder.resolve()
     return shown.relative_to(ROOT) if shown.is_relative_to(ROOT) else shown
 
@@ -151,27 +151,27 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 
 def missing(jobs: dict[Path, T], shard: tuple[int, int] = (0, 1)) -> dict[Path, T]:
-    """Return the jobs of this shard (every n-th job, starting with the i-th) whose file does not exist yet."""
+    """Return the jobs of a shard (every n-th job, starting with the i-th) whose file does not exist yet."""
     number, count = shard
     return {file: job for file, job in list(jobs.items())[number::count] if not file.exists()}
 
 
 def flat(nested: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries: {"a": {"b": 1}} -> {"a.b": 1}."""
+    """Flatten nested dictionaries, such as {"a": {"b": 1}} to {"a.b": 1}."""
     if not isinstance(nested, dict):
         return {name: nested}
     return {k: v for key, value in nested.items() for k, v in flat(value, f"{name}.{key}".strip(".")).items()}
 
 
 def show_value(value: Any) -> str:
-    """Format the value of an option as the user types it."""
+    """Format an option's value as the user would type it."""
     if isinstance(value, list):
         return " ".join(map(show_value, value))
     return repr(value) if value == "" else str(value)
 
 
 def as_option(name: str) -> str:
-    """Return how the user of a comparison passes a setting: "training.size" → "--set size", "data" → "DATA"."""
+    """Return how a user of ``ablate`` passes a setting, such as "--set size" for "training.size"."""
     if name in ("task", "data"):
         return name.upper()
     part, _, option = name.partition(".")
@@ -179,9 +179,9 @@ def as_option(name: str) -> str:
 
 
 def open_folder(out: Path, settings: dict[str, Any], here: dict[str, Any], extended: Collection[str] = ()) -> None:
-    """Write config.json, or check that the folder's settings match these.
+    """Write config.json, or check that the settings in the folder are the same.
 
-    extended: names of settings that may differ, because the caller has merged them with the folder's.
+    ``extended`` names settings that may differ, because the caller has merged them with the folder's.
     """
     path = out / "config.json"
     wanted = json.loads(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Commands that are imported only when they run, so that a program's help imports nothing heavy."""
+"""Commands that are only imported when they run, so that a program's help is fast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 def import_or_explain(program: str, load: Callable[[], T]) -> T:
-    """Return ``load()``.
+    """Return the result of ``load``, or exit with an explanation if a package is missing.
 
     Raises:
-        SystemExit: a package is not installed; the message says what to install.
+        SystemExit: if a package is not installed. The message says what to install.
     """
     try:
         return load()
@@ -25,7 +25,7 @@ def import_or_explain(program: str, load: Callable[[], T]) -> T:
 
 
 def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) -> Any:
-    """Return a program with the given commands: name → one-line help text and the function that imports it."""
+    """Return a program with the given commands, each with a one-line help text and a function that imports it."""
     import typer
     from typer.core import TyperCommand, TyperGroup
 
@@ -34,11 +34,11 @@ def lazy_app(program: str, commands: Mapping[str, tuple[str, Load]], text: str) 
             return list(commands)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            """Return a placeholder for the list of commands."""
+            """Return a placeholder for a command, with its help text for the list of commands."""
             return TyperCommand(cmd_name, help=commands[cmd_name][0]) if cmd_name in commands else None
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            """Import the command that is called."""
+            """Import the command that the user called."""
             self.commands = {name: self.get_command(ctx, name) for name in commands}  # names for its suggestions
             name, found, rest = super().resolve_command(ctx, args)
             if name is not None and name in commands:

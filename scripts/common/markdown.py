@@ -1,4 +1,4 @@
-"""Markdown tables, and documentation pages written by a command."""
+"""Markdown tables, and documentation pages that commands write."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ PICTURES = "../../scripts/results"  # relative to a page
 
 
 def table(head: list[str], lines: list[list[str]], words: int = 1) -> list[str]:
-    """Return a table as lines of markdown, with an empty line at the end.
+    """Return the lines of a markdown table, with an empty line at the end.
 
-    The first ``words`` columns are left-aligned text, the others right-aligned numbers.
+    The first ``words`` columns contain text and are left-aligned, and the others contain numbers and are right-aligned.
     """
     rule = ["---"] * words + ["---:"] * (len(head) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *lines)] + [""]
 
 
 def page(title: str, command: str, *parts: str) -> str:
-    """Return a whole page; empty parts are left out."""
+    """Return a page with a title, the command that wrote it, and all parts that are not empty."""
     body = "\n\n".join(part.strip() for part in parts if part.strip())
     return f"# {title}\n\n<!-- Written by `{command}`, from scripts/results. -->\n\n{body}\n"
 

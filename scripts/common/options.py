@@ -31,7 +31,7 @@ SEEDS = 2**32  # NumPy's seeds are 0 to SEEDS - 1
 
 
 def positive(value: float | None) -> float | None:
-    """Reject values that are not above 0; infinity is allowed."""
+    """Reject values that are not positive, but allow infinity."""
     if value is not None and not value > 0:
         raise typer.BadParameter(f"expected a number above 0, got {value:g}")
     return value
@@ -41,19 +41,19 @@ LIMIT: Any = typer.Option(callback=positive, help="Time budget in seconds; no me
 
 
 def finite(value: float | None) -> float | None:
-    """Reject infinity and NaN, which typer's min and max let through."""
+    """Reject infinity and NaN, which typer's min and max accept."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {value}")
     return value
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 step", "1200 steps"."""
+    """Return a number with its noun, such as "1 step" or "1200 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def choose(option: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the wanted names without duplicates; reject unknown ones."""
+    """Return the selected names without duplicates, and reject unknown ones."""
     known, names = list(known), list(dict.fromkeys(wanted))
     for name in names:
         if name not in known:
@@ -70,7 +70,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
-    """Return a command as the user typed it, without these parameters."""
+    """Return the command as the user typed it, without some of its parameters."""
     words = context.command_path.split()
     for parameter in context.command.params:
         name: Any = parameter.name
@@ -88,12 +88,12 @@ def describe_command(context: typer.Context, leave_out: Collection[str]) -> str:
 
 
 def warn_of_smoke(context: typer.Context, reason: str, leave_out: Collection[str] = ()) -> None:
-    """Say that the numbers of a run with --smoke mean nothing, and print the command of the real run.
+    """Warn that the numbers of a run with --smoke mean nothing, and print the command of a real run.
 
     Args:
-        context: of the command.
-        reason: why they mean nothing.
-        leave_out: parameters that the real run does not need, besides smoke and out.
+        context: context of the command.
+        reason: why the numbers mean nothing.
+        leave_out: parameters that a real run does not need, in addition to smoke and out.
     """
     command = describe_command(context, {"smoke", "out", *leave_out})
     typer.echo(f"\nThese numbers mean nothing, because with --smoke {reason}. For real ones, run:\n{command}", err=True)
@@ -125,9 +125,9 @@ _SHELL_TERMS = {
 
 
 def in_shell_terms(text: Any, separator: str = ",") -> str:
-    """Reword an error from the library for a command line: options instead of arguments, values as the user types them.
+    """Reword a library error for the command line, with options instead of arguments and values as the user types them.
 
-    separator: between numbers that belong together.
+    ``separator`` separates the numbers of a tuple.
     """
     text = str(text)
     for pattern, replacement in _SHELL_TERMS.items():
@@ -137,10 +137,10 @@ def in_shell_terms(text: Any, separator: str = ",") -> str:
 
 
 def group_options(panels: Mapping[str, str]) -> Callable[[F], F]:
-    """Return a decorator that lists options of a command in panels of its help.
+    """Return a decorator that groups a command's options in panels of its help.
 
     Args:
-        panels: title of each panel, and the names of its parameters, separated by spaces.
+        panels: dictionary from the title of each panel to the names of its parameters, separated by spaces.
     """
 
     def group(command: F) -> F:

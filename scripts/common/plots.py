@@ -1,4 +1,4 @@
-"""Shared plot settings: backend, size, style, colours and markers, and a copy of each plot for dark pages."""
+"""Plot settings that all programs share, such as style, colours and markers, and copies of plots for dark pages."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ SERIES = 6  # maximum number of series that a reader can distinguish in one plot
 
 
 def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[str]]:
-    """Split more than :data:`SERIES` encodings over several plots, with the cosine map's in separate plots.
+    """Split more than :data:`SERIES` encodings into several plots, with separate plots for the cosine map.
 
-    The reference is in every plot. Variants of an encoding stay together if they fit.
+    Every plot contains the reference. Variants of an encoding stay together if they fit.
     """
     if len(names) <= SERIES:
         return [list(names)]
@@ -65,16 +65,16 @@ def split_series(names: Sequence[str], reference: str = "rotate") -> list[list[s
 
 
 def set_title(axis: Any, title: str, names: Sequence[str], is_split: bool) -> None:
-    """Set the title of a panel. If the series are split over several panels, it also lists those of this one."""
+    """Set the title of a panel, which also lists the panel's series if they are split into several panels."""
     listed = textwrap.fill(", ".join(names), PANEL_WIDTH, break_on_hyphens=False)
     axis.set_title(f"{title}\n{listed}".strip() if is_split else title, **({"fontsize": 7} if is_split else {}))
 
 
 def choose_looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour, marker and line style for each encoding, the same in every plot.
+    """Return a colour, marker and line style for each encoding, for use in all plots.
 
-    Encodings that are not variants of a known one get the colours of known encodings that are absent. Encodings that
-    differ in their options get shades of one colour.
+    Unknown encodings get the colours of known encodings that are absent. Encodings that only differ in their options
+    get shades of the same colour.
     """
     bases = {name: _base(name) for name in names}
     unused = [color for known, color in ENCODINGS.items() if known not in bases.values()] or list(OKABE_ITO)
@@ -96,13 +96,13 @@ def _mix_with_white(color: str, share: float) -> str:
 
 
 def _base(name: str) -> str | None:
-    """Return the longest known encoding that a name starts with."""
+    """Return the longest known encoding with which a name starts."""
     starts = [known for known in ENCODINGS if name == known or name.startswith((f"{known}-", f"{known} ", f"{known}:"))]
     return max(starts, key=len, default=None)
 
 
 def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each library; those without an assigned colour get the unused ones, in order."""
+    """Return a colour for each library. Unknown libraries get the unused colours, in order."""
     own = {name: next((c for known, c in LIBRARIES.items() if name.startswith(known)), None) for name in libraries}
     free = iter([color for color in OKABE_ITO if color not in own.values()])
     used: set[str] = set()
@@ -116,7 +116,7 @@ def choose_colors(libraries: Sequence[str]) -> dict[str, str]:
 
 
 def add_legend(figure: Figure, columns: int = 3) -> None:
-    """Add one legend below the figure for all its axes, in fewer columns if labels are long."""
+    """Add a common legend for all axes below the figure, with fewer columns if labels are long."""
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -126,7 +126,7 @@ def add_legend(figure: Figure, columns: int = 3) -> None:
 
 
 def save(figure: Figure, path: Path, dpi: int = 130, **options: Any) -> None:
-    """Save a figure, and a copy named NAME-dark for pages with a dark background; close it."""
+    """Save a figure, save a copy named NAME-dark for pages with a dark background, and close the figure."""
     figure.savefig(path, dpi=dpi, **options)
     darken(figure)
     figure.savefig(path.with_stem(f"{path.stem}-dark"), dpi=dpi, **options)

@@ -1,4 +1,4 @@
-"""Provenance of results: machine, versions, commit."""
+"""Records of the machine, the versions and the commit of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .devices import gpu_name
 
 
 def git_commit(digits: int = 40) -> str:
-    """Return the checkout's commit, with a + if files differ from it, or "" without a git history."""
+    """Return the checkout's commit, with a + if files have changed, or "" if there is no git history."""
     command = ["git", "describe", "--always", f"--abbrev={digits}", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -25,7 +25,7 @@ def git_commit(digits: int = 40) -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of packages, "" for those that are not installed."""
+    """Return the versions of packages by name, with "" for packages that are not installed."""
     found = {}
     for name in names:
         try:
@@ -36,7 +36,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def measured_on(device: torch.device, commit: str | None) -> dict[str, str]:
-    """Return the columns that say where a row was measured. ``commit`` overrides the commit that git reports."""
+    """Return the columns that describe where a row was measured. ``commit`` overrides git's commit."""
     found = versions("torch", "triton", "timm").items()
     return {
         "gpu": gpu_name(device) or f"none ({platform.machine()} CPU)",
@@ -60,12 +60,12 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
 
 
 def describe_environments(environments: list[dict[str, Any]]) -> str:
-    """Summarise environments for a report: machines, versions and commits."""
+    """Summarise the machines, versions and commits of several environments for a report."""
     where = dict.fromkeys(f"{found['gpu'] or found['cpu']}, torch {found['torch']}" for found in environments)
     return f"{' and '.join(where)}, {name_commits((found['commit'] or 'unknown')[:12] for found in environments)}"
 
 
 def name_commits(commits: Iterable[str]) -> str:
-    """Return "commit a" or "commits a, b and c", without duplicates."""
+    """Return a text such as "commit a" or "commits a, b and c", without duplicates."""
     *others, last = dict.fromkeys(commits)
     return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"

@@ -1,4 +1,4 @@
-"""Compare random configurations with the formula: ``lrpe-md fuzz``. Exits with 1 on a mismatch."""
+"""The program ``lrpe-md fuzz``, which compares random configurations with the formula."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SHRUNK = 1  # number of failures per job to reduce to a smaller configuration
 
 
 class GPUError(RuntimeError):
-    """Error after which the process can't use the GPU; it names the seed that caused it, or one shortly after it."""
+    """Error after which the process can't use the GPU. It names the seed that caused it, or one shortly after."""
 
 
 class Job(NamedTuple):
-    """Seeds of one kind for one process."""
+    """Seeds of one kind of configuration, for one process."""
 
     kind: str
     seeds: range
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outcome of a job."""
+    """Outcome of a job."""
 
     job: Job
     done: int
@@ -69,7 +69,7 @@ def main(
         typer.Option(min=0, help="Number of consecutive seeds per compiled variant; 0: 20 on a GPU, else 1."),
     ] = 0,
 ) -> None:
-    """Compare outputs and gradients of random configurations with the formula, and print those that disagree."""
+    """Compare outputs and gradients of random configurations with the formula. The exit code is 1 on a mismatch."""
     from ..common.devices import choose_device
     from ..common.options import choose
 
@@ -104,7 +104,7 @@ def main(
 
 
 def run_jobs(jobs: list[Job], processes: int, end: float | None) -> list[Result]:
-    """Run jobs in new processes, and print their reports as they arrive."""
+    """Run jobs in new processes, and print each report as soon as it arrives."""
     results: list[Result] = []
     waiting = iter(jobs)
     running: dict[Future[Result], Job] = {}
@@ -150,7 +150,7 @@ def prepare() -> None:
 
 
 def run_job(job: Job, end: float | None) -> Result:
-    """Check each seed of a job."""
+    """Check each seed of a job until the time ``end``."""
     from .check import check, shrink
     from .draw import Limits, draw
 
@@ -185,7 +185,7 @@ def run_job(job: Job, end: float | None) -> Result:
 
 @contextmanager
 def limit_time(seed: int, config: Any) -> Iterator[None]:
-    """End the process if a configuration takes longer than SLOWEST; print the configuration and each thread's stack."""
+    """End the process if a configuration takes longer than SLOWEST, after printing it and each thread's stack."""
 
     def stop() -> None:
         print(f"seed {seed} takes longer than {SLOWEST:g} s: {config!r}", flush=True)
@@ -204,7 +204,7 @@ def limit_time(seed: int, config: Any) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first error in a chain, and where it was raised."""
+    """Describe the first error in a chain, and where it was raised."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,11 +1,11 @@
 """Decide whether rounding explains the difference between the library and the formula.
 
-It runs the formula :data:`SAMPLES` more times with random relative errors in each step, as large as the library's
-rounding (:class:`~.formula.Rounding`). Then it measures how much each element of each result changes. This estimates
-the effect of rounding on the element, which is large only where terms cancel. An element may differ by :data:`LARGEST`
-times the standard deviation, taken from the element and its row, plus one unit in its last place. For the root mean
-square over all elements, the factor is :data:`MEAN`. A wrong token, sign or index in float32 exceeds these bounds by
-orders of magnitude, and memory that no kernel wrote is NaN.
+The check runs the formula :data:`SAMPLES` more times, with random relative errors in each step that are as large as the
+library's rounding (:class:`~.formula.Rounding`). The changes in each element estimate the effect of rounding on it,
+which is only large where terms cancel. An element may differ by :data:`LARGEST` times the standard deviation of these
+changes, taken from the element and its row, plus one unit in the last place. For the root mean square over all
+elements, the factor is :data:`MEAN`. In float32, a wrong token, sign or index exceeds these bounds by orders of
+magnitude. Memory that no kernel wrote is NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEAN = 4.0
 
 
 class Mismatch(NamedTuple):
-    """A result beyond its bounds."""
+    """Result that exceeds its bounds."""
 
     name: str
     place: tuple[int, ...]  # index of the worst element
@@ -46,7 +46,7 @@ class Mismatch(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The mismatches of one configuration, and the largest factors of all results."""
+    """Mismatches of one configuration, and the largest factors among all results."""
 
     mismatches: list[Mismatch]
     largest: float = 0.0
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Make torch.empty and similar functions return NaN, so that unwritten memory is noticed."""
+    """Make torch.empty and similar functions return NaN, to detect memory that is not written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -66,7 +66,7 @@ def nan_filled() -> Iterator[None]:
 
 
 def choose_rounding(c: Config, tensors: Named, impl: str) -> Rounding:
-    """Return the largest rounding error of each kind of step, which serves as the standard deviation of its errors."""
+    """Return the largest rounding error of each kind of step, for use as the standard deviation of its errors."""
     own = torch.finfo(getattr(torch, c.dtype)).eps / 2
     arithmetic = min(own, torch.finfo(torch.float32).eps / 2)
     products = isinstance(c, LinearConfig) and impl == "triton" and c.dtype in ("bfloat16", "float16")
@@ -101,7 +101,7 @@ def check(c: Config, impl: str = "triton", device: Any = "cpu") -> Verdict:
 
 
 def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> Tensor:
-    """Return the rows of o, (B, H, N, 1), whose denominator may cross a bound by rounding; they are not checked."""
+    """Return a mask (B, H, N, 1) of the rows of o that can't be checked, because rounding may move z across a bound."""
     no_grads = inputs._replace(grads={})
     exact = run_formula(c, no_grads)
     ambiguous = torch.zeros_like(exact["o"][..., :1], dtype=torch.bool)
@@ -120,7 +120,7 @@ def find_ambiguous_rows(c: LinearConfig, inputs: Inputs, rounding: Rounding) -> 
 
 
 def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: Tensor | None) -> Mismatch:
-    """Compare one result with the exact one; ``variance`` is that of its elements under random errors."""
+    """Compare a result with the exact one, where ``variance`` is the variance of its elements under random errors."""
     assert actual.shape == exact.shape, (name, actual.shape, exact.shape)
     if not actual.numel():
         return Mismatch(name, (), 0.0, 0.0, 0.0, 0.0)
@@ -138,7 +138,7 @@ def judge(name: str, actual: Tensor, exact: Tensor, variance: Tensor, ignored: T
 
 
 def shrink(c: Config, impl: str, device: Any, seconds: float = 30.0) -> Config:
-    """Return a smaller configuration that also fails: with fields at their defaults and smaller sizes.
+    """Return a simpler configuration that also fails, with default values of fields and smaller sizes.
 
     The search stops after ``seconds``, because each candidate may have to be compiled.
     """

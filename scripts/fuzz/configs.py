@@ -1,4 +1,4 @@
-"""Configurations: all arguments of one call, as values whose repr can be pasted into a test."""
+"""Configurations that contain all arguments of a call, and whose repr you can paste into a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING = 16  # NaN elements before and after each input; a multiple of 16 keeps
 
 
 class _Small:
-    """A value whose repr shows only the fields that differ from their defaults."""
+    """Base class whose repr only shows the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}  # pyright: ignore
@@ -52,7 +52,7 @@ class Place(_Small):
 
 @dataclass(frozen=True, repr=False)
 class NormConfig(_Small):
-    """A norm of q and k."""
+    """Norm of q and k."""
 
     kind: str = "rms"
     over: str = "head"
@@ -119,7 +119,7 @@ class Config(_Small):
 
 @dataclass(frozen=True, repr=False)
 class LinearConfig(Config):
-    """A single call to :func:`lrpe_md.linear_attention`."""
+    """Call of :func:`lrpe_md.linear_attention`."""
 
     v_dim: int = 4
     act: str = "relu"
@@ -149,16 +149,16 @@ class LinearConfig(Config):
 
     @property
     def forgets(self) -> bool:
-        """Return whether the state is not just a sum."""
+        """Return whether the call uses a decay, the delta rule or both directions."""
         return (self.decay, self.rule, self.directions) != ("none", "add", "forward")
 
     @property
     def has_kernels(self) -> bool:
-        """Return whether kernels exist: not for decaying packed sequences; for single tokens only with is_causal."""
+        """Return whether there are kernels for this call."""
         return not self.forgets or (self.lengths is None and (self.mask == "causal" or self.block > 1))
 
     def count_blocks(self) -> int:
-        """Count the blocks between prefix and suffix; with a causal mask, count the tokens."""
+        """Return the number of blocks between prefix and suffix, or of tokens with a causal mask."""
         num_tokens, place = self.tokens[0], self.place_q
         if self.mask == "causal":
             return num_tokens
@@ -170,13 +170,13 @@ class LinearConfig(Config):
 
     @property
     def features(self) -> int:
-        """Return the width of q̂."""
+        """Return the number of channels per head of q̂."""
         return self.head_dim + (self.part[1] if self.map == "cosine" else 0)
 
 
 @dataclass(frozen=True, repr=False)
 class MapConfig(Config):
-    """A single call to :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
+    """Call of :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate`."""
 
     form: str = "one"  # tensor | "two": q and k | "qkv" | "stacked": qkv with num_key_heads
     samples: tuple[Place, ...] = ()  # positions of packed samples, instead of places
@@ -211,7 +211,7 @@ class Where:
 
 
 def locate(place: Place | None, num_tokens: int, batch: int, device: Any, generator: torch.Generator) -> Where:
-    """Build a positions object, and compute its positions from its arguments."""
+    """Build a positions object for the library, and compute the same positions independently for the formula."""
     place = place or Place("none", (num_tokens,))
     rows, axes = math.prod(place.shape), len(place.shape)
     index = torch.arange(place.num_tokens) + place.start - place.prefix
@@ -267,7 +267,7 @@ def join(samples: list[Where]) -> Where:
 
 
 def pad(values: Tensor) -> Tensor:
-    """Surround values with NaN (or a large number), so that an out-of-bounds read is noticed."""
+    """Surround values with NaN (or a large number), to detect reads out of bounds."""
     fill = float("nan") if values.is_floating_point() else values.dtype == torch.bool or 1 << 20
     memory = values.new_full((values.numel() + 2 * PADDING,), fill)
     view = memory[PADDING : PADDING + values.numel()].view(values.shape)
@@ -276,7 +276,7 @@ def pad(values: Tensor) -> Tensor:
 
 
 def arrange(values: Tensor, layout: str) -> Tensor:
-    """Lay out values (B, H, N, D) in memory; gaps between them are NaN."""
+    """Copy values (B, H, N, D) to a memory layout, with NaN in the gaps."""
     b, h, n, d = values.shape
     if layout == "tokens first":
         return pad(values.transpose(1, 2)).transpose(1, 2)
@@ -297,7 +297,7 @@ def arrange(values: Tensor, layout: str) -> Tensor:
 
 
 class Draws:
-    """The random tensors of a configuration, the same on every device."""
+    """Random tensors of a configuration, which are the same on all devices."""
 
     def __init__(self, config: Config, device: Any) -> None:
         self.config, self.device = config, device
@@ -310,14 +310,14 @@ class Draws:
         return torch.rand(size, generator=self.generator)
 
     def rows(self, *size: int, layout: str | None = None) -> Tensor:
-        """Draw q, k, v, an output's gradient or a cache: (B, H, N, D)."""
+        """Draw a tensor (B, H, N, D), such as q, k, v, an output's gradient or a cache."""
         values = self.normal(*size)
         if self.config.zeros:
             values = torch.where(self.uniform(*size[:3])[..., None] < 0.2, 0, values)
         return arrange(values.to(self.device, getattr(torch, self.config.dtype)), layout or self.config.layout)
 
     def table(self, values: Tensor) -> Tensor:
-        """Lay out any other tensor; it is not contiguous in the layout "odd"."""
+        """Lay out any other tensor in memory. With the layout "odd", it is not contiguous."""
         values = values.to(self.device)
         return pad(values.mT).mT if self.config.layout == "odd" and values.ndim > 1 else pad(values)
 
@@ -325,7 +325,7 @@ class Draws:
         return locate(place, num_tokens, self.config.batch, self.device, self.generator)
 
     def frequencies(self, groups: int = 1) -> dict[str, Tensor]:
-        """Draw omega, phase_q, phase_k and amplitude, if the configuration has them."""
+        """Draw those of omega, phase_q, phase_k and amplitude that the configuration has."""
         c = self.config
         heads, channels = c.heads[1] if c.omega_heads else 1, c.channels
         if c.map is None:
@@ -343,7 +343,7 @@ class Draws:
         return {name: self.table(t) for name, t in tensors.items()}
 
     def norm_weights(self) -> dict[str, Tensor]:
-        """Draw weight_q, weight_k, bias_q and bias_k, if the configuration has them."""
+        """Draw those of weight_q, weight_k, bias_q and bias_k that the configuration has."""
         c, tensors = self.config, {}
         if c.norm is None or c.norm.weight == "none":
             return {}

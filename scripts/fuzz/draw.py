@@ -1,4 +1,4 @@
-"""Draw random configurations, each from one seed."""
+"""Draw random configurations, each determined by a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DENSE = ("dense", "tokens first", "packed", "channels first", "odd")
 
 
 class Limits(NamedTuple):
-    """Sizes that a device can run in a short time."""
+    """Largest sizes that a device can run in a short time."""
 
     tokens: int = 40
     long: int = 150  # number of tokens of one configuration in ten
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 class Dice(NamedTuple):
-    """Random numbers. variant: for fields that choose a compiled kernel; free: for all other fields."""
+    """Random number generators, ``variant`` for fields that select a compiled kernel, and ``free`` for all others."""
 
     variant: Random
     free: Random
@@ -43,7 +43,7 @@ def draw(seed: int, kind: str, limits: Limits) -> Config:
 
 
 def pick(rng: Random, first: Any, *others: Any, share: float = 0.6) -> Any:
-    """Return the first value with a probability of ``share``, else one of the others."""
+    """Return the first value with probability ``share``, and otherwise one of the others."""
     return first if rng.random() < share else rng.choice(others)
 
 
@@ -82,7 +82,7 @@ def draw_place(d: Dice, axes: int, *, whole: bool = False, packed: bool = False)
 
 
 def draw_part(d: Dice, map: str | None, head_dim: int) -> Any:
-    """Draw rotary_dim, and the pairs of a rotation."""
+    """Draw rotary_dim and, for a rotation, pairs."""
     v = d.variant
     step = 2 if map == "rotate" else 1
     width = head_dim // step * step
@@ -114,7 +114,7 @@ def draw_norm(d: Dice, places: tuple[Place | None, ...], same_heads: bool, dtype
 
 
 def draw_common(d: Dice, map: str | None, head_dims: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """Draw the fields of :class:`Config` that do not depend on others."""
+    """Draw the fields of :class:`Config` that do not depend on other fields."""
     v, f = d.variant, d.free
     head_dim = v.choice([n for n in head_dims if n > 1 or map != "rotate"])
     part, pairs = draw_part(d, map, head_dim)
@@ -205,7 +205,7 @@ def draw_memory(d: Dice, c: LinearConfig) -> LinearConfig:
 
 
 def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool, bool]) -> Any:
-    """Draw the positions of q and k, and the numbers of tokens, which are used if there are no positions."""
+    """Draw the positions of q and k, and their numbers of tokens in case there are no positions."""
     mask, cross, whole = how
     whole = whole or mask == "block"
     num = d.tokens()
@@ -216,14 +216,14 @@ def draw_linear_places(d: Dice, map: str | None, axes: int, how: tuple[str, bool
 
 
 def draw_lengths(f: Random, num_tokens: int) -> tuple[int, ...]:
-    """Draw the lengths of one, a few or many sequences; some lengths are 0."""
+    """Draw the lengths of one, a few or many sequences, some of which may be 0."""
     num = f.choice((1, 1, 2, 3, 5, num_tokens + 2))
     ends = sorted(f.randint(0, num_tokens) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_tokens], strict=True))
 
 
 def draw_blocks(d: Dice, c: LinearConfig) -> LinearConfig:
-    """Draw a block, a divisor of the tokens on the grid, and sometimes a shard of whole blocks."""
+    """Draw a block size that divides the number of grid tokens, and sometimes a shard of whole blocks."""
     f, place = d.free, c.place_q
     rows = math.prod(place.shape) if place else c.num_tokens[0]
     block = f.choice([n for n in range(1, max(rows, 1) + 1) if rows % n == 0])

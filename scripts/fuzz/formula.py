@@ -1,12 +1,12 @@
-"""Independent float64 implementation of the formula, written with explicit token pairs in plain torch.
+"""Independent float64 implementation of the formula in plain PyTorch, with explicit pairs of tokens.
 
     Θ[n, h, c] = Σ_j s_j[n] ω[h, c, j] + φ[h, c] on the grid, 0 for prefix and suffix        x̄ = act(norm(x))
     cosine   [x̄ cos Θ, x̄ sin Θ]           rotate   (a, b) → (a cos Θ - b sin Θ, a sin Θ + b cos Θ)
     o_n = Σ_m [n sees m] β_m (q̂_n · k̂_m) v_m / z_n
     with a memory that forgets, block by block: S_f = g_f (I − [delta] Σ β k̂ k̂ᵀ) S_{f−1} + Σ β k̂ vᵀ
 
-It follows the documentation rather than the reference implementation, and autograd differentiates it. A
-:class:`Rounding` adds random errors to the steps after which an implementation may round; check.py measures their
+It follows the documentation, not the reference implementation, and its gradients come from autograd. A
+:class:`Rounding` adds random errors after each step in which an implementation may round. check.py measures their
 effect.
 """
 
@@ -23,7 +23,7 @@ from .configs import Config, LinearConfig, MapConfig, NormConfig, Where
 
 
 def _draw_errors(x: Tensor) -> Tensor:
-    """Draw errors that are partly shared by all tokens, because equal tokens are rounded equally."""
+    """Draw errors, a part of which all tokens share because equal tokens are rounded equally."""
     own = torch.randn_like(x)
     return own if x.ndim < 3 else own + torch.randn_like(x[..., :1, :])
 
@@ -42,7 +42,7 @@ class _Perturb(torch.autograd.Function):
 
 
 class Rounding(NamedTuple):
-    """Relative errors of single steps, as standard deviations; zeros mean exact."""
+    """Standard deviations of the relative errors of single steps, where 0 means exact."""
 
     arithmetic: float = 0.0
     operand: float = 0.0  # operands of matrix products
@@ -55,12 +55,12 @@ class Rounding(NamedTuple):
         return _Perturb.apply(x, getattr(self, level), getattr(self, backward or level))  # pyright: ignore
 
     def read(self, t: dict[str, Tensor], name: str) -> Any:
-        """Return a parameter as read by one launch, which rounds its part of the gradient."""
+        """Return a parameter for a single launch, which rounds its contribution to the gradient."""
         x = t.get(name)
         return x if x is None or not self.arithmetic else _Perturb.apply(x, 0.0, self.parameters[name])
 
     def perturb_angle(self, theta: Tensor, reach: Tensor) -> Tensor:
-        """Add the errors of float32 within one turn, and those of float64 for large angles."""
+        """Add float32 errors of angles within a turn, and float64 errors of large angles."""
         if not self.arithmetic:
             return theta
         noise = torch.randn_like(theta) * (4 * self.arithmetic + 2**-52 * reach)
@@ -75,7 +75,7 @@ EXACT = Rounding()
 
 
 def share(t: Tensor, heads: int) -> Tensor:
-    """Repeat (.., H or 1, N, C) to (.., heads, N, C): head h uses row h // (heads / H)."""
+    """Repeat (.., H or 1, N, C) to (.., heads, N, C), where head h uses row h // (heads / H)."""
     return t.repeat_interleave(heads // t.shape[-3], dim=-3)
 
 
@@ -83,7 +83,7 @@ def share(t: Tensor, heads: int) -> Tensor:
 
 
 def normalise(x: Tensor, norm: NormConfig, weight: Any, bias: Any, part: Tensor, r: Rounding) -> Tensor:
-    """Apply the norm over each head, or over all heads."""
+    """Apply a norm over each head, or over all heads together."""
     over = (-1,) if norm.over == "head" else (-3, -1)
     if norm.kind == "layer":
         x = r.perturb(x, "exact", "arithmetic") - r.perturb(r.perturb(x).mean(over, keepdim=True))
@@ -115,7 +115,7 @@ def activate(x: Tensor, act: str, dim: int | None, r: Rounding) -> Tensor:
 def form_cos_sin(
     where: Where, omega: Tensor, phase: Any, amplitude: Any, heads: int, r: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Return cos Θ and sin Θ times the amplitude, (B or 1, heads, N, C) each."""
+    """Return cos Θ and sin Θ times the amplitude, each (B or 1, heads, N, C)."""
     on_grid = where.on_grid[:, None, :, None]
     theta = torch.einsum("bnk,hck->bhnc", where.coords, omega)
     reach = torch.einsum("bnk,hck->bhnc", where.coords.abs(), omega.abs())
@@ -142,7 +142,7 @@ def pair_channels(pairs: Any, start: int, channels: int) -> tuple[list[int], lis
 
 
 def apply_map(c: Config, x: Tensor, angles: list[tuple[Tensor, Tensor]], r: Rounding) -> Tensor:
-    """Map x̄ to x̂; the cosine map concatenates the groups of phases."""
+    """Map x̄ to x̂. The cosine map concatenates the groups of phases."""
     start, width = c.part
     if c.map == "cosine":
         middle = []
@@ -193,12 +193,12 @@ def encode_all(c: MapConfig, xs: list[Tensor], wheres: list[Where], t: dict[str,
 
 
 def number_blocks(c: LinearConfig, where: Where) -> Tensor:
-    """Return the block of each token; prefix and suffix are separate blocks."""
+    """Return the block number of each token. Prefix and suffix are separate blocks."""
     return torch.where(where.part == 1, where.index.clamp_min(0) // c.block, torch.where(where.part == 0, -1, 1 << 40))
 
 
 def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
-    """Return whether a query sees a key, (N_q, N_k)."""
+    """Return a mask (N_q, N_k) that is True where a query attends to a key."""
     if c.mask == "block":
         number = number_blocks(c, k)
         return number[:, None] >= number
@@ -211,7 +211,7 @@ def make_mask(c: LinearConfig, q: Where, k: Where, sequence: Tensor) -> Tensor:
 
 
 def attend(c: LinearConfig, t: dict[str, Tensor], wheres: tuple[Where, Where], r: Rounding) -> dict[str, Tensor]:
-    """Return o, the state after the last token (S, sums) and, with a normaliser, z."""
+    """Return o, the state (S, sums) after the last token and, with a normaliser, z."""
     q, k, v, gate = t["q"], t["k"], t["v"], t.get("gate")
     beta = torch.ones((1, 1, k.shape[2], 1), dtype=q.dtype, device=q.device) if gate is None else gate[..., None]
     if gate is not None:  # a gate of 0 removes a token even if it is NaN, and has no gradient
@@ -248,7 +248,7 @@ def sum_pairs(
     c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Any, wheres: tuple[Where, Where], sequence: Tensor,
     r: Rounding,
 ) -> Found:  # fmt: skip
-    """Sum over pairs of tokens, (N_q, N_k)."""
+    """Compute attention without decay by summing over pairs of tokens (N_q, N_k)."""
     (q_hat, feature_q), (k_hat, feature_k, v), packed = queries, keys, c.lengths is not None
     heads, num_seqs = q_hat.shape[1], len(c.lengths or (0,))
     member = torch.nn.functional.one_hot(sequence, num_seqs).to(q_hat.dtype).T  # (sequences, N_k)
@@ -263,7 +263,7 @@ def sum_pairs(
     )
 
     def read_state(queries: Tensor, states: Tensor) -> Tensor:
-        """Multiply queries by the state of their sequence."""
+        """Multiply queries by the states of their sequences."""
         of_query = member[:, :, None] if packed else torch.ones_like(queries[0, :1, :, :1])
         products = [m * (queries @ share(state, heads)) for m, state in zip(of_query, states, strict=True)]
         return share(fade.from_start, heads) * torch.stack(products).sum(0)
@@ -312,7 +312,7 @@ def fade_tokens(t: dict[str, Tensor], mask: Tensor, member: Tensor, sequence: Te
 
 
 class Keys(NamedTuple):
-    """k̂, the keys' features for the normaliser, and β."""
+    """Encoded keys k̂, the keys' features for the normaliser, and the gate β."""
 
     hat: Tensor
     feature: Tensor
@@ -320,7 +320,7 @@ class Keys(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Tokens that enter the memory together."""
+    """Tokens that are added to the state together."""
 
     begin: int
     end: int
@@ -340,7 +340,7 @@ def list_blocks(c: LinearConfig, where: Where) -> list[Block]:
 def recur(
     c: LinearConfig, t: dict[str, Tensor], queries: Any, keys: Keys, v: Tensor, where: Where, r: Rounding
 ) -> Found:  # fmt: skip
-    """Process the blocks one by one."""
+    """Compute attention with a memory by processing one block after the other."""
     (q_hat, feature_q), heads = queries, queries[0].shape[1]
     batch, key_heads = v.shape[:2]
     blocks = list_blocks(c, where)

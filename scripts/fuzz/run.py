@@ -1,4 +1,4 @@
-"""Run one configuration with the library and with the formula: outputs, and gradients of the inputs."""
+"""Compute the outputs and gradients of a configuration, with the library and with the formula."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Named = dict[str, Tensor]
 
 
 class Inputs(NamedTuple):
-    """The tensors and positions of one call, and the gradients of its outputs."""
+    """Tensors and positions of a call, and the gradients of its outputs."""
 
     tensors: Named  # arguments of the call, by name
     wheres: list[Where]  # positions of q and of k
@@ -173,7 +173,7 @@ def call_maps(c: MapConfig, inputs: Inputs, t: Named, impl: str) -> Named:
     names, heads_last = list(get_output_shapes(c)), c.form in ("qkv", "stacked")
 
     def order(x: Tensor) -> Tensor:
-        """Turn (B, H, N, D) into the layout of the call."""
+        """Transpose (B, H, N, D) to the layout that the call uses."""
         x = x.transpose(1, 2) if heads_last or c.flat else x
         return x[0] if c.flat else x
 
@@ -229,13 +229,13 @@ def formula_maps(c: MapConfig, inputs: Inputs, t: Named, rounding: Rounding) -> 
 
 
 def list_learned(c: Config, t: Named) -> list[str]:
-    """Return the names of the tensors whose gradient is compared."""
+    """Return the names of the tensors whose gradients are compared."""
     has_none = {"amplitude", "start", *c.frozen}
     return [n for n, x in t.items() if x.is_floating_point() and n not in has_none and not n.startswith("out_")]
 
 
 def differentiate(function: Callable[[Named], Named], t: Named, names: list[str], grads: Named) -> Named:
-    """Return the outputs, and the gradients of the named tensors as "d" + name."""
+    """Return the outputs, and the gradients of the named tensors under "d" + name."""
     if not grads or not names:
         with torch.no_grad():
             return dict(function(t))
@@ -261,7 +261,7 @@ def run_library(c: Config, inputs: Inputs, impl: str) -> Named:
 
 
 def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
-    """Evaluate the formula in float64, whatever the inputs' dtypes."""
+    """Evaluate the formula in float64, regardless of the inputs' dtypes."""
     formula: Any = formula_linear if isinstance(c, LinearConfig) else formula_maps
     wide = {n: x.double() if x.is_floating_point() else x for n, x in inputs.tensors.items()}
     grads = {name: g.double() for name, g in inputs.grads.items()}
@@ -271,7 +271,7 @@ def run_formula(c: Config, inputs: Inputs, rounding: Rounding = EXACT) -> Named:
 
 @contextmanager
 def patch_cuts(name: str, on_gpu: bool) -> Iterator[None]:
-    """Change how the library divides tokens between programs, so that few tokens need several programs."""
+    """Change how the library divides tokens among programs, so that even few tokens need several programs."""
     unit = 32 if on_gpu else 1
     changes: list[tuple[Any, str, Any]] = [] if name == "own" else [(linear_plan, "ONE_PASS", 0)]
     if name in ("pieces", "parts"):

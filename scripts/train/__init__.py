@@ -1,1 +1,1 @@
-"""Training: ``lrpe-md train TASK``."""
+"""The program ``lrpe-md train``, which trains models."""

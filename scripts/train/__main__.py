@@ -1,4 +1,7 @@
-"""Entry point of ``python -m scripts.train``. A relative import could not reach the backbones, so it is absolute."""
+"""Entry point of ``python -m scripts.train``.
+
+The import is absolute because a relative import from the top-level package ``scripts`` can't reach the backbones.
+"""
 
 from lrpe_md.scripts.cli import run_program  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: one file with unsharded tensors and a digest of its content."""
+"""Checkpoints, each of which is one file with unsharded tensors and a digest of its content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def save_checkpoint(state: dict[str, Any], path: Path, keep: int) -> None:
-    """Write a checkpoint; with ``keep`` above 1, also keep the last ones as checkpoint-STEP.pt."""
+    """Write a checkpoint. If ``keep`` is above 1, also keep the latest ones as checkpoint-STEP.pt."""
     state["digest"] = digest_of(state)
     save_whole(path, partial(write_checkpoint, state))
     if keep < 2:
@@ -39,7 +39,7 @@ def _link(path: Path, part: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint that :meth:`Trainer.save` wrote, on the CPU."""
+    """Read a checkpoint that :meth:`Trainer.save` wrote, with tensors on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling other data can raise any exception
@@ -52,9 +52,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def restore(model: M, state: dict[str, Any], *, average: bool = True) -> M:
-    """Load the weights of a checkpoint into its model, and return the model in evaluation mode.
+    """Load a checkpoint's weights into its model, and return the model in evaluation mode.
 
-    average: load the averaged weights if there are any.
+    If ``average`` is True, load the averaged weights if there are any.
     """
     model.load_state_dict(state.get("average", state["model"]) if average else state["model"])
     return model.eval()
@@ -73,7 +73,7 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> None:
 
 
 def digest_of(state: Any) -> str:
-    """Hash all names, numbers and tensors of a checkpoint."""
+    """Return a hash of all names, numbers and tensors of a checkpoint."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:

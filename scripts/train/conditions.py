@@ -1,7 +1,7 @@
 """Conditions of a diffusion run: captions, class labels, precomputed text features, or none.
 
-A condition provides the inputs of each sample and builds their encoder. Checkpoints store its ``settings``, so that
-:func:`build_encoder` can rebuild the encoder without the data.
+A condition returns the encoder's inputs for each sample, and builds the encoder. Checkpoints store its ``settings``, so
+that :func:`build_encoder` can rebuild the encoder without the data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Condition(Protocol):
     """Interface of the conditions.
 
     Attributes:
-        settings: JSON values that :func:`build_encoder` needs.
-        names: one name per sample, to show next to it.
+        settings: JSON values from which :func:`build_encoder` builds the encoder.
+        names: text to show next to each sample.
     """
 
     @property
@@ -45,12 +45,12 @@ class Condition(Protocol):
         ...
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Any:
-        """Return the encoder's inputs for these samples, or None."""
+        """Return the encoder's inputs for some samples, or None if there is no encoder."""
         ...
 
 
 def build_encoder(settings: dict[str, Any]) -> nn.Module | None:
-    """Build the encoder of a condition from its settings. Its weights and the empty features are in the checkpoint."""
+    """Build a condition's encoder from its settings. Its weights and the empty features are in the checkpoint."""
     kind = settings["kind"]
     if kind == "captions":
         return TextEncoder(settings["width"], settings["depth"], settings["heads"])
@@ -69,7 +69,7 @@ def _empty_features(length: int, width: int, pooled: int) -> Text:
 
 @dataclass(frozen=True)
 class Unconditional:
-    """Condition of models without an encoder; the names are file names."""
+    """Condition of models without an encoder, whose names are file names."""
 
     names: Sequence[str]
 
@@ -85,7 +85,7 @@ class Unconditional:
 
 
 class EncoderSize(NamedTuple):
-    """Size of an encoder trained with the model: width, blocks, heads, and the maximum caption length in bytes."""
+    """Size of an encoder that is trained with the model, and the maximum length of a caption in bytes."""
 
     width: int
     depth: int
@@ -95,7 +95,7 @@ class EncoderSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Captions:
-    """Bytes of captions, for a text encoder that is trained with the model."""
+    """Captions as bytes, for a text encoder that is trained with the model."""
 
     names: Sequence[str]
     size: EncoderSize
@@ -109,16 +109,16 @@ class Captions:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Captions as tokens (N, L), on the CPU."""
+        """Tokens (N, L) of the captions, on the CPU."""
         return tokenize(self.names, self.size.length)
 
     def inputs(self, indices: np.ndarray, device: torch.device) -> Tensor:
         return sent(self.tokens.numpy()[indices], device)
 
     def describe_held_out(self, held_out: Iterable[int]) -> str:
-        """Report held-out captions that several images share, which the model never sees; "" if there are none.
+        """Report held-out captions that several images share and the model never sees, or return "" if there are none.
 
-        held_out: numbers of the held-out samples.
+        ``held_out`` contains the indices of the held-out samples.
         """
         counts = Counter(self.names[i] for i in held_out)
         shared = [f"{count} of {name!r}" for name, count in counts.most_common(3) if count > 1]
@@ -127,7 +127,7 @@ class Captions:
         return f"Held out all images of {len(counts)} captions for tests, among them {', '.join(shared)}"
 
     def describe_cuts(self) -> str:
-        """Report how many captions :attr:`tokens` truncates, and how to avoid that; "" if it truncates none."""
+        """Report how many captions :attr:`tokens` truncates and how to avoid that, or return "" if there are none."""
         lengths = [1 + len(caption.encode()) for caption in self.names]  # a token marks the start
         cut = sum(length > self.size.length for length in lengths)
         if not cut:
@@ -143,9 +143,9 @@ class Labels:
     """Class labels, for an embedding that is trained with the model.
 
     Args:
-        labels: (N,) int64.
-        classes: class names.
-        width: channels of the embedding.
+        labels: class of each sample, int64 (N,).
+        classes: names of the classes.
+        width: number of channels of the embedding.
     """
 
     labels: np.ndarray
@@ -168,10 +168,10 @@ class Labels:
 
 
 class FeatureFolder:
-    """Memory-mapped text features written by ``train features``.
+    """Memory-mapped text features that ``train features`` wrote.
 
     Raises:
-        typer.BadParameter: the folder has other content or is damaged.
+        typer.BadParameter: if the folder has other content or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -204,7 +204,7 @@ class FeatureFolder:
             ) from error
 
     def find(self, captions: Sequence[str]) -> np.ndarray:
-        """Return the row of each caption."""
+        """Return the row of each caption in the arrays."""
         absent = [caption for caption in captions if caption not in self.rows]
         if absent:
             raise typer.BadParameter(
@@ -214,7 +214,7 @@ class FeatureFolder:
         return np.array([self.rows[caption] for caption in captions], np.int64)
 
     def texts(self, rows: np.ndarray, device: torch.device) -> Text:
-        """Return the features of these rows in float32, padded to a common length."""
+        """Return the features of some rows in float32, padded to a common length."""
 
         def read(array: np.ndarray) -> Tensor:
             return sent(np.ascontiguousarray(array[rows]), device)
@@ -224,7 +224,7 @@ class FeatureFolder:
 
     @property
     def empty(self) -> Text:
-        """Features of the empty caption, without padding."""
+        """Return the features of the empty caption, without padding."""
         row = np.array([self.rows[""]])
         found = self.texts(row, torch.device("cpu"))
         assert found.features is not None
@@ -235,11 +235,11 @@ class FeatureFolder:
 
 @dataclass(frozen=True)
 class Features:
-    """Precomputed features of captions; their encoder is not trained.
+    """Precomputed features of captions, whose encoder is not trained.
 
     Args:
-        names: the captions.
-        folder: features of these captions and of the empty one.
+        names: captions of the samples.
+        folder: features of these captions and of the empty caption.
     """
 
     names: Sequence[str]

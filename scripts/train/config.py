@@ -1,4 +1,4 @@
-"""Training options: fields of a dataclass, their ranges, and the commands made from them."""
+"""Training options as fields of a dataclass, with their ranges, and the commands made from them."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def describe(
     text: str, *, free: bool = False, least: float | None = None, below: float | None = None, off: bool = False,
     panel: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a field's metadata.
+    """Return the metadata of an option's field.
 
     Args:
         text: help text of the option.
-        free: the option does not affect the weights.
-        least, below: range of the value: at least ``least``, less than ``below``.
-        off: whether 0 disables the option; error messages then mention it.
-        panel: its group in --help. Default: that of the same option of :class:`Training`, Model for the names in
-            :data:`MODEL_OPTIONS`, Data for others.
+        free: whether the option does not affect the weights.
+        least, below: range of the value, which must be at least ``least`` and less than ``below``.
+        off: whether 0 disables the option, which error messages then mention.
+        panel: group of the option in --help. The default is that of the same option in :class:`Training`, Model for the
+            names in :data:`MODEL_OPTIONS`, or Data for others.
     """
     return {"help": text, "free": free, "least": least, "below": below, "off": off, "panel": panel}
 
 
 def option(default: Any, text: str, **about: Any) -> Any:
-    """Return a field of a configuration and of the command line; about: see :func:`describe`."""
+    """Return a configuration field that is also a command-line option; see :func:`describe` for ``about``."""
     return field(default=default, metadata=describe(text, **about))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Options of every training command."""
+    """Options that all training commands share."""
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
     loss_unit: ClassVar[str] = ""  # in the summary
@@ -161,26 +161,26 @@ class Training:
 
     @property
     def dynamic_shapes(self) -> bool | None:
-        """``dynamic`` of torch.compile: False if all steps have one shape, None if they have several."""
+        """Value of torch.compile's ``dynamic``, False if all steps have the same shape and None otherwise."""
         return False
 
     @property
     def mixed_precision(self) -> str:
-        """Precision for this machine."""
+        """Precision of the run. "auto" means bf16 on a GPU, and no mixed precision on a CPU."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if choose_device(self.device).type == "cuda" else "no"
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warm-up steps: a tenth of the run if it ends before the warm-up does.
+        """Number of warm-up steps, or a tenth of the steps if the run is shorter than the warm-up.
 
-        A constant schedule does not depend on the number of steps, so that a longer run continues it.
+        With a constant schedule, it does not depend on the number of steps, so that you can extend the run.
         """
         return self.warmup if self.schedule == "constant" or self.warmup < self.steps else self.steps // 10
 
     def build_schedule(self) -> Schedule:
-        """Return the learning rate by step."""
+        """Return the schedule of the learning rate."""
         warmup = self.warmup_steps
         return Schedule(
             length=max(self.steps, 2), warmup=warmup, start=self.lr / (warmup + 1), kind=self.schedule,
@@ -188,18 +188,18 @@ class Training:
         )  # fmt: skip
 
     def stretch_schedule(self, steps: int) -> Schedule:
-        """Return the schedule for a different number of steps, which --seconds determines."""
+        """Return the schedule for another number of steps, which --seconds determines."""
         return replace(self, steps=steps, warmup=min(self.warmup, steps // 5)).build_schedule()
 
     def check_encoding(self, build: Callable[..., nn.Module], arguments: dict[str, Any]) -> None:
-        """Reject an encoding that the model does not support, before anything is read or written.
+        """Reject an encoding that the model does not support, before reading or writing anything.
 
         Args:
-            build, arguments: build the model. One block of it is built on the meta device, or all blocks if their kinds
-                of attention differ.
+            build, arguments: function that builds the model, and its arguments. It builds a single block on the meta
+                device, or all blocks if they have different kinds of attention.
 
         Raises:
-            typer.BadParameter: with the model's error message, and the nearest --dim and --heads that it supports.
+            typer.BadParameter: with the model's error message, and the nearest supported --dim and --heads.
         """
         names = ("encoding", "attention", "memory", "dim", "heads")
         named = [name for name in names if getattr(self, name, "") not in ("", 0)]
@@ -221,18 +221,18 @@ class Training:
             raise typer.BadParameter(f"{given}: {in_shell_terms(error).partition('; ')[0]}; {remedy}") from error
 
     def optimizer_arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return arguments of timm's ``create_optimizer_v2`` besides optimiser, rate, betas and decay."""
+        """Return further arguments for timm's ``create_optimizer_v2``, besides optimiser, rate, betas and decay."""
         return {}
 
 
 def changed(name: str, default: Any, text: str | None = None, **about: Any) -> Any:
-    """Return a common training option with a different default and, if one is passed, a different help text."""
+    """Return a common training option with another default and, if you pass it, another help text."""
     (inherited,) = (f.metadata for f in fields(Training) if f.name == name)
     return field(default=default, metadata={**inherited, **about, "help": text or inherited["help"]})
 
 
 def parse_betas(text: str, opt: str) -> tuple[float, ...]:
-    """Return the betas of an optimiser: "0.9,0.95" → (0.9, 0.95); "" → ()."""
+    """Parse the betas of an optimiser, such as "0.9,0.95", or "" for none."""
     if not text:
         return ()
     about = get_optimizer_info(opt.lower().split("_")[-1])
@@ -250,7 +250,7 @@ def parse_betas(text: str, opt: str) -> tuple[float, ...]:
 
 
 def check_range(name: str, value: Any, metadata: Any) -> None:
-    """Reject an option's value if it is outside of its range, or a number that is not finite."""
+    """Reject a value of an option that is outside of its range or not finite."""
     least, below = metadata["least"], metadata["below"]
     if value == math.inf and below is None:
         below = math.inf
@@ -263,10 +263,10 @@ def check_range(name: str, value: Any, metadata: Any) -> None:
 def check_width(option: str, width: int, heads: int, per_head: int = 1) -> None:
     """Reject a width that can't be divided among the heads.
 
-    per_head: divisor of the width of a head.
+    ``per_head`` must divide the width of each head.
 
     Raises:
-        typer.BadParameter: with the nearest widths that can be divided.
+        typer.BadParameter: with the nearest widths that are possible.
     """
     multiple = heads * per_head
     if width % multiple:
@@ -286,7 +286,7 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
         reason: why they have no effect, and what to do.
 
     Raises:
-        typer.BadParameter: an option that differs from its default.
+        typer.BadParameter: if one of the options differs from its default.
     """
     defaults = {f.name: f.default for f in fields(config)}
     for name in names.split():
@@ -296,10 +296,10 @@ def check_ignored(config: Any, names: str, reason: str) -> None:
 
 
 def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> dict[str, str]:
-    """Return the values of --dim and --heads closest to these arguments with which a model can be built.
+    """Return values of --dim and --heads close to these arguments with which the model can be built.
 
     Returns:
-        option → its values, such as {"dim": "64 or 128", "heads": "3"}; without an option that has no such value.
+        the values by option, such as {"dim": "64 or 128", "heads": "3"}. Options without such a value are left out.
     """
     width = next((name for name in ("embed_dim", "dim") if name in arguments), None)
     if width is None:
@@ -329,9 +329,9 @@ def find_widths(build: Callable[..., nn.Module], arguments: dict[str, Any]) -> d
 
 
 def check_model_options(config: Any, own: dict[str, int | None]) -> None:
-    """Reject options that --model would ignore, unless they have their default or the model's value.
+    """Reject options that --model would ignore, unless they have their default value or the model's.
 
-    own: the model's value of each option, None if it is unknown.
+    ``own`` contains the model's value of each option, or None if it is unknown.
     """
     defaults = {f.name: f.default for f in fields(config)}
     ignored = [name for name, value in own.items() if getattr(config, name) not in (defaults[name], value)]
@@ -344,18 +344,18 @@ def check_model_options(config: Any, own: dict[str, int | None]) -> None:
 
 
 def find_panel(option: Field[Any]) -> str:
-    """Return the group of an option in --help."""
+    """Return an option's group in --help."""
     shared = {f.name: f.metadata["panel"] for f in fields(Training)}
     return option.metadata["panel"] or shared.get(option.name) or (MODEL if option.name in MODEL_OPTIONS else DATA)
 
 
 def list_model_options(config: Training) -> list[str]:
-    """Return the names of the options that describe the model."""
+    """Return the names of the options that determine the model."""
     return [f.name for f in fields(config) if find_panel(f) == MODEL and not f.metadata["free"]]
 
 
 def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[[C], Any]], Callable[[C], Any]]:
-    """Register run(config) as a command, with an option for each field of the configuration."""
+    """Return a decorator that registers run(config) as a command, with an option for each field of ``config``."""
 
     def register(run: Callable[[C], Any]) -> Callable[[C], Any]:
         def call(**values: Any) -> None:
@@ -395,7 +395,7 @@ def command(app: typer.Typer, config: type[C], name: str) -> Callable[[Callable[
 
 
 def settings_of(config: Training, **more: Any) -> dict[str, Any]:
-    """Return all settings that determine the weights, as JSON values."""
+    """Return all settings that affect the weights, as JSON values."""
     kept = {f.name for f in fields(config) if not f.metadata["free"]}
     chosen = {name: value for name, value in asdict(config).items() if name in kept}
     scheme = fingerprint_scheme(getattr(config, "encoding", ""))

@@ -1,8 +1,8 @@
 """Fréchet distance between features of real and generated images, computed by torchmetrics.
 
-Standard FID uses features of a pretrained Inception network. Pass your own network as ``features``; the default is a
-convolutional network with fixed random weights. Its distance falls while a model learns and can be compared between
-runs on the same data, but not with published FIDs.
+Standard FID uses features of a pretrained Inception network. You can pass your own network as ``features``. The default
+is a convolutional network with fixed random weights. Its distance falls while a model learns. You can compare it
+between runs on the same data, but not with published FIDs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTHS = (32, 64, 64)
 
 
 class RandomFeatures(nn.Module):
-    """Convolutions with fixed random weights: uint8 (B, 3, H, W) → (B, 64)."""
+    """Convolutional network with fixed random weights, from uint8 images (B, 3, H, W) to features (B, 64)."""
 
     num_features = WIDTHS[-1]
 
@@ -44,11 +44,12 @@ def frechet_distance(
     features: nn.Module | None = None,
     device: torch.device | str = "cpu",
 ) -> float:
-    """Return the Fréchet distance of two sets of images.
+    """Return the Fréchet distance between two sets of images.
 
     Args:
-        real, generated: batches of uint8 (B, 3, H, W).
-        features: network from such a batch to (B, F), with F as its ``num_features``. Default: random features.
+        real, generated: batches of uint8 images (B, 3, H, W).
+        features: network from a batch to features (B, F), where F is its ``num_features``. Default:
+            :class:`RandomFeatures`.
     """
     metric = FrechetInceptionDistance(feature=features or RandomFeatures(), sync_on_compute=False).to(device)
     for batches, is_real in ((real, True), (generated, False)):

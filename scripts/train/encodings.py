@@ -1,4 +1,4 @@
-"""Table of encodings by name, for all tasks: those that are compared, and every preset and registered scheme."""
+"""Encodings by name for all tasks, including all presets and registered schemes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .checkpoint import digest_of
 
 @dataclass(frozen=True)
 class Encoding:
-    """Model arguments that determine its position encoding.
+    """Arguments of a model that determine its position encoding.
 
     Args:
-        encoding: name of the encoding of q and k in the backbones.
-        arguments: its options.
+        encoding: name of the encoding of q and k in the models.
+        arguments: options of the encoding.
         model: other arguments of the model.
-        needs: required capabilities of the model, see :class:`Backbone`.
+        needs: capabilities that the model must have; see :class:`Backbone`.
     """
 
     encoding: str | None = None
@@ -71,15 +71,15 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def has_coordinates(arguments: dict[str, Any]) -> bool:
-    """Return whether a vision transformer with these arguments computes positions, which its reference grid scales."""
+    """Return whether a vision transformer with these arguments has positions that a reference grid can rescale."""
     return arguments.get("encoding") is not None or arguments.get("absolute") == "sincos"
 
 
 def split_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Split "rotate:base=100,split=2,3,3" into the name and its options: numbers, lists, True, False, None or text.
+    """Split a text such as "rotate:base=100,split=2,3,3" into a name and options.
 
     Raises:
-        typer.BadParameter: options without a name, or that are not KEY=VALUE.
+        typer.BadParameter: if the name is missing, or an option is not KEY=VALUE.
     """
     name, colon, rest = text.partition(":")
     options = {}
@@ -95,7 +95,7 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_list(text: str) -> list[str]:
-    """Split a comma-separated list of encodings whose options may also contain commas."""
+    """Split a comma-separated list of encodings, whose options may also contain commas."""
     return re.split(r",(?=[A-Za-z_][\w-]*(?:[:,]|$))", text)
 
 
@@ -119,12 +119,12 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def fingerprint_scheme(encoding: str) -> str | None:
-    """Hash the definition of a registered scheme, whose name may mean another one in the next process.
+    """Return a hash of a registered scheme's definition, because its name may mean another scheme in the next process.
 
-    encoding: NAME or NAME:KEY=VALUE,...
+    ``encoding`` is NAME or NAME:KEY=VALUE,...
 
     Returns:
-        None for other encodings.
+        the hash, or None for other encodings.
     """
     scheme = REGISTERED.get(split_options(encoding)[0])
     if scheme is None:
@@ -137,7 +137,7 @@ def fingerprint_scheme(encoding: str) -> str | None:
 
 
 def _probe_scheme(scheme: Scheme) -> dict[str, Any]:
-    """Return the plain fields of a scheme, its frequencies, and its positions on a small grid."""
+    """Return a scheme's plain fields, its frequencies, and its positions on a small grid."""
     built = make_preset("this scheme", scheme, scheme.head_dim, scheme.num_heads)
     shape = tuple(range(3, 3 + built.num_axes))
     plain = {
@@ -163,10 +163,10 @@ MEMORY_HELP = (
 
 
 def parse_memory(text: str) -> Memory | None:
-    """Parse a memory, such as "rule=delta,decay=retnet"; return None for "".
+    """Parse a memory such as "rule=delta,decay=retnet". Return None for "".
 
     Raises:
-        typer.BadParameter: an unknown option or value.
+        typer.BadParameter: for an unknown option or value.
     """
     if not text:
         return None
@@ -186,7 +186,7 @@ def parse_memory(text: str) -> Memory | None:
 
 
 def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a model as they were before a checkpoint made them plain values."""
+    """Convert a checkpoint's plain values to the model arguments that they represent."""
     memory = arguments.get("memory")
     return {**arguments, "memory": None if memory is None else Memory(**memory)}
 
@@ -196,11 +196,11 @@ class Backbone:
     """Capabilities of a task's model.
 
     Args:
-        can: any of "axes" (more than one), "time" (three axes, the first of them time), "caption" (text next to the
-            image), "table" (a learned absolute table), "sincos" (a computed absolute one), "memory" (linear
-            attention whose denominator depends on the encoding).
-        attentions: arguments of the model for each attention.
-        options: options of encodings that the model supports; None: all.
+        can: capabilities of the model: "axes" (more than one axis), "time" (three axes, the first of which is time),
+            "caption" (text next to the image), "table" (a learned position table), "sincos" (a computed one), "memory"
+            (linear attention whose denominator depends on the encoding).
+        attentions: arguments of the model for each kind of attention.
+        options: options of encodings that the model supports, or None for all.
     """
 
     can: frozenset[str]
@@ -214,7 +214,7 @@ class Backbone:
 
     @property
     def names(self) -> list[str]:
-        """All names: those in the table, presets and registered schemes. Not every model supports every preset."""
+        """Names of all encodings, presets and registered schemes. Not every model supports every preset."""
         return list(dict.fromkeys([*self.encodings, *list_presets()]))
 
     @property
@@ -235,20 +235,20 @@ class Backbone:
         )
 
     def split_attention(self, text: str, option: str = "--attention") -> list[str]:
-        """Split kinds of attention, one for each layer.
+        """Split a text into kinds of attention, one for each layer.
 
         Raises:
-            typer.BadParameter: an unknown kind.
+            typer.BadParameter: for an unknown kind.
         """
         kinds = text.split(",")
         choose(option, kinds, self.attentions)
         return kinds
 
     def find(self, text: str, option: str = "--encoding") -> Encoding:
-        """Parse NAME or NAME:KEY=VALUE,.. and return the encoding.
+        """Return the encoding for NAME or NAME:KEY=VALUE,..
 
         Raises:
-            typer.BadParameter: an unknown name or option.
+            typer.BadParameter: for an unknown name or option.
         """
         name, options = split_options(text)
         if name in self.attentions:
@@ -274,7 +274,7 @@ class Backbone:
         return replace(chosen, arguments={**chosen.arguments, **options})
 
     def attention_arguments(self, attention: str, memory: str = "") -> dict[str, Any]:
-        """Return the model's arguments for these attention kinds and this memory."""
+        """Return the model's arguments for kinds of attention and a memory."""
         kinds, given = self.split_attention(attention), {}
         for kind in kinds:
             given.update(self.attentions[kind])
@@ -282,7 +282,7 @@ class Backbone:
         return {**given, "memory": parse_memory(memory)} if memory else given
 
     def arguments(self, encoding: str, attention: str, memory: str = "") -> dict[str, Any]:
-        """Return the model's arguments for an encoding, its attention and its memory."""
+        """Return the model's arguments for an encoding, kinds of attention and a memory."""
         chosen = self.find(encoding)
         return {
             "encoding": chosen.encoding, "encoding_kwargs": chosen.arguments, **chosen.model,

@@ -1,4 +1,4 @@
-"""Evaluate a generative run: held-out loss, samples for held-out conditions, and a distance to the data."""
+"""Evaluate a generative run with its held-out loss, samples for held-out conditions, and a distance to the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 64
 
 
 class Setting(NamedTuple):
-    """Size to evaluate at, in pixels, and whether positions are rescaled to the training grid."""
+    """Size in pixels at which to evaluate, and whether to rescale positions to the training grid."""
 
     name: str
     size: int
@@ -36,12 +36,12 @@ class Evaluation:
     """Evaluation of a model on held-out samples.
 
     Args:
-        source: the data.
-        patch_size: the model's patch size per axis.
-        decoder: decodes latents; None: the values are pixels.
-        prediction: what the model predicts.
+        source: data of the run.
+        patch_size: the model's patch size on each axis.
+        decoder: decoder of latents, or None if the values are pixels.
+        prediction: what the model predicts; see :mod:`models.flow`.
         limit: maximum number of held-out samples.
-        device: where the model runs.
+        device: device of the model.
     """
 
     source: Source
@@ -70,7 +70,7 @@ class Evaluation:
         return "x".join(map(str, (*frames, size, size)))
 
     def _reference(self, setting: Setting, indices: np.ndarray) -> tuple[int, ...] | None:
-        """Return the grid to which a batch's positions are rescaled: that of its bucket at the training size."""
+        """Return the grid to which positions are rescaled (the bucket's grid at the training size), or None."""
         if not setting.is_rescaled:
             return None
         shape = self.source.values.shape(self.source.train_sizes[0], self._bucket(indices))
@@ -85,9 +85,9 @@ class Evaluation:
 
     @torch.no_grad()
     def losses(self, model: Any, setting: Setting, autocast: Any) -> list[float]:
-        """Return the mean loss at times (i + ½) / TIMES, with the same noise for every model.
+        """Return the mean loss at each time (i + ½) / TIMES, with the same noise for all models.
 
-        Latents are sampled as in training, always the same samples.
+        Latents are sampled as in training, but with the same samples in every call.
         """
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros(TIMES, dtype=torch.float64)
@@ -104,7 +104,7 @@ class Evaluation:
         return (totals / len(self.held_out)).tolist()
 
     def evaluate(self, model: Any, autocast: Any) -> dict[str, Any]:
-        """Return the held-out loss at each setting."""
+        """Return the held-out losses for all settings."""
         results: dict[str, Any] = {"test_pairs": len(self.held_out)}
         for setting in self.settings:
             losses = self.losses(model, setting, autocast)
@@ -113,9 +113,10 @@ class Evaluation:
 
     @torch.no_grad()
     def draw(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> tuple[list[str], dict[str, Tensor]]:
-        """Return names of held-out samples, and by column their pixels and those of samples drawn at each setting.
+        """Draw samples for held-out conditions, and return names and columns of pixels.
 
-        All settings of a size share their noise.
+        The columns are the held-out samples and the drawn ones for each setting. All settings of a size share the same
+        noise.
         """
         held_out = self.source.held_out
         chosen = held_out[np.linspace(0, len(held_out) - 1, min(num, len(held_out))).astype(int)]
@@ -136,9 +137,10 @@ class Evaluation:
 
     @torch.no_grad()
     def distance(self, model: Any, sampling: Sampling, num: int, autocast: Any) -> float:
-        """Return the Fréchet distance, in random features, between ``num`` training samples and as many generated ones.
+        """Return the Fréchet distance between ``num`` training samples and as many generated ones.
 
-        Generated samples have the same conditions."""
+        It uses random features, and the generated samples have the same conditions as the training samples.
+        """
         size = self.source.values.sizes[0]
         chosen = self.source.train[choose_subset(len(self.source.train), num)]
         parts = split_by_bucket(self.source, chosen, BATCH)

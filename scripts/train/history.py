@@ -1,4 +1,4 @@
-"""history.csv: the losses of a training run, one row per log, written while it trains."""
+"""The file history.csv, which contains the losses of a training run and grows with each log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HISTORY = "history.csv"
 class HistoryFile:
     """A CSV file that grows with the history of a training run.
 
-    The checkpoint also stores the history. Rows that a killed process wrote after its last checkpoint disappear when
-    the next process calls :meth:`write`.
+    The checkpoint also stores the history. When a killed run resumes, :meth:`write` removes the rows that it wrote
+    after its last checkpoint.
 
     Args:
-        path: the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,7 @@ class HistoryFile:
         self.columns: list[str] = []
 
     def write(self, history: list[dict[str, Any]]) -> None:
-        """Replace the whole file; delete it if there are no rows."""
+        """Replace the file's content, or delete the file if there are no rows."""
         self.columns = list(dict.fromkeys(name for row in history for name in row))
         if history:
             save_whole(self.path, lambda part: self._put(part, "w", history))

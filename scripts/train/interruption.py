@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, and say how to resume."""
+"""Handling of Ctrl-C and SIGTERM, which finishes the step, saves a checkpoint, and tells the user how to resume."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EVERY = 4  # steps between checks for signals in other processes
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after a training run was asked to stop and saved its checkpoint.
+    """Error that is raised after a training run was asked to stop and saved its checkpoint.
 
     Args:
         message: text for the user.
-        number: the signal's number.
+        number: number of the signal.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handle signals that ask for a stop. All processes stop after the same step."""
+    """Handler of signals that ask a run to stop. All processes stop after the same step."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -38,7 +38,7 @@ class Interruption:
 
     @contextmanager
     def watch(self) -> Iterator[Interruption]:
-        """Catch SIGINT and SIGTERM; a second SIGINT stops at once."""
+        """Catch SIGINT and SIGTERM. A second SIGINT stops the process immediately."""
         self.number = 0
         if PartialState().num_processes > 1:  # compares signals on the hosts, so that no device waits
             self.group = torch.distributed.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""Encode images or videos with a VAE once, and store the latents as memory-mapped arrays.
+"""Encode images or videos with a VAE once, and store the latents in memory-mapped arrays.
 
 lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
 lrpe-md train diffusion --data latents --out runs/dit
@@ -37,9 +37,9 @@ class Options(NamedTuple):
     """Options of stored latents.
 
     Args:
-        sizes: image sizes.
-        flip: also encode mirrored images.
-        sampled: store one sample instead of mean and standard deviation.
+        sizes: sizes of the images.
+        flip: whether to encode mirrored images, too.
+        sampled: whether to store one sample instead of mean and standard deviation.
         dtype: dtype of the arrays.
     """
 
@@ -77,7 +77,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --sampled.")] = 0,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
-    """Encode images or videos with a VAE, for `train diffusion`. Frames of videos are encoded one by one."""
+    """Encode images or videos with a VAE for `train diffusion`. Frames of videos are encoded one by one."""
     choose("--dtype", [dtype], DTYPES)
     choose("--condition", [condition], CONDITIONS)
     on = choose_device(device)
@@ -113,11 +113,11 @@ class Images(NamedTuple):
     """Images, or frames of videos.
 
     Args:
-        read: yields the images of a bucket, resized to a shape: uint8 (B, 3, height, width), at most ``BATCH`` at a
-            time.
-        records: descriptions of the images or videos.
+        read: function that yields the images of a bucket, resized to a shape, as uint8 (B, 3, height, width) in batches
+            of at most ``BATCH``.
+        records: records of the images or videos.
         buckets: aspect-ratio buckets of the images or frames.
-        lengths: number of frames of each video; None for images.
+        lengths: number of frames of each video, or None for images.
     """
 
     read: Callable[[int, Shape], Iterator[Tensor]]
@@ -147,9 +147,9 @@ def open_films(path: Path, split: Split, condition: str, sizes: Sizes) -> Images
 
 
 def write_latents(folder: Path, coder: Decoder, images: Images, options: Options) -> dict[str, Any]:
-    """Write mean.npy and std.npy, (N, 1 or 2 views, C, h, w), exactly as the VAE returns them (not scaled or shifted).
+    """Write mean.npy and std.npy (N, 1 or 2 views, C, h, w), without the VAE's scaling and shift.
 
-    If there are several sizes or buckets, each gets its own pair of files, and buckets.npy assigns the images.
+    If there are several sizes or buckets, each has its own pair of files, and buckets.npy assigns images to buckets.
     """
     buckets, is_bucketed = images.buckets, sum(map(len, images.buckets.shapes.values())) > 1
     digest = hashlib.sha256(repr((images.records.digest, buckets.shapes, buckets.of.tolist())).encode())
@@ -181,7 +181,7 @@ def write_latents(folder: Path, coder: Decoder, images: Images, options: Options
 
 
 def encode_batch(coder: Decoder, images: Tensor, options: Options, rows: list[np.ndarray]) -> None:
-    """Encode images (B, 3, height, width) and store them in rows of the arrays, (B, 1 or 2 views, C, h, w)."""
+    """Encode images (B, 3, height, width), and store them in rows (B, 1 or 2 views, C, h, w) of the arrays."""
     pixels = images.float() / 127.5 - 1
     for view, seen in enumerate((pixels, pixels.flip(-1))[: 1 + options.flip]):
         mean, std = coder.encode(seen)

@@ -1,31 +1,31 @@
-"""The training loop of all tasks: accelerate, timm's optimisers, schedule and EMA, checkpoints, exact resuming.
+"""The training loop of all tasks, with accelerate, timm's optimisers, schedules and EMA, and exact resuming.
 
-A task builds a :class:`.work.Work` from its configuration: a model, its batches, a loss, an evaluation.
+A task builds a :class:`.work.Work` from its configuration, with a model, batches, a loss and an evaluation.
 
     run = partial(train, prepare)                     # prepare(config, device) → Work
     run(config)                                       # resumes if config.out has a checkpoint
 
-**Exact resuming.** The data of a step and every random draw in it are functions of (seed, step, process), never of a
-generator's history, so a checkpoint holds weights, optimiser with its learning rate, EMA and the step. A run that
-was killed and resumed ends with the same weights as an uninterrupted run (with the same number of processes; on a GPU,
-if its kernels are deterministic). Checkpoints are written to a new file and renamed. SIGINT and SIGTERM save one after
-the current step. If you increase ``--steps``, a finished run continues. With a constant schedule, the result is the
-same as that of one long run.
+**Exact resuming.** The data of a step and all of its random numbers are functions of (seed, step, process), and never
+depend on a generator's history. A checkpoint therefore only contains weights, EMA, the optimiser with its learning
+rate, and the step. A run that is killed and resumed ends with the same weights as an uninterrupted run, if the number
+of processes is the same and, on a GPU, kernels are deterministic. Checkpoints are written to a new file and renamed. On
+SIGINT and SIGTERM, the loop saves one after the current step. If you increase ``--steps``, a finished run continues.
+With a constant schedule, the result is the same as that of one long run.
 
 **Time budgets.** With ``--seconds``, the first steps, which compile, are not counted. After a tenth of the time, the
-loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. Halfway to the end,
-and halfway again, it corrects the plan from the latest steps. Runs on one device that need the same time share a file
-(``--turn``): they compile in parallel but train one at a time.
+loop measures the time per step, plans as many steps as fit, and sets the schedule to that number. It corrects the plan
+from the latest steps halfway to the end, and halfway again. Runs that should get the same time on one device share a
+file (``--turn``), so that they compile in parallel but train one at a time.
 
-**Several GPUs.** ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``: DDP, or FSDP2
-with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and micro-batches. A checkpoint is
-one file with unsharded tensors, whatever the number of processes.
+**Several GPUs.** Run ``torchrun --nproc-per-node 8 -m lrpe_md.scripts.train ..`` or ``accelerate launch``. The loop
+uses DDP, or FSDP2 with ``--sharding fsdp``. ``batch`` counts the samples of a step over all processes and
+micro-batches. A checkpoint is one file with unsharded tensors, regardless of the number of processes.
 
-**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. Three parts are not used.
-``save_state`` writes a folder with the random states of each process (and a sharded model under FSDP). That ties a run
-to the number of processes, and a kill between two files would leave an inconsistent folder. ``skip_first_batches``
-draws all earlier batches, while this loop computes a batch from its step. The FSDP2 plugin can't shard a second model,
-such as the EMA, in the same way.
+**accelerate** starts the processes, places the model, scales, casts, clips, reduces and logs. The loop does not use
+three parts of it. ``save_state`` writes a folder with the random states of each process (and a sharded model under
+FSDP). This ties a run to the number of processes, and a kill between two files would leave an inconsistent folder.
+``skip_first_batches`` draws all earlier batches, whereas this loop computes a batch from its step. The FSDP2 plugin
+can't shard a second model, such as the EMA, in the same way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def start(config: Training) -> Accelerator:
-    """Start the processes, the device and the logs."""
+    """Set up processes, device and logs, and return the accelerator."""
     cpu = choose_device(config.device).type == "cpu"
     if cpu and config.mixed_precision == "fp16":
         raise typer.BadParameter("--precision fp16 needs a GPU; use 'bf16' or 'no'")
@@ -102,7 +102,7 @@ def start(config: Training) -> Accelerator:
 
 
 def begin(config: Training) -> Accelerator:
-    """Start as :func:`start` does, and set the seed for building the model."""
+    """Call :func:`start`, and set the seed for building the model."""
     accelerator = start(config)
     set_seed(config.seed)
     if accelerator.device.type == "cpu":
@@ -111,13 +111,14 @@ def begin(config: Training) -> Accelerator:
 
 
 class Trainer:
-    """A training run in progress: model, optimiser, schedule, EMA and the current step.
+    """Training run in progress, with its model, optimiser, schedule, EMA and current step.
 
     Args:
         config: training options.
-        accelerator: from :func:`start`.
-        model: on any device; its ``blocks``, if it has any, are the units that FSDP2 shards.
-        settings: from :func:`.config.settings_of`; a checkpoint with different settings raises an error.
+        accelerator: result of :func:`start`.
+        model: model on any device. FSDP2 shards its ``blocks``, if it has any, as units.
+        settings: result of :func:`.config.settings_of`. Resuming from a checkpoint with different settings raises an
+            error.
     """
 
     def __init__(self, config: Training, accelerator: Accelerator, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -168,11 +169,11 @@ class Trainer:
 
     @property
     def averaged(self) -> nn.Module:
-        """The model to evaluate: the EMA if there is one."""
+        """Model to evaluate. This is the EMA if there is one."""
         return self.raw if self.average is None else self.average.module
 
     def whole_weights(self) -> dict[str, Any]:
-        """Return the unsharded weights to evaluate, on the first process's CPU. All processes must call it."""
+        """Return the unsharded weights to evaluate, on the first process's CPU. All processes must call this method."""
         return get_model_state_dict(self.averaged, options=WHOLE)
 
     def fit(
@@ -187,12 +188,12 @@ class Trainer:
         """Train up to ``config.steps``, or for ``config.seconds``.
 
         Args:
-            steps: the samples of each step, see :mod:`.order`.
-            batch: (indices, draws) → a micro-batch.
-            loss: (model, micro-batch) → the mean over the micro-batch; called under autocast.
-            validate: returns extra values for the history, every ``config.validate_every`` steps.
-            after_step: called after each step; returns whether it did any work.
-            in_processes: whether ``config.workers`` are processes, for batches that decode files; otherwise threads.
+            steps: function that yields the samples of each step; see :mod:`.order`.
+            batch: function (indices, draws) → micro-batch.
+            loss: function (model, micro-batch) → mean over the micro-batch. It is called under autocast.
+            validate: function that returns extra values for the history, every ``config.validate_every`` steps.
+            after_step: function that is called after each step, and returns whether it did any work.
+            in_processes: whether ``config.workers`` are processes, for batches that decode files, instead of threads.
         """
         config, accelerator = self.config, self.accelerator
         if self.is_finished:
@@ -236,7 +237,7 @@ class Trainer:
         finish_trackers(accelerator)
 
     def _save_alone(self) -> None:
-        """Save before a data error ends a single-process run; other processes would not see the error."""
+        """Save a checkpoint before a data error ends a single-process run. Other processes would not see the error."""
         if self.accelerator.num_processes == 1 and self.step and self.step % self.config.save_every:
             self.save()
 
@@ -253,15 +254,15 @@ class Trainer:
         return every > 0 and (self.step % every == 0 or self.step == self.last)
 
     def _now(self) -> float:
-        """Return the time in seconds, after the device has finished."""
+        """Wait for the device, and return the time in seconds."""
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize(self.accelerator.device)
         return time.perf_counter()
 
     def _plan(self, done: int) -> None:
-        """Compute the last step, ``config.seconds`` after the first steps, and stretch the schedule to it.
+        """Compute which step will be the last one within ``config.seconds``, and stretch the schedule to it.
 
-        done: steps of this process. A resumed process keeps the checkpoint's plan.
+        ``done`` is the number of this process's steps. A resumed process keeps the checkpoint's plan.
         """
         if done == STARTING and self.last is None:
             self.counted = self.looked = self.step, self._now()
@@ -298,7 +299,7 @@ class Trainer:
             self.turn.release()
 
     def counted_seconds(self) -> float | None:
-        """Return how much of ``config.seconds`` this process has used."""
+        """Return how much of ``config.seconds`` this process has used, or None if nothing has been counted."""
         return None if self.counted is None else self._now() - self.counted[1]
 
     def _advance(self, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
@@ -326,9 +327,10 @@ class Trainer:
         return total
 
     def cost(self) -> dict[str, float | None]:
-        """Return median milliseconds per step of this process, without the first steps, and peak GPU memory in MiB.
+        """Return the median milliseconds per step, without the first steps, and the peak GPU memory in MiB.
 
-        Call it before the evaluation. None: not measured."""
+        Call this before the evaluation. None means that a value was not measured.
+        """
         device = self.accelerator.device
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
         return {
@@ -337,7 +339,7 @@ class Trainer:
         }
 
     def _log(self, validate: Callable[[], dict[str, float]] | None) -> float:
-        """Return the mean loss since the last row of --log-every or --validate-every."""
+        """Add a row to the history, and return the mean loss since the last row of --log-every or --validate-every."""
         loss = self._total() / (self.step - self.since)  # waits for the device
         now = time.perf_counter()
         if self.clock is not None:
@@ -359,7 +361,7 @@ class Trainer:
         return loss
 
     def _is_regular(self, step: int) -> bool:
-        """Return whether a longer run would also have a row of the history at this step."""
+        """Return whether a longer run would also have a row in its history at this step."""
         config = self.config
         return step % config.log_every == 0 or (config.validate_every > 0 and step % config.validate_every == 0)
 
@@ -375,7 +377,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """Save one file with unsharded tensors from the first process; the others wait."""
+        """Save a checkpoint from the first process, with unsharded tensors in one file, while the others wait."""
         state = {
             "format": FORMAT,
             "settings": self.settings,
@@ -423,7 +425,7 @@ class Trainer:
         return state
 
     def _without_effects(self, differ: list[str]) -> list[str]:
-        """Leave out the data and arguments of the model if options differ that determine them."""
+        """Leave out settings that only differ because options that determine them differ."""
         panels = {find_panel(f) for f in fields(self.config) if f.name in differ}
         effects = {"digest"} if DATA in panels else set()
         if panels & {DATA, MODEL}:
@@ -431,7 +433,7 @@ class Trainer:
         return [key for key in differ if key not in effects]
 
     def _advise_on_size(self, there: dict[str, Any]) -> str:
-        """Return how to fine-tune the run with the settings ``there`` at the size of this one, if they differ."""
+        """Explain how to fine-tune the run with settings ``there`` at this run's size, if the sizes differ."""
         here, out = self.settings, self.config.out
         if not {"size", "reference"} <= here.keys() & there.keys() or here["size"] == there["size"]:
             return ""
@@ -440,7 +442,7 @@ class Trainer:
         return f". To fine-tune it at another size, pass --weights {out}{reference} and another --out"
 
     def _as_option(self, setting: str) -> str:
-        """Return the option with the name of a setting; settings of the model and the data have none."""
+        """Return the option for a setting. Settings of the model and the data have none."""
         is_option = setting in {f.name for f in fields(self.config)}
         return f"--{setting.replace('_', '-')}" if is_option else setting
 
@@ -497,7 +499,7 @@ class Trainer:
 
 
 def shard(model: nn.Module) -> None:
-    """Shard with FSDP2, one unit per block."""
+    """Shard a model with FSDP2, with one unit per block."""
     from torch.distributed.fsdp import fully_shard
 
     blocks: Sequence[nn.Module] = list(getattr(model, "blocks", ()))

@@ -1,4 +1,4 @@
-"""Linear attention layers whose state adds, forgets or overwrites, for `train recall`.
+"""Linear attention layers whose state adds, forgets or overwrites values, for `train recall`.
 
 Shapes: B batch, N tokens, C embed_dim, H heads, D head_dim.
 """
@@ -28,23 +28,23 @@ HALF_LIVES = 1.0, 16.0  # in frames, for the first and the last head
 
 
 class MemoryAttention(LrpeAttention):
-    """Linear attention of :class:`LrpeAttention` over frames, with a gate for each token and head.
+    """Linear attention over frames as in :class:`LrpeAttention`, with a gate for each token and head.
 
-    The gate, the sigmoid of a linear layer, sets how strongly a token writes. The norm of the keys starts with the
-    weight 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value written with the same
-    key. With the delta rule, :func:`limit_gate` keeps the state stable. The delta rule of a :class:`lrpe_md.Memory` has
-    no gate and weights all keys of a frame equally.
+    The gate is the sigmoid of a linear layer, and determines how strongly a token is written. The weight of the keys'
+    norm is initially 1/√D, so that a key's length is at most about 1. A gate of 1 then replaces the value that was
+    written with the same key. With the delta rule, :func:`limit_gate` keeps the state stable. In contrast, the delta
+    rule of a :class:`lrpe_md.Memory` has no gate and weights all keys of a frame equally.
     """
 
     rule: Rule
     write_gate: nn.Linear
 
     def remember(self, memory: MemoryName) -> None:
-        """Set the memory, and create the parameters that it needs.
+        """Set the kind of memory, and create the parameters that it needs.
 
         Args:
-            memory: "add" sums all frames. "decay" forgets them at a learned rate per head. "delta" forgets
-                nothing, but a write replaces the earlier value of its key.
+            memory: "add" sums over all frames. "decay" forgets frames at a learned rate per head. "delta" forgets
+                nothing, but a new value replaces the earlier value of its key.
         """
         self.rule = "delta" if memory == "delta" else "add"
         device, heads = self.qkv.weight.device, self.num_heads
@@ -56,9 +56,9 @@ class MemoryAttention(LrpeAttention):
         nn.init.constant_(self.k_norm.weight, self.head_dim**-0.5)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor, attn_mask: Context | Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Compute attention, x (B, N, C) → (B, N, C).
+        """Compute attention for x (B, N, C).
 
-        attn_mask: the :class:`Context` of a video model that is causal between frames.
+        ``attn_mask`` is the :class:`Context` of a video model with causal attention between frames.
         """
         assert isinstance(attn_mask, Context)
         q, k, v = split_qkv(self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)))
@@ -77,14 +77,16 @@ class MemoryAttention(LrpeAttention):
 
 
 def limit_gate(gate: Tensor, k: Tensor, block: int) -> Tensor:
-    """Scale the gate of each frame so that the delta rule never subtracts more than the state holds.
+    """Scale down the gate of each frame where necessary, so that the delta rule is stable.
 
-    A frame multiplies the state by I − A, where A = Σ β k kᵀ. If an eigenvalue of A exceeds 2, the state grows from
-    frame to frame, without bound. No eigenvalue exceeds the largest sum Σ_m' |√β_m k_m · √β_m' k_m'| over the keys m of
-    the frame. If this bound is above 1, we divide the frame's gates by it.
+    A frame multiplies the state by I − A with A = Σ β k kᵀ. If an eigenvalue of A exceeds 2, the state grows from frame
+    to frame without bound. No eigenvalue exceeds the largest sum Σ_m' |√β_m k_m · √β_m' k_m'| over the keys m of the
+    frame. If this bound is above 1, the frame's gates are divided by it.
 
     Args:
-        gate: β (B, H, N). k: encoded keys (B, H, N, E). block: tokens in a frame, which must divide N.
+        gate: gate β (B, H, N).
+        k: encoded keys (B, H, N, E).
+        block: number of tokens in a frame, which must divide N.
     """
     weighted = (k * gate.sqrt()[..., None]).unflatten(2, (-1, block))
     bound = (weighted @ weighted.mT).abs().sum(-1).amax(-1, keepdim=True).clamp_min(1)
@@ -92,11 +94,11 @@ def limit_gate(gate: Tensor, k: Tensor, block: int) -> Tensor:
 
 
 def build_model(*, attention: str | Sequence[str], depth: int, **arguments: Any) -> LrpeVideoTransformer:
-    """Build a video model whose frames see themselves and earlier ones, with an output for each token.
+    """Build a video model with causal attention between frames, and an output for each token.
 
     Args:
-        attention: "softmax", or the memory of linear attention; or one for each layer, repeated over the depth.
-        depth, arguments: see :class:`LrpeVideoTransformer`.
+        attention: "softmax" or the memory of linear attention, or a sequence of these that is repeated over the layers.
+        depth, arguments: arguments of :class:`LrpeVideoTransformer`.
     """
     names = repeat_over_layers("attention", attention, depth, ("softmax", *get_args(MemoryName)))
     model = LrpeVideoTransformer(

@@ -1,4 +1,4 @@
-"""Choose the samples of each step, as a function of seed and step only, so that a run can resume at any step."""
+"""Choose the samples of each step from only the seed and the step, so that a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Steps: TypeAlias = Callable[[int], Iterator[Chosen]]  # a step's number → the 
 
 
 class DataError(typer.BadParameter):
-    """Error for a sample that can't be read during training; the run saves a checkpoint and stops."""
+    """Error for a sample that can't be read during training. The run saves a checkpoint and stops."""
 
 
 def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield endless batches of shuffled indices, starting at step ``start`` without drawing the earlier ones.
+    """Yield endless batches of shuffled indices, starting at step ``start`` without drawing earlier ones.
 
-    Every epoch is a permutation of ``num`` samples; an incomplete last batch is left out.
+    Every epoch is a permutation of ``num`` samples, without an incomplete last batch.
 
     Yields:
-        indices and draws, (batch,) int64 each. A draw is a random number from 0 to 2^63 - 1, for the labels and
-        augmentations of its sample, or to seed a generator for them.
+        indices and draws, each int64 (batch,). A draw is a random number from 0 to 2^63 - 1 that determines the label
+        or the augmentation of its sample, or seeds a generator for them.
     """
     per_epoch = steps_per_epoch(num, batch)
     of = -1
@@ -44,16 +44,16 @@ def shuffle(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]
 
 
 def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield endless batches of shuffled indices from step ``start`` on, each from one group.
+    """Yield endless batches of shuffled indices, each from one group, starting at step ``start``.
 
-    Every sample is drawn equally often, whatever the size of its group: a group with fewer samples than a batch only
-    fills one in some epochs.
+    Every sample is drawn equally often, regardless of the size of its group. A group with fewer samples than a batch
+    only fills a batch in some epochs.
 
     Args:
-        groups: indices of each group.
+        groups: sample indices of each group.
 
     Yields:
-        see :func:`shuffle`.
+        indices and draws; see :func:`shuffle`.
     """
     sizes = np.array([len(group) for group in groups])
     if sizes.sum() < batch:
@@ -66,7 +66,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
         return groups[number][np.random.default_rng((seed, 1, number, turn)).permutation(sizes[number])]
 
     def take(number: int, first: int) -> np.ndarray:
-        """Return a batch of the sequence of all permutations of a group."""
+        """Return ``batch`` elements from ``first`` on of the concatenated permutations of a group."""
         turn, offset = divmod(first, int(sizes[number]))
         parts = [permute(number, turn)[offset:]]
         while sum(map(len, parts)) < batch:
@@ -91,7 +91,7 @@ def shuffle_groups(groups: Sequence[np.ndarray], batch: int, seed: int, start: i
 
 
 def order_groups(groups: list[np.ndarray], batch: int, seed: int) -> Steps:
-    """Return the steps of a training run in which each batch comes from one group."""
+    """Return the steps of a training run in which all samples of a batch come from one group."""
     if len(groups) == 1:
         return partial(shuffle, len(groups[0]), batch, seed)
     return partial(shuffle_groups, groups, batch, seed)
@@ -108,7 +108,8 @@ def steps_per_epoch(num: int, batch: int) -> int:
 def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: int = 1) -> Iterator[Chosen]:
     """Yield the micro-batches of one process.
 
-    A step's samples and draws do not depend on the number of processes and micro-batches."""
+    The samples and draws of a step do not depend on the number of processes and micro-batches.
+    """
     for chosen in steps:
         micro = len(chosen[0]) // (accumulate * world)
         for part in range(accumulate):
@@ -117,7 +118,7 @@ def divide(steps: Iterator[Chosen], accumulate: int = 1, rank: int = 0, world: i
 
 
 def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Any]:
-    """Yield batch(*each) for each of chosen, in order; threads prepare some ahead, so batch must be stateless."""
+    """Yield batch(*each) for each element of ``chosen``, in order, from threads that work ahead."""
     if not workers:
         yield from itertools.starmap(batch, chosen)
         return
@@ -129,7 +130,7 @@ def prepare_ahead(batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], 
 
 
 class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
-    """Dataset of batches for chosen samples. It returns errors, because DataLoader would replace their text."""
+    """Dataset of batches for chosen samples. It returns errors instead of raising them, to preserve their text."""
 
     def __init__(self, batch: Callable[..., Any]) -> None:
         self.batch = batch
@@ -144,7 +145,7 @@ class _Batches(Dataset):  # pyright: ignore[reportMissingTypeArgument]
 def prepare_in_processes(
     batch: Callable[..., Any], chosen: Iterator[tuple[Any, ...]], workers: int, device: torch.device
 ) -> Iterator[Any]:
-    """Yield batch(*each) for each element of chosen, in order, on the device; worker processes prepare some ahead."""
+    """Yield batch(*each) for each element of ``chosen``, in order, from worker processes, on the device."""
     sampler: Any = chosen
     loader = DataLoader(
         _Batches(batch), batch_size=None, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda",

@@ -29,9 +29,9 @@ SHOWN = {
 
 
 def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
-    """Call ``fit``, and return the common entries of all results: model, training and machine.
+    """Call ``fit``, and return the entries about model, training and machine that all results have.
 
-    A finished run keeps the entries in its result.json.
+    For a finished run, return the entries in its result.json instead.
     """
     before = _read_result(trainer) if trainer.is_finished else {}
     since, first = time.perf_counter(), trainer.step
@@ -51,7 +51,7 @@ def timed(trainer: Trainer, fit: Callable[[], None]) -> dict[str, Any]:
 
 
 def _read_result(trainer: Trainer) -> dict[str, Any]:
-    """Read the result.json of a finished run; {} if it has none for this number of steps."""
+    """Read a finished run's result.json, or return {} if there is none for this number of steps."""
     try:
         found = json.loads((trainer.config.out / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing or damaged, so it is written again
@@ -60,14 +60,15 @@ def _read_result(trainer: Trainer) -> dict[str, Any]:
 
 
 def largest_rise(losses: Sequence[float]) -> float:
-    """Return the largest rise of a loss above an earlier value, or NaN if a loss is NaN.
+    """Return the largest rise of the loss above an earlier value, or NaN if a loss is NaN.
 
-    A rise above the noise means that the learning rate was too high."""
+    A rise that exceeds the noise means that the learning rate is too high.
+    """
     return float(np.max(losses - np.minimum.accumulate(losses)))
 
 
 def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
-    """Write result.json and history.csv, and print a summary, in the first process only."""
+    """Write result.json and history.csv and print a summary, in the first process."""
     if not trainer.accelerator.is_main_process:
         return
     out, text = trainer.config.out, json.dumps(result, indent=2)
@@ -79,7 +80,7 @@ def write_result(trainer: Trainer, result: dict[str, Any]) -> None:
 
 
 def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
-    """Summarise the main numbers of a result, and its evaluations."""
+    """Summarise the main numbers and the evaluations of a result in a table."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     evaluations = {name: value for name, value in result.items() if isinstance(value, dict)}
     columns = list(dict.fromkeys(key for value in evaluations.values() for key in value if is_series(value[key])))
@@ -109,15 +110,16 @@ def summarize(result: dict[str, Any], loss_unit: str = "") -> Table:
 
 
 def is_series(value: Any) -> bool:
-    """Return whether this is a dictionary of numbers, such as an accuracy by size."""
+    """Return whether a value is a dictionary of numbers, such as accuracies by size."""
     return isinstance(value, dict) and bool(value) and all(isinstance(each, (int, float)) for each in value.values())
 
 
 def placements(model: Any) -> Iterator[str]:
-    """Set each way to place tokens at a different size on the model, and yield its name.
+    """Change how a model places tokens at other sizes than in training, and yield the name of each way.
 
-    "extrapolated" uses one unit per token, "rescaled" interpolates to the training grid. A model that was trained with
-    a reference grid only has "rescaled", to this grid."""
+    "extrapolated" uses one unit per token, and "rescaled" interpolates to the training grid. For a model that was
+    trained with a reference grid, there is only "rescaled", which uses this grid.
+    """
     own = model.reference
     ways = {"extrapolated": None, "rescaled": model.patch_embed.grid_size}
     for name, reference in (ways if own is None else {"rescaled": own}).items():

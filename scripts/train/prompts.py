@@ -1,4 +1,4 @@
-"""Sample a trained diffusion model with your own prompts or classes: a sheet, or an .npz with many samples."""
+"""Sample a trained diffusion model with your own prompts or classes, as a sheet or as an .npz with many samples."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ BATCH = 16  # images that are drawn together
 
 @dataclass(frozen=True)
 class Sheet:
-    """Options of sampling.
+    """Sampling options.
 
     Args:
-        size: "HEIGHTxWIDTH" in pixels; None: the training size.
+        size: "HEIGHTxWIDTH" in pixels, or None for the training size.
         scale: guidance scale.
         steps: number of sampling steps.
-        images: number per prompt; all prompts share the same noises.
-        positions: "rescaled" or "extrapolated".
-        out: the PNG.
-        negative: prompt that guidance steers away from; None: the empty condition.
+        images: number of images per prompt. All prompts share the same noise.
+        positions: "rescaled" or "extrapolated" positions.
+        out: path of the PNG.
+        negative: prompt to steer away from, or None for the empty condition.
         sampler: one of :data:`.samplers.SAMPLERS`.
     """
 
@@ -67,12 +67,12 @@ class Sheet:
             )
 
     def height_and_width(self, trained: int, patch: int, factor: int = 1) -> tuple[int, int]:
-        """Return height and width in pixels.
+        """Return the height and width in pixels.
 
         Args:
-            trained: size in training, in pixels.
+            trained: training size in pixels.
             patch: height and width of a patch, in pixels or latents.
-            factor: pixels per latent.
+            factor: number of pixels per latent.
         """
         multiple = patch * factor
         if self.size is None:
@@ -93,7 +93,7 @@ class Sheet:
 
 
 def check_out(out: Path, option: str = "--out", example: str = "sheet.png") -> None:
-    """Check the output file before sampling, which takes minutes."""
+    """Check that the output file can be written, because sampling takes minutes."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,12 +103,12 @@ def check_out(out: Path, option: str = "--out", example: str = "sheet.png") -> N
 
 
 def words_of(captions: Iterable[str]) -> set[str]:
-    """Return the lower-case words of captions."""
+    """Return the set of lower-case words in captions."""
     return {word for caption in captions for word in re.findall(r"\w+", caption.lower())}
 
 
 def check_prompts(prompts: list[str], length: int, run: Path, console: Console) -> None:
-    """Raise an error for prompts that are too long, and list words that no training caption contains."""
+    """Reject prompts that are too long, and print words that no training caption contains."""
     for prompt in prompts:
         bytes_of = len(prompt.encode())
         if bytes_of > length - 1:
@@ -127,14 +127,14 @@ def check_prompts(prompts: list[str], length: int, run: Path, console: Console) 
 
 
 def lay_over(trained: float, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return a grid with as many patches as in training, in the image's aspect ratio."""
+    """Return a grid with the number of patches in training and the image's aspect ratio."""
     side = math.sqrt(grid[0] * grid[1])
     height, width = (max(1, round(trained * n / side)) for n in grid)
     return height, width
 
 
 def draw_noise(num: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw noise (num, *shape) with seed + i for sample i, so that it depends on neither the device nor num."""
+    """Draw noise (num, *shape) with seed + i for sample i, independently of the device and of ``num``."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num)]
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
@@ -145,12 +145,12 @@ def build_model(settings: dict[str, Any]) -> DiT:
 
 
 class Painter:
-    """A trained diffusion model that draws samples for prompts.
+    """Trained diffusion model that draws samples for prompts.
 
     Args:
-        state: the checkpoint.
-        device: where the model runs.
-        vae: VAE of a latent model; "auto": the one that encoded the latents.
+        state: content of the checkpoint.
+        device: device of the model.
+        vae: VAE of a latent model. "auto" uses the VAE that encoded the latents.
         encoder: text model that computed the features of a run with --text-features.
     """
 
@@ -175,14 +175,14 @@ class Painter:
         return self.settings["patch"] * self.factor
 
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of a sample (C, [frames,] height, width), of an image of this size in pixels."""
+        """Return the shape (C, [frames,] height, width) of a sample for an image size in pixels."""
         frames = (self.settings["frames"],) if self.model.num_axes == 3 else ()
         return self.model.in_chans, *frames, *(n // self.factor for n in size)
 
     def reference(self, size: tuple[int, int]) -> tuple[int | None, ...] | None:
-        """Return the grid that positions at this size are mapped onto; None means one unit per patch.
+        """Return the grid to which positions are rescaled at a size, or None for one unit per patch.
 
-        Areas between the smallest and largest trained area keep their own grid.
+        Sizes with an area between the smallest and the largest training area keep their own grid.
         """
         sizes: list[int] = self.settings["train_sizes"]
         area = math.sqrt(size[0] * size[1])
@@ -193,12 +193,12 @@ class Painter:
         return (None, *found) if self.model.num_axes == 3 else found
 
     def encode(self, prompts: list[str], option: str = "--prompt") -> Any:
-        """Convert prompts (captions, or class names or numbers) to the model's text input.
+        """Convert prompts (captions, class names or class numbers) to the model's text input.
 
-        option: where the prompts come from, for errors.
+        option: option that contains the prompts, for error messages.
 
         Raises:
-            typer.BadParameter: an unknown class, or a run with features but no text model.
+            typer.BadParameter: for an unknown class, or a run with text features if no text model is passed.
         """
         kind = self.condition["kind"]
         if kind == "captions":
@@ -230,9 +230,9 @@ class Painter:
         raise AssertionError(prompt)
 
     def draw(self, text: Any, noise: Tensor, sheet: Sheet) -> Iterator[Tensor]:
-        """Yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU, from noise on the CPU.
+        """Draw samples from noise, and yield batches of pixels (B, 3, [frames,] H, W) in [-1, 1], on the CPU.
 
-        text: from :meth:`encode`, one condition per sample.
+        ``text`` is a result of :meth:`encode` with one condition per sample.
         """
         size = tuple(n * self.factor for n in noise.shape[-2:])
         self.model.reference = self.reference((size[0], size[1])) if sheet.positions == "rescaled" else None
@@ -257,7 +257,7 @@ def _rows(text: Any, rows: Any) -> Any:
 
 
 def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> Tensor:
-    """Draw every prompt from every noise (images, C, ..): (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
+    """Draw all prompts from the same noise (images, C, ..), as (prompts, images, 3, [frames,] H, W) in [-1, 1]."""
     rows = torch.arange(len(prompts)).repeat_interleave(len(noise))
     text = _rows(painter.encode(prompts), rows.to(painter.device))
     noise = noise.repeat(len(prompts), *(1,) * (noise.ndim - 1))
@@ -268,7 +268,7 @@ def draw(painter: Painter, prompts: list[str], noise: Tensor, sheet: Sheet) -> T
 
 
 def sample_images(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet) -> None:
-    """Save samples as a PNG with a row for each prompt and a column for each noise sample."""
+    """Draw samples, and save them as a PNG with a row for each prompt and a column for each noise sample."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     size = sheet.height_and_width(painter.settings["size"], painter.settings["patch"], painter.factor)
     _check(run, painter, prompts, sheet, console)
@@ -293,7 +293,7 @@ def _check(run: Path, painter: Painter, prompts: list[str], sheet: Sheet, consol
 
 
 class Count(NamedTuple):
-    """Number of samples to draw, and the .npz to write them to."""
+    """Number of samples to draw, and path of the .npz."""
 
     number: int
     npz: Path
@@ -302,8 +302,8 @@ class Count(NamedTuple):
 def sample_many(run: Path, painter: Painter, prompts: list[str], seed: int, sheet: Sheet, count: Count) -> None:
     """Draw ``count`` samples, cycling through prompts or classes, and save them for FID tools.
 
-    The .npz holds arr_0, uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos; and arr_1 (N,), the labels or the
-    indices of the prompts.
+    In the .npz, arr_0 contains the samples as uint8 (N, H, W, 3), or (N, frames, H, W, 3) for videos. arr_1 (N,)
+    contains the labels or the indices of the prompts.
     """
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     check_out(count.npz, "--npz", "samples.npz")

@@ -1,4 +1,4 @@
-"""Load a trained model from the folder of its run."""
+"""Load trained models from the folders of their runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["load_clip", "load_run", "task_of"]
 
 
 def task_of(settings: dict[str, Any]) -> str | None:
-    """Return the task of a run, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
+    """Return a run's task, or None if it is not a run of `train`. `digits` uses the same models as `image`."""
     arguments = settings.get("model")
     if not isinstance(arguments, dict):
         return None
@@ -56,16 +56,16 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
     Args:
         folder: output folder of the run. For an interrupted run, the weights are those of its last checkpoint.
-        average: load the averaged weights (EMA) if there are any; False loads those of the last step.
-        device: where to put the model.
+        average: whether to load the averaged weights (EMA), if there are any, instead of those of the last step.
+        device: device of the model.
 
     Returns:
         the model in evaluation mode: an ``LrpeVisionTransformer`` (`digits`, `image`), ``LrpeVideoTransformer``
         (`video`, `recall`), ``CausalLm`` (`lm`), ``DiT`` (`diffusion`) or ``Autoencoder`` (`vae`).
 
     Raises:
-        FileNotFoundError: the folder has no weights, or is a file.
-        ValueError: the run is not one of `lrpe-md train`.
+        FileNotFoundError: if the folder has no weights, or is a file.
+        ValueError: if the run is not one of `lrpe-md train`.
     """
     state = _read(Path(folder), average)
     task = task_of(state["settings"])
@@ -78,19 +78,19 @@ def load_run(folder: str | Path, *, average: bool = True, device: torch.device |
 
 
 def load_clip(folder: str | Path, path: str | Path) -> Tensor:
-    """Read the central clip of a video as `lrpe-md train video` does for its tests.
+    """Read the central clip of a video, as `lrpe-md train video` does for its tests.
 
     Args:
-        folder: output folder of the training, whose options determine frames, size and motion.
-        path: video file.
+        folder: output folder of the training run, whose options determine frames, size and motion.
+        path: path of the video file.
 
     Returns:
-        the input of the model, (1, 3, frames, size, size), on the CPU. A video that is too short repeats frames.
+        the model's input (1, 3, frames, size, size) on the CPU. A video that is too short repeats frames.
 
     Raises:
-        FileNotFoundError: the folder has no weights, or is a file.
-        ValueError: the run is not one of `lrpe-md train video`.
-        VideoError: the video can't be read.
+        FileNotFoundError: if the folder has no weights, or is a file.
+        ValueError: if the run is not one of `lrpe-md train video`.
+        VideoError: if the video can't be read.
     """
     settings = _read(Path(folder), average=True)["settings"]
     if task_of(settings) != "video":
@@ -99,7 +99,7 @@ def load_clip(folder: str | Path, path: str | Path) -> Tensor:
 
 
 def _read(folder: Path, average: bool) -> dict[str, Any]:
-    """Read the checkpoint of a run, or its exported weights if there is no checkpoint."""
+    """Read a run's checkpoint, or its exported weights if there is no checkpoint."""
     if (folder / "checkpoint.pt").is_file():
         return read_checkpoint(folder / "checkpoint.pt")
     if average and (folder / EXPORT).is_file():

@@ -43,7 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def read_run(run: Path) -> tuple[str, dict[str, Any]]:
-    """Return the task of a run's folder, and its checkpoint on the CPU."""
+    """Return a run's task, and its checkpoint on the CPU."""
     path = run / "checkpoint.pt"
     if not path.is_file():
         raise typer.BadParameter(
@@ -61,7 +61,7 @@ def read_run(run: Path) -> tuple[str, dict[str, Any]]:
 
 
 def own_options(task: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of this kind of run, and reject options of the other kind."""
+    """Return the options that apply to a kind of run, and reject options of the other kind."""
     wrong = [name for name, value in given.items() if value is not None and name not in OWN[task]]
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
@@ -126,7 +126,7 @@ def main(
         Path | None, typer.Option(help="Images: .npz for --count samples: arr_0 uint8 (N, H, W, 3), arr_1 labels.")
     ] = None,
 ) -> None:
-    """Generate text or images with a trained model. Uses averaged weights if the run saved them."""
+    """Generate text or images with a trained model, using averaged weights if the run saved them."""
     on, (task, state) = choose_device(device), read_run(run)
     given = {
         "tokens": tokens, "temperature": temperature, "top_p": top_p, "scaling": scaling, "size": size,
@@ -154,7 +154,7 @@ def main(
 
 
 def check_effects(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Reject options that have no effect for a run of images with these settings, or with other options."""
+    """Reject options that have no effect for a run with these settings, or together with other options."""
     if (given["count"] is None) != (given["npz"] is None):
         raise typer.BadParameter(f"--count, --npz: expected both or neither, got {given['count']}, {given['npz']}")
     is_sheet, condition = given["npz"] is None, settings["condition"]["kind"]

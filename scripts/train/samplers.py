@@ -18,12 +18,12 @@ SAMPLERS = (*METHODS, *SCHEDULERS)
 
 
 class Sampling(NamedTuple):
-    """Settings of sampling.
+    """Sampling settings.
 
     Args:
         sampler: one of ``SAMPLERS``.
         steps: number of sampling steps.
-        scale: guidance scale; 1: no guidance.
+        scale: guidance scale, where 1 means no guidance.
         prediction: what the model predicts.
     """
 
@@ -41,7 +41,7 @@ def draw_samples(
 
     Args:
         text, negative: see :func:`models.flow.guided`.
-        shift: shift of the times, see :func:`models.flow.time_grid`.
+        shift: shift of the times; see :func:`models.flow.time_grid`.
     """
     if sampling.sampler in METHODS:
         method: Literal["euler", "heun"] = "heun" if sampling.sampler == "heun" else "euler"

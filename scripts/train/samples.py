@@ -1,4 +1,4 @@
-"""Save samples of a diffusion model as arrays, and show them as a sheet of one run or of several side by side."""
+"""Save samples of diffusion models as arrays, and show those of one or several runs on a sheet."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HELD_OUT = "held out"  # column of the real images for the captions
 
 
 def pixels(images: Tensor) -> np.ndarray:
-    """Convert (N, 3, H, W) in [-1, 1] to (N, H, W, 3) uint8; grey if the model has diverged.
+    """Convert images (N, 3, H, W) in [-1, 1] to uint8 (N, H, W, 3). NaN becomes grey.
 
-    Videos (N, 3, frames, H, W) become (N, H, frames · W, 3), with frames from left to right.
+    Videos (N, 3, frames, H, W) become images (N, H, frames · W, 3), with frames from left to right.
     """
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
@@ -30,7 +30,7 @@ def pixels(images: Tensor) -> np.ndarray:
 
 
 def pad_together(images: Sequence[Tensor]) -> Tensor:
-    """Stack images or videos (3, [frames,] H, W) of any sizes, with white margins around the smaller ones."""
+    """Stack images or videos (3, [frames,] H, W) of different sizes, with white margins around smaller ones."""
     height, width = (max(x.shape[axis] for x in images) for axis in (-2, -1))
     padded = []
     for x in images:
@@ -48,10 +48,10 @@ def keep(path: Path, captions: list[str], columns: dict[str, np.ndarray]) -> Non
 
 
 def load(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Load the captions, and the images by column, saved by :func:`keep`.
+    """Load captions, and images by column, that :func:`keep` saved.
 
     Raises:
-        typer.BadParameter: a damaged or different file.
+        typer.BadParameter: for a damaged or different file.
     """
     try:
         with np.load(path) as file:
@@ -87,9 +87,11 @@ def write_sheet(path: Path, captions: list[str], columns: dict[str, np.ndarray])
 
 
 def write_comparison(path: Path, trainings: dict[str, Path], captions: Sequence[int] = (1, 3, 5, 6)) -> None:
-    """Save a 256-colour PNG that compares runs on the same captions, chosen by index.
+    """Save a 256-colour PNG that compares runs on the captions with the given indices.
 
-    Held-out images come first, then one row per run, with the images of each caption at all settings."""
+    The first row contains the held-out images. There is one row per run, with the images of each caption at all
+    settings.
+    """
     loaded = {name: load(file) for name, file in trainings.items()}
     words, first = next(iter(loaded.values()))
     chosen = [i for i in captions if i < len(words)] or [0]

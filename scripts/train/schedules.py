@@ -1,4 +1,4 @@
-"""Learning rates by step: timm's cosine, a constant rate, and warm-up, stable, decay (WSD)."""
+"""Learning rate schedules: timm's cosine, a constant rate, and warm-up, stable, decay (WSD)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SCHEDULES = ("cosine", "constant", "wsd")
 
 
 class StableScheduler(Scheduler):
-    """Hold the rate after a linear warm-up, then lower it linearly in the last steps.
+    """Schedule with a linear warm-up, a constant rate, and a linear decay in the last steps.
 
     Args:
-        optimizer: see timm's Scheduler.
+        optimizer: optimiser whose learning rate is set.
         warmup: number of warm-up steps.
         start: initial rate of the warm-up.
-        decay: first and last step of the decay; None holds the rate.
-        end: final rate of the decay.
+        decay: first and last step of the decay, or None for a constant rate.
+        end: learning rate at the end of the decay.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class StableScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step, with a linear warm-up.
+    """Settings of a learning rate schedule with a linear warm-up.
 
     Args:
         length: number of steps.
         warmup: number of warm-up steps.
         start: initial rate of the warm-up.
         end: final rate of cosine and wsd.
-        warmup_prefix: add the warm-up before the steps of ``length``; otherwise it replaces the first ones.
+        warmup_prefix: whether the warm-up comes before the ``length`` steps, instead of replacing the first ones.
         offset: number of the first step.
         kind: one of :data:`SCHEDULES`.
-        cooldown: fraction of the steps in which wsd lowers the rate.
+        cooldown: fraction of the steps in which wsd decreases the rate.
     """
 
     length: int
@@ -64,7 +64,7 @@ class Schedule:
     cooldown: float = 0.2
 
     def build(self, optimizer: Optimizer) -> Scheduler:
-        """Return a scheduler of this optimiser, at the first step."""
+        """Return a scheduler for an optimiser, at the first step."""
         scheduler: Scheduler
         if self.kind == "cosine":
             scheduler = CosineLRScheduler(
@@ -81,7 +81,7 @@ class Schedule:
         return scheduler
 
     def list_rates(self, lr: float, steps: int) -> list[float]:
-        """Return the rates of the first steps, for a learning rate ``lr``."""
+        """Return the rates of the first ``steps`` steps for a learning rate ``lr``."""
         optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
         scheduler, found = self.build(optimizer), []
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""Compute features of captions once, with T5, CLIP or another transformers text model.
+"""Compute features of captions once with T5, CLIP or another text model from transformers.
 
 lrpe-md train features --encoder google/t5-v1_1-base --data emoji64.zip --out features
 lrpe-md train diffusion --data emoji64.zip --text-features features --out runs/emoji
@@ -36,7 +36,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
     """Load a transformers text model and its tokenizer from a folder or a hub id.
 
     Raises:
-        typer.BadParameter: no such model can be read from there.
+        typer.BadParameter: if there is no such model.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
@@ -60,7 +60,7 @@ def load_encoder(name: str, length: int, device: torch.device) -> PretrainedEnco
 
 
 def count_tokens(model: PretrainedEncoder, captions: list[str]) -> list[int]:
-    """Return the number of tokens of each caption; one more than the maximum if the model truncates the caption."""
+    """Return each caption's number of tokens, or one more than the maximum if the model truncates the caption."""
     tokens = model.tokenizer(captions, truncation=True, max_length=model.max_length + 1)["input_ids"]
     return [len(ids) for ids in tokens]
 
@@ -87,9 +87,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="Precision of the stored features: float16 or float32.")] = "float16",
     device: Annotated[str, typer.Option(help="Device: cpu, cuda, or auto (cuda if available).")] = "auto",
 ) -> None:
-    """Compute text features of captions, for `train diffusion --text-features`.
+    """Compute text features of captions for `train diffusion --text-features`.
 
-    Each caption is encoded once, plus the empty caption, which guidance needs.
+    Each caption is encoded once, as is the empty caption, which guidance needs.
     """
     choose("--dtype", [dtype], DTYPES)
     on = choose_device(device)
@@ -111,9 +111,9 @@ def main(
 def write_features(
     folder: Path, model: PretrainedEncoder, captions: list[str], batch: int, dtype: Any
 ) -> dict[str, Any]:
-    """Write features.npy (N, L, C), mask.npy (N, L) and, if the model has them, pooled.npy (N, P).
+    """Write features.npy (N, L, C), mask.npy (N, L) and, if the model has pooled features, pooled.npy (N, P).
 
-    L is the length of the longest caption; features of padding are 0. The first caption is the empty one.
+    L is the length of the longest caption, and features of padding are 0. The first caption is the empty one.
     """
     parts = [captions[i : i + batch] for i in range(0, len(captions), batch)]
     lengths, arrays = [length for part in parts for length in count_tokens(model, part)], {}

@@ -1,4 +1,4 @@
-"""Experiment trackers, through accelerate."""
+"""Experiment trackers that accelerate supports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FOLDER = "tensorboard"  # subfolder of a run
 
 
 def choose_trackers(config: Training) -> list[str]:
-    """Return the names of the trackers of a run.
+    """Return the names of a run's trackers.
 
     Raises:
-        typer.BadParameter: an unknown tracker, or one whose package is not installed.
+        typer.BadParameter: for an unknown tracker, or one whose package is not installed.
     """
     names = [name.strip() for name in config.log_with.split(",") if name.strip()]
     if not names:
@@ -44,7 +44,7 @@ def locate_logs(config: Training) -> ProjectConfiguration:
 
 
 def start_trackers(accelerator: Accelerator, config: Training, settings: dict[str, Any]) -> None:
-    """Start the trackers with the settings of the run; a resumed run continues its wandb run."""
+    """Start the trackers with the run's settings. A resumed run continues its wandb run."""
     if not accelerator.log_with:
         return
     config.out.mkdir(parents=True, exist_ok=True)

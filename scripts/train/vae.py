@@ -1,4 +1,4 @@
-"""diffusers autoencoders, from pixels to latents and back."""
+"""Autoencoders from diffusers, which convert pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BATCH = 64  # images encoded or decoded at a time
 def load_vae(name: str) -> Any:
     """Load a diffusers AutoencoderKL in float32.
 
-    name: a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
+    ``name`` is a folder, a run of ``train vae``, the folder of a pipeline, or a hub id.
 
     Raises:
-        typer.BadParameter: no such model can be read from there.
+        typer.BadParameter: if there is no such model.
     """
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
@@ -40,16 +40,16 @@ def load_vae(name: str) -> Any:
 
 
 def locate_vae(name: str) -> str:
-    """Return the absolute path of a folder, so that any program finds it; a hub id is unchanged."""
+    """Return a folder's absolute path, so that any program finds it, or a hub id unchanged."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 class Decoder:
-    """A frozen VAE that encodes pixels into latents and decodes them, in batches.
+    """Frozen VAE that encodes pixels and decodes latents in batches.
 
     Args:
-        vae: from :func:`load_vae`, an AutoencoderKL.
-        device: where it runs.
+        vae: AutoencoderKL from :func:`load_vae`.
+        device: device of the VAE.
     """
 
     def __init__(self, vae: Any, device: torch.device) -> None:
@@ -62,18 +62,18 @@ class Decoder:
 
     @property
     def digest(self) -> str:
-        """Hash the weights."""
+        """Hash of the weights."""
         return digest_of(self.vae.state_dict())
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode pixels (B, 3, H, W) in [-1, 1] to mean and standard deviation (B, C, h, w), not scaled or shifted."""
+        """Encode pixels (B, 3, H, W) in [-1, 1] as mean and standard deviation (B, C, h, w), not scaled or shifted."""
         found = [self.vae.encode(part.to(self.device)).latent_dist for part in pixels.split(BATCH)]
         return torch.cat([each.mean for each in found]), torch.cat([each.std for each in found])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode scaled and shifted latents (B, C, [frames,] h, w) to pixels (B, 3, [frames,] H, W)."""
+        """Decode scaled and shifted latents (B, C, [frames,] h, w) as pixels (B, 3, [frames,] H, W)."""
         z = latents.float() / self.scale + self.shift
         frames = z.transpose(1, 2).flatten(0, 1) if z.ndim == 5 else z
         x = torch.cat([self.vae.decode(part.to(self.device)).sample for part in frames.split(BATCH)])
@@ -81,15 +81,15 @@ class Decoder:
 
 
 def open_decoder(latents: dict[str, Any], vae: str, device: torch.device) -> Decoder:
-    """Load the decoder of latents.
+    """Load the decoder for latents.
 
     Args:
         latents: content of latents.json.
-        vae: folder or hub id; "auto" loads the VAE that encoded the latents.
-        device: where it runs.
+        vae: folder or hub id of a VAE. "auto" loads the VAE that encoded the latents.
+        device: device of the VAE.
 
     Raises:
-        typer.BadParameter: no VAE, one with other channels, or "auto" if its weights have changed since.
+        typer.BadParameter: if there is no VAE, it has other channels, or "auto" finds that its weights have changed.
     """
     found = Decoder(load_vae(latents["vae"] if vae == "auto" else vae), device)
     if found.channels != latents["channels"]:

@@ -1,4 +1,4 @@
-"""Load initial weights (from a run, a timm checkpoint, or a safetensors file), and export the weights of a run."""
+"""Load initial weights from a run, a timm checkpoint or a safetensors file, and export the weights of a run."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ KINDS = {
 def start_from(
     model: nn.Module, path: Path, settings: dict[str, Any] | None = None, options: Collection[str] = SIZES
 ) -> str:
-    """Load all weights that fit into the model, and print those that do not.
+    """Load all weights that fit the model, and print those that do not.
 
-    settings: settings of this run; if the weights come from a run with a different encoding, a line says so. options:
-    names of the settings that describe the model.
+    If the weights come from a run whose encoding differs from the one in ``settings``, print a line about it.
+    ``options`` names the settings that determine the model.
 
-    The head of other classes, class and register tokens, and the encoding may differ. The norms of linear attention may
-    be missing. Weights of a vision transformer are resampled to the model's sizes, and those of an image model are
-    inflated for a video model.
+    The head, class and register tokens, and the encoding may differ. The norms of linear attention may be missing.
+    Weights of a vision transformer are resampled to the model's sizes, and those of an image model are inflated for a
+    video model.
 
     Returns:
-        a digest of the weights.
+        a hash of the weights.
 
     Raises:
-        typer.BadParameter: a missing file, a file without weights, or weights of a different architecture; the model is
-            left unchanged.
+        typer.BadParameter: if the file is missing or has no weights, or the weights have a different architecture. The
+            model is then unchanged.
     """
     found, before = _read(path)
     digest = digest_of(found)
@@ -105,7 +105,7 @@ def start_from(
 
 
 def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | None:
-    """Describe the patch grids of a run and of this training if they differ and this training has no --reference."""
+    """Describe the patch grids of both runs if they differ and this run has no --reference, or return None."""
     known = {"size", "patch"} <= before.keys() and has_coordinates(_part_of(settings, "model"))
     if not known or settings.get("reference") != 0:
         return None
@@ -120,7 +120,7 @@ def _describe_grids(before: dict[str, Any], settings: dict[str, Any]) -> str | N
 
 
 def _count_heads(model: nn.Module) -> int | None:
-    """Return the number of heads of the first attention, if known."""
+    """Return the number of heads of the first attention layer, or None if it is unknown."""
     if isinstance(model, CausalLm):
         return model.config.num_heads
     modules = (m for m in model.modules() if not isinstance(m, FrequencyModule))
@@ -129,7 +129,7 @@ def _count_heads(model: nn.Module) -> int | None:
 
 
 def _list_norms(model: nn.Module) -> list[str]:
-    """Return the weights of norms after attention, if a layer is linear. Weights of softmax layers lack them."""
+    """Return the names of the norms after linear attention, which weights of softmax layers lack."""
     attributes = [(getattr(m, "attention", None), getattr(m, "linear", None)) for m in model.modules()]
     if not any(attention == "linear" or linear is True for attention, linear in attributes):
         return []
@@ -137,16 +137,16 @@ def _list_norms(model: nn.Module) -> list[str]:
 
 
 def _first_names(names: Iterable[str]) -> list[str]:
-    """Return the first parts of names of weights, and one name for all norms after attention."""
+    """Return the first parts of weight names, with one name for all norms after attention."""
     norms = [norm.strip(".") for norm in NORMS]
     return sorted({next((norm for norm in norms if f".{norm}." in name), name.split(".")[0]) for name in names})
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the averaged weights of a run or its folder, or the weights of a file that timm supports.
+    """Read the averaged weights of a run, or the weights of a file that timm supports.
 
     Returns:
-        the weights, and the settings of the run; {} if they are unknown.
+        the weights, and the settings of the run, or {} if they are unknown.
     """
     file = path / "checkpoint.pt" if path.is_dir() else path
     if not file.is_file():
@@ -176,7 +176,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _explain_timm_weights(name: str) -> str:
-    """Return how to save pretrained weights, to append to an error, if this is the name of a timm model."""
+    """Return advice on saving pretrained weights, to append to an error, if ``name`` is a timm model."""
     if not is_model(name):
         return ""
     return (
@@ -186,22 +186,22 @@ def _explain_timm_weights(name: str) -> str:
 
 
 def _find_other_heads(before: dict[str, Any], num_heads: int | None) -> int | None:
-    """Return a run's number of heads if it differs from the model's, because the weights' shapes do not reveal it."""
+    """Return a run's number of heads if it differs from the model's, which the shapes of the weights don't show."""
     arguments = _part_of(before, "model")
     heads = arguments.get("num_heads", num_heads) if arguments else before.get("heads", num_heads)
     return None if num_heads in (None, heads) else heads
 
 
 def _part_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an entry of a run's settings if it has entries of its own, as "model" and "condition" may."""
+    """Return a nested entry of a run's settings, such as "model" or "condition", or {} if it is not a dictionary."""
     found = settings.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _advise(before: dict[str, Any], settings: dict[str, Any], options: Collection[str], heads: int | None) -> str:
-    """Return which training options build the model of the run with the settings ``before``.
+    """Return advice on which training options build the model of the run with settings ``before``.
 
-    heads: the run's number of heads if it differs.
+    ``heads`` is the run's number of heads if it differs.
     """
     trained, now = (_part_of(each, "condition") for each in (before, settings))
     if trained and now and trained["kind"] != now["kind"]:
@@ -260,7 +260,7 @@ def _fit(found: dict[str, Tensor], model: LrpeVisionTransformer) -> dict[str, An
 
 
 def export_weights(trainer: Trainer) -> None:
-    """Write the weights to evaluate (averaged if available) as model.safetensors."""
+    """Write the weights to evaluate, averaged if available, to model.safetensors."""
     weights: dict[str, Any] = get_model_state_dict(trainer.averaged, options=WHOLE)  # gathered by all processes
     if trainer.accelerator.is_main_process:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Interface between a task and the training loop, which also writes result.json."""
+"""Interface between tasks and the training loop, which also writes result.json."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .weights import export_weights, start_from
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that a task passes to the loop.
+    """Model, data and functions that a task passes to the training loop.
 
     Args:
-        model: on any device.
-        settings: everything besides the options that affects the weights: model arguments, a digest of the data.
+        model: model on any device.
+        settings: settings other than options that affect the weights, such as model arguments and a hash of the data.
         steps, batch, loss: see :meth:`.loop.Trainer.fit`.
-        evaluate: returns the results of the trained model for result.json; all processes call it.
-        validate: returns the values for a row of the history during training.
-        after_step: called after each step, to draw samples for example; see :meth:`.loop.Trainer.fit`.
-        in_processes: whether workers are processes, see :meth:`.loop.Trainer.fit`.
+        evaluate: function that returns the trained model's results for result.json. All processes call it.
+        validate: function that returns values for a row of the history during training.
+        after_step: function to call after each step, for example to draw samples; see :meth:`.loop.Trainer.fit`.
+        in_processes: whether workers are processes; see :meth:`.loop.Trainer.fit`.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Work:
 
 
 def train(prepare: Callable[[Any, torch.device], Work], config: Training) -> dict[str, Any]:
-    """Run or resume training and evaluation; return the content of result.json."""
+    """Run or resume training and evaluation, and return the content of result.json."""
     accelerator = begin(config)
     console = Console(stderr=True, quiet=not (accelerator.is_main_process and config.progress), highlight=False)
     if accelerator.is_main_process and not config.seconds and config.warmup_steps != config.warmup:

@@ -1,1 +1,1 @@
-"""Plots of encodings: ``lrpe-md visualize``."""
+"""The program ``lrpe-md visualize``, and figures for the documentation."""

@@ -1,4 +1,4 @@
-"""Draw encodings: ``lrpe-md visualize``."""
+"""The command line of ``lrpe-md visualize``, which draws encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Draw encodings on a grid for the docs: ``python -m lrpe_md.scripts.visualize.encoding [FOLDER]``."""
+"""Draw encodings on a grid for the docs.
+
+Run ``python -m lrpe_md.scripts.visualize.encoding [FOLDER]``.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ HEAD_DIM = 64
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("scripts/results")) -> None:
-    """Draw angles and similarity for the README, the home page and the concepts."""
+    """Draw angles and similarity for the README, the home page and the page on concepts."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_angles(folder / "encoding.png")
     draw_relative(folder / "front-relative.png")
 
 
 def draw_relative(path: Path) -> None:
-    """Draw the similarity of two patches to every other patch: the same pattern, shifted."""
+    """Draw the similarity of two patches to all other patches, which shows the same pattern at different places."""
     grid = Grid(GRID)
     omega = axial_omega(geometric_theta(HEAD_DIM // 4, 100.0), HEAD_DIM // 2, 2)
     x = torch.ones(1, 1, grid.total, HEAD_DIM, dtype=torch.float64)
@@ -40,7 +43,7 @@ def draw_relative(path: Path) -> None:
 
 
 def draw_angles(path: Path) -> None:
-    """Draw the angles of single channels over the grid, and the similarity of one query to every key."""
+    """Draw the angles of single channels over the grid, and the similarity of one query to all keys."""
     grid = Grid(GRID)
     axial = {c: axial_omega(geometric_theta(-(-c // 2), 100.0), c, 2) for c in (HEAD_DIM, HEAD_DIM // 2)}
     mixed = mixed_omega(HEAD_DIM // 2, 2, base=10.0, generator=torch.Generator().manual_seed(3))

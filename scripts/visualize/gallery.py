@@ -1,4 +1,4 @@
-"""Documentation page of all presets: a description of each, and the similarity of one token to every other."""
+"""Documentation page of all presets, with a description of each and the similarity of one token to all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = "python -m scripts.visualize.gallery"
 
 
 class Similarity(NamedTuple):
-    """Similarity of one token to all others: (N,), or (H, W) of an image or of the token's frame."""
+    """Similarity of one token to all others, (N,), or (H, W) for an image or for the token's frame."""
 
     values: torch.Tensor
     token: tuple[int, ...]  # its index in the values
@@ -32,12 +32,12 @@ class Similarity(NamedTuple):
 
 
 def choose_token(layout: TokenLayout) -> tuple[int, ...]:
-    """Return a token at a third of each axis: the centre is a singular point for positions on circles."""
+    """Return the token at a third of each axis, because the centre is a singular point for positions on circles."""
     return tuple(n // 3 for n in layout.shape)
 
 
 def over_grid(made: Preset) -> Similarity:
-    """Return the similarity of the head in which it varies most over the grid."""
+    """Return the similarity for the head in which it varies most over the grid."""
     layout = lay_out_tokens(made.positions, default_shape(made), row_major=made.scheme.row_major)
     token = choose_token(layout)
 
@@ -51,7 +51,7 @@ def over_grid(made: Preset) -> Similarity:
 
 
 def draw(names: list[str], path: Path) -> None:
-    """Draw a picture for each preset, with its own range of values in the title."""
+    """Draw a picture for each preset, with its range of values in the title."""
     with plt.rc_context({**STYLE, "axes.titlesize": 8, "axes.grid": False}):
         rows = -(-len(names) // COLUMNS)
         figure, axes = plt.subplots(
@@ -75,7 +75,7 @@ def draw(names: list[str], path: Path) -> None:
 
 
 def describe(scheme: Scheme) -> list[str]:
-    """Return the axes, map, pairs, head width and learned parameters of a scheme."""
+    """Describe the axes, map, pairs, head width and learned parameters of a scheme."""
     ours = {name for name, on in (("ω", scheme.learned), ("φ", scheme.phase)) if on}
     activation = "" if scheme.act == "none" else f", {scheme.act}"
     pairs = scheme.pairs if scheme.map == "rotate" else ""
@@ -110,7 +110,7 @@ def main(
     / "gallery",
     pages: Annotated[Path, typer.Option(help="Output folder for the page.")] = PAGES,
 ) -> None:
-    """Write the page and its pictures."""
+    """Write the page of presets and its pictures."""
     if pages == PAGES:
         require_checkout("--pages")
     names, size = sorted(list_presets()), COLUMNS * ROWS

@@ -1,13 +1,13 @@
-"""Plot encodings: angles over the grid, similarity of one token to every other, wavelengths.
+"""Plot encodings, with angles over the grid, the similarity of one token to all others, and wavelengths.
 
     lrpe-md visualize --preset wan --preset dinov3
     lrpe-md visualize --preset ours.json
     lrpe-md visualize --preset all --out runs/visualize --format pdf
     lrpe-md visualize --frequencies mixed --base 10 --shape 14x20 --reference 16 --text 8 --token 3,5
 
-There is one figure per encoding. At the top it shows Θ of a few pairs over the grid. Below are the similarity of the
-marked token to every other for each map and axis order, cuts through that similarity, and the wavelengths.
-:mod:`lrpe_md.picture.data` computes the numbers and explains the assumptions of similarity.
+There is one figure per encoding. At the top, it shows Θ of a few pairs over the grid. Below are the similarity of the
+marked token to all others for each map and axis order, slices through this similarity, and the wavelengths.
+:mod:`lrpe_md.picture.data` computes the data and explains the assumptions behind similarity.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IMPLIED = ("token", "segments", "shape", "reference")  # arguments whose option 
 
 @contextmanager
 def _name_option(option: str) -> Iterator[None]:
-    """Name the option, instead of the argument, in errors of the library."""
+    """Replace the argument's name with the option's in errors of the library."""
     try:
         yield
     except ValueError as error:
@@ -66,7 +66,7 @@ def _name_option(option: str) -> Iterator[None]:
 
 
 def numbers(option: str, text: str, *, least: int, gaps: bool = False) -> tuple[Any, ...]:
-    """Parse "4x18x28", "4,18,28" or "4 18 28"; with ``gaps``, "-" is None."""
+    """Parse numbers such as "4x18x28", "4,18,28" or "4 18 28". With ``gaps``, "-" means None."""
     parts = re.split(r"\s*[x×,]\s*|\s+", text.strip())
     good = [part.isdecimal() or (gaps and part == "-") for part in parts]
     if not all(good) or any(part != "-" and int(part) < least for part in parts):
@@ -87,10 +87,10 @@ def build_view(
     channels: Sequence[int] = (),
     maps: int = 4,
 ) -> View:
-    """Build the view of a subject that the options describe.
+    """Build the view of a subject from options.
 
     Raises:
-        typer.BadParameter: an option that does not fit the subject.
+        typer.BadParameter: if an option does not fit the subject.
     """
     made = subject.preset
     size = data.default_shape(made) if shape is None else numbers("--shape", shape, least=1)
@@ -211,7 +211,7 @@ def main(
         bool, typer.Option("--dark", help="Also save NAME-dark, for pages with a dark background.")
     ] = False,
 ) -> None:
-    """Plot angle maps, similarity and wavelengths of encodings, one figure each."""
+    """Plot angle maps, similarity and wavelengths of encodings, with one figure per encoding."""
     choose("--format", [format], FORMATS)
     if bool(preset) == bool(frequencies):
         raise typer.BadParameter("expected either --preset or --frequencies (--preset all plots every preset)")
@@ -243,7 +243,7 @@ def main(
 
 
 def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
-    """Draw and save a figure, with a copy for dark pages if wanted, and print its path."""
+    """Draw and save a figure, optionally with a copy for dark pages, and print its path."""
     figure = draw(view)
     if dark:
         save(figure, path, dpi=dpi)
@@ -254,7 +254,7 @@ def save_view(view: View, path: Path, dpi: int, dark: bool) -> None:
 
 
 def _find_schemes(wanted: Sequence[str]) -> dict[str, str | Scheme]:
-    """Return presets by name, and the schemes of JSON files by the file's name."""
+    """Return presets by name, and schemes from JSON files by file name."""
     found: dict[str, str | Scheme] = {}
     for value in dict.fromkeys(wanted):
         if value.lower().endswith(".json"):

@@ -139,7 +139,7 @@ def test_a_memory_takes_one_variant_for_all_frames(rule):
     ]
     names += ["linear_transition_kernel", "linear_transition_gradient_kernel"]
     counts = []
-    for shape, batch in (((3, 4, 4), 2), ((7, 5, 6), 1), ((2, 30, 31), 3), ((1, 8, 8), 2), ((16, 1, 1), 4)):
+    for shape, batch in (((3, 4, 4), 2), ((7, 5, 6), 1), ((2, 30, 31), 3), ((1, 8, 8), 2), ((16, 1, 2), 4)):
         block = shape[1] * shape[2]
         case = LinearCase(
             "rotate", shape, 0, batch=batch, head_dim=40, dtype=torch.bfloat16, mask="block", block=block,

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from lrpe_md.engine.core.operator import INTERPRETING, call_cache
-from lrpe_md.engine.linear import launch_memory
+from lrpe_md.engine.linear import launch, launch_memory
 from lrpe_md.engine.linear import plan as linear_plan
 from lrpe_md.engine.linear.call import LinearOptions, Operands, Sides
 from lrpe_md.engine.linear.validate import TensorArguments, validate_linear
@@ -38,6 +38,16 @@ def many_pieces(monkeypatch):
     monkeypatch.setattr(linear_plan, "SHORTEST", 4)
     monkeypatch.setattr(linear_plan, "PIECE", 4)
     monkeypatch.setattr(linear_plan, "PROGRAMS", 10**6)
+    call_cache.clear()
+    yield
+    call_cache.clear()
+
+
+@pytest.fixture
+def parts_of_pieces(monkeypatch):
+    """Divide tokens into causal pieces of 12, whose states are scanned in parts of 8 and 4."""
+    monkeypatch.setattr(launch, "cut_pieces", lambda num_tokens, *_: (max(1, -(-num_tokens // 12)), 12))
+    monkeypatch.setattr(launch, "cut_parts", lambda length, *_: min(length, 8))
     call_cache.clear()
     yield
     call_cache.clear()
@@ -150,6 +160,17 @@ def test_tokens(name, normalizer):
 )  # fmt: skip
 def test_pieces_of_tokens(changes, state, many_pieces):
     assert_within_budget(replace(CAUSAL, state=state, return_state=state, **changes))
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"decay": "head"}, {"decay": "head", "shape": (24,)}, {"shape": (6,)}, {"heads": (4, 2), "shape": (31,)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_pieces(dtype, changes, state, parts_of_pieces):
+    assert_within_budget(replace(CAUSAL, dtype=dtype, state=state, return_state=state, **changes))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)

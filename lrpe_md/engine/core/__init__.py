@@ -1,1 +1,1 @@
-"""Code that the encoding and linear attention share, from a call to its launches."""
+"""Code that encodings and linear attention share."""

@@ -1,7 +1,7 @@
-"""Values that describe a call.
+"""Data classes that describe a call.
 
-:class:`Options` are the user's choices. :class:`Call` is the validated result, which all lower layers use.
-:class:`Variant` holds all compile-time settings of a kernel.
+:class:`Options` holds the options that the user passed. :class:`Call` holds the validated arguments, which all lower
+layers use. :class:`Variant` holds all compile-time settings of a kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NormOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The user's choices, as passed, without tensors and positions."""
+    """Options that the user passed, excluding tensors and positions."""
 
     map: MapName
     act: Act = "none"
@@ -69,14 +69,14 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All tensors except x. The kernels compute gradients only for omega and phase."""
+    """Tensors that define positions and angles. The kernels compute gradients only for omega and phase."""
 
     omega: Any  # (H or 1, C, K); None if the caller passes cos and sin
     phase: Tensor | None = None  # (H or 1, C)
-    coords: Tensor | None = None  # (N, K) or (B, N, K) without prefix and suffix
+    coords: Tensor | None = None  # (N, K) or (B, N, K), without prefix and suffix
     origin: Tensor | None = None  # a grid's origin: (1, K) or (B, 1, K)
     affine: Tensor | None = None  # a grid's scale and shift: (K, 2)
-    rotated: Tensor | None = None  # (N,) or (B, N) like coords: whether a token is rotated
+    rotated: Tensor | None = None  # (N,) or (B, N), like coords: whether each token is rotated
     amplitude: Tensor | None = None  # (H or 1, C)
 
 
@@ -86,27 +86,26 @@ NO_TABLES = Tables(None)
 class CosSin(NamedTuple):
     """Cos and sin that the caller passes instead of positions: (N, W), (B or 1, N, W) or (B or 1, H or 1, N, W).
 
-    For the cosine map, W is the number of channels. For a rotation, it is the number of pairs, or twice that, with an
-    entry for each channel.
+    For the cosine map, W is the number of channels. For a rotation, W is the number of pairs or of channels.
     """
 
-    cos: Tensor | None = None  # if sin is None, (.., W, 2): cos and sin in the last dimension
+    cos: Tensor | None = None  # if sin is None, a tensor (.., W, 2) with both cos and sin
     sin: Tensor | None = None
     inverse: bool = False  # sin is negated
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of cos and of sin."""
+        """Shape shared by cos and sin."""
         assert self.cos is not None
         return self.cos.shape if self.sin is not None else self.cos.shape[:-1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are not None."""
+        """Return the tensors that are not None."""
         return tuple(t for t in self[:2] if t is not None)
 
     def strides(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the strides (b, h, n, d) of cos and of sin; 0 if samples or heads share their rows."""
+        """Return the strides (b, h, n, d) of cos and of sin. b is 0 if samples share rows, and h is 0 if heads do."""
         table_strides = []
         for t in self.tensors:
             *outer, rows, entries = t.stride()[: len(self.shape)]
@@ -117,16 +116,19 @@ class CosSin(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads with separate rows; 1 if all heads share them."""
+        """Number of heads with separate rows, or 1 if all heads share their rows."""
         return self.shape[1] if any(heads for _, heads, _, _ in self.strides()) else 1
 
     @property
     def by_sample(self) -> bool:
-        """True if each sample has its own rows."""
+        """Return whether each sample has its own rows."""
         return any(batch for batch, _, _, _ in self.strides())
 
     def split(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin separately, with the sign of the formula. They are views unless sin is negated."""
+        """Return cos and sin as separate tensors.
+
+        If ``inverse`` is set, sin is a negated copy. Otherwise, both are views.
+        """
         assert self.cos is not None
         cos, sin = self.cos.unbind(-1) if self.sin is None else (self.cos, self.sin)
         return cos, -sin if self.inverse else sin
@@ -136,7 +138,7 @@ NO_COS_SIN = CosSin()
 
 
 class Weights(NamedTuple):
-    """γ and β of the norm, for q (or the only tensor) and for k: (D,), (H, D) or (P, 1 or H, D) each."""
+    """γ and β of the norm, for q (or the only tensor) and for k. Their shape is (D,), (H, D) or (P, 1 or H, D)."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -145,7 +147,7 @@ class Weights(NamedTuple):
 
     @property
     def token_groups(self) -> int:
-        """P, the number of token groups (prefix, grid, suffix) with separate weights."""
+        """Number of token groups (prefix, grid, suffix) with separate weights."""
         return max([1] + [t.shape[0] for t in self if t is not None and t.ndim == 3])
 
 
@@ -153,7 +155,7 @@ NO_WEIGHTS = Weights()
 
 
 class Layout(NamedTuple):
-    """Token counts and grid sizes: integers that cross the operator boundary as SymInts."""
+    """Token counts and grid sizes, passed to the registered operators as SymInts."""
 
     num_tokens: int
     prefix: int
@@ -162,7 +164,10 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]  # empty for explicit coords
 
     def is_same(self, other: Layout) -> bool:
-        """Compare field by field. If tuples were compared, Dynamo in torch 2.11 would treat the sizes as constants."""
+        """Compare layouts field by field.
+
+        If whole tuples are compared, Dynamo in torch 2.11 treats the sizes as constants.
+        """
         has_same_counts = (
             self.num_tokens == other.num_tokens and self.prefix == other.prefix
             and self.num_grid_tokens == other.num_grid_tokens and self.start == other.start
@@ -174,14 +179,14 @@ class Layout(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Number of prefix tokens and of suffix tokens."""
+        """Return the number of prefix tokens and the number of suffix tokens."""
         num_tokens, prefix, num_grid, start, _ = self
         num_prefix = max(0, min(prefix - start, num_tokens))
         num_suffix = max(0, min(start + num_tokens - prefix - num_grid, num_tokens))
         return num_prefix, num_suffix
 
     def positions(self, tables: Tables, device: torch.device) -> tuple[Tensor, Any]:
-        """Return positions (.., N, K) and the mask of rotated tokens (None if all are), for the reference."""
+        """Return positions (.., N, K) for the reference, and the mask of rotated tokens (None if all are rotated)."""
         if self.sizes:
             return grid_coordinates(
                 self.num_tokens, self.sizes, self.prefix, self.start, tables.affine, tables.origin,
@@ -199,7 +204,7 @@ class Layout(NamedTuple):
         return pad(coords, (0, 0, self.prefix, suffix)), pad(rows, (self.prefix, suffix))
 
     def scales(self, weights: Weights, device: torch.device) -> tuple[Scales, Scales]:
-        """Return γ and β for q and for k, in the reference's form."""
+        """Return γ and β for q and for k, in the form that the reference expects."""
         groups = None
         if weights.weight is not None and weights.token_groups > 1:
             index = torch.arange(self.num_tokens, device=device) + (self.start - self.prefix)
@@ -209,41 +214,41 @@ class Layout(NamedTuple):
 
 
 class CallerTables(NamedTuple):
-    """Tables of cos and sin from the caller, in place of positions."""
+    """Tables of cos and sin that the caller passes instead of positions."""
 
     cos_sin: CosSin
-    prefix: int | None  # None: 0, and every token needs a row
+    prefix: int | None  # if None, there is no prefix, and every token needs a row
 
     def lay_out(self, num_tokens: int) -> Layout:
-        """Return the layout of the tables' rows among ``num_tokens`` tokens."""
+        """Return the layout of ``num_tokens`` tokens. Prefix and suffix tokens have no rows in the tables."""
         return Layout(num_tokens, self.prefix or 0, self.cos_sin.shape[-2], 0, ())
 
 
 class Needs(NamedTuple):
-    """Gradients that a backward computes in addition to dx."""
+    """Flags for the gradients that a backward pass computes in addition to dx."""
 
     omega: bool = False
     phase: bool = False
-    norm: bool = False  # γ and β, all that exist
+    norm: bool = False  # γ and β, if they exist
     tables: bool = False  # the caller's cos and sin; only the reference computes this gradient
 
 
 class Call(NamedTuple):
-    """A validated call without x."""
+    """A validated call, without x."""
 
     spec: Spec
     layout: Layout
     tables: Tables
-    # Launches prepared for calls with the same sizes, dtypes and devices. The key has the strides and the pass.
+    # Launches prepared for calls with the same sizes, dtypes and devices. Keys contain the strides and the pass.
     launches: dict[Hashable, Any] | None = None
     weights: Weights = NO_WEIGHTS
     cos_sin: CosSin = NO_COS_SIN
 
 
 class Variant(NamedTuple):
-    """All compile-time settings of a kernel, as one value that is passed to every helper.
+    """All compile-time settings of a kernel, as one value that is passed to every helper function.
 
-    Its repr can be evaluated anywhere, because compiler-generated code contains it.
+    Compilers write the repr into generated code, so evaluating the repr must work anywhere.
     """
 
     # The computation: the fields of Spec.
@@ -275,9 +280,9 @@ class Variant(NamedTuple):
     has_phase: bool = False
     # Cos and sin from the caller: see kernels/tables.py.
     tables: str = "none"  # | "pairs" | "full"
-    joined: bool = False  # cos and sin alternate in memory
+    joined: bool = False  # cos and sin are interleaved in memory
     inverse: bool = False  # sin is negated
-    table_unit: int = 1  # if above 1: entries are adjacent and strides are multiples of this, so loads are aligned
+    table_unit: int = 1  # if above 1, entries are adjacent, and strides are multiples of it, so that loads are aligned
     # The norm.
     has_weight: bool = False
     has_bias: bool = False
@@ -290,43 +295,43 @@ class Variant(NamedTuple):
     fixed: bool = False  # count angles in integers
     functions: int = 0  # see kernels/activations.py
     # Memory.
-    aligned: bool = False  # strides in units of 8, rows at multiples of 16 bytes
+    aligned: bool = False  # strides are in units of 8, and rows are 16-byte aligned
     long: bool = False  # some strides need more than 32 bits
     # A row's tiles: first the mapped channels, then those that pass through as x̄.
     num_mapped: int = 1
     begins: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
-    halves: int = 1  # tiles of a row per tile of the map: 2 for pairs
+    halves: int = 1  # number of row tiles per tile of the map; 2 for pairs
     num_map_tiles: int = 1
-    map_tiles: tuple[Variant, ...] = ()  # if the map has several tiles: a variant for each, with only its channels
-    first: int = 0  # first channel or pair of such a tile
+    map_tiles: tuple[Variant, ...] = ()  # if the map has several tiles, a variant for the channels of each tile
+    first: int = 0  # first channel or pair of the tile that such a variant covers
     # The division of the work.
     block_r: int = 1  # rows (heads of samples)
     block_n: int = 1  # tokens
     block_c: int = 1  # channels (cosine) or pairs (rotate)
-    flat: int = 0  # if not 0: blocks of channels per token; a tile then has block_n of these blocks
+    flat: int = 0  # if nonzero: number of channel blocks per token. A tile then contains block_n channel blocks
     stages: int = 1
     early: bool = False  # the second pass of dω may be launched once all programs of this one have started
     rows_first: bool = False  # frequencies are loaded after the rows
     # Linear attention.
-    tokens_as_n: bool = False  # tokens are the columns of products, because fewer than 64 can't be rows on Hopper
-    single_layout: bool = False  # causal, bfloat16, one tile of at least 64 features: all sums share a layout
-    output_transposed: bool = False  # with single_layout: o of a block is computed with tokens as columns
+    tokens_as_n: bool = False  # tokens are the columns of products, because Hopper's matrix units need at least 64 rows
+    single_layout: bool = False  # all sums share a layout (causal, bfloat16, a single tile of at least 64 features)
+    output_transposed: bool = False  # with single_layout, o of a block is computed with tokens as columns
     keeps_zero: bool = False  # act(0) is 0
     normalizer: str = "none"
     gated: bool = False
     need_dgate: bool = False
-    operand: str = "same"  # dtype of operands | "bfloat16" | "rounded": float32 with bfloat16 values, for interpreters
+    operand: str = "same"  # operands keep their dtype | "bfloat16" | "rounded": float32 with bfloat16 values
     v_dim: int = 0
     v_begins: tuple[int, ...] = ()  # first channel of each tile of v
     v_widths: tuple[int, ...] = ()
     v_blocks: tuple[int, ...] = ()
     num_features: int = 0  # width of q̂ and k̂
     accumulate_outside_mma: bool = False  # products are summed outside the matrix units
-    raw: bool = False  # features are the rows as they are in memory
-    share: int = 1  # tokens of a block that share a row of sums for dω
-    run: int = 1  # adjacent channels from one half in a tile of features
+    raw: bool = False  # features are the rows of q and k, unchanged
+    share: int = 1  # number of tokens of a block that share a row of sums for dω
+    run: int = 1  # number of adjacent channels from the same half in a tile of features
     feature_begins: tuple[int, ...] = ()  # first feature of each tile of features
     feature_widths: tuple[int, ...] = ()
     feature_blocks: tuple[int, ...] = ()
@@ -336,15 +341,16 @@ class Variant(NamedTuple):
     causal: bool = False
     one_side: bool = False  # q and k share positions and phase
     has_no_gqa: bool = False  # q and k have the same number of heads
-    has_state: bool = False  # there are earlier tokens, whose state is loaded
-    # The kernel's memory, unlike Attention.memory. Causal kernels: "add" with a decay. Scans: "delta" multiplies by
-    # I − A, "add" does not.
+    has_state: bool = False  # the state of earlier tokens is loaded
+    # The kernel's own update rule, which may differ from Attention.memory. In causal kernels, "add" means that there is
+    # a decay. Scans multiply the state by I − A for "delta", but not for "add".
     memory: str = "sum"
-    width: int = 0  # elements of a row of a state, in tiles of block_c
-    num_scans: int = 1  # 2 for both directions
+    decay_per_head: bool = False  # in causal kernels, all tokens of a head have the same decay
+    width: int = 0  # elements in a row of a state, which is split into tiles of block_c
+    num_scans: int = 1  # 2 if both directions are scanned
     adds_first: bool = False  # the scan computes gradients
     need_ddecay: bool = False
-    queries: Variant | None = None  # variant of q's side in a kernel with both sides; None: the same as k's
+    queries: Variant | None = None  # q's variant in a kernel that reads both sides; None if it equals k's
 
     def __repr__(self) -> str:
         fields = ", ".join(map(repr, self))

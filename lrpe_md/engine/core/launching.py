@@ -1,4 +1,4 @@
-"""Code that all launchers share: preparing tables, describing grids as numbers, and detecting GPU features."""
+"""Helpers that all launchers use to prepare tables, describe grids as numbers, and detect GPU features."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
 
 INTERPRETING = not isinstance(kernels.lrpe_kernel, triton.JITFunction)
 
-MAX_AXES = 4  # most axes of a grid in a kernel; grids with more axes are passed as coordinates
+MAX_AXES = 4  # maximum number of grid axes in a kernel; grids with more axes are passed as coordinates
 LARGE_GRID = 2**16  # tokens along an axis; larger grids may need use_affine_positions
 MAX_INDEX = 2**31 - 1  # largest token index in a kernel; shards of larger grids are passed as coordinates
 
 
 def make_readable(call: Call) -> Call:
-    """Return the call with its tables converted for the kernels.
+    """Return a copy of the call with tables that kernels can read.
 
-    Tables are contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
+    Tables are made contiguous. A grid with more than MAX_AXES axes or MAX_INDEX tokens is replaced by coordinates.
     """
     omega, phase, coords, origin, affine, rotated, amplitude = call.tables
     layout, weights, cos_sin = call.layout, call.weights, call.cos_sin
@@ -73,14 +73,14 @@ def make_readable(call: Call) -> Call:
 
 
 def read_sides(q_side: Call, k_side: Call, one_side: bool, narrow: bool) -> tuple[Call, Call]:
-    """Return both sides of linear attention, with their tables converted for the kernels. narrow: inputs are 16-bit."""
+    """Apply :func:`make_readable` to both sides of linear attention. Set ``narrow`` for 16-bit inputs."""
     if narrow:  # kernels use the hardware's sine and cosine
         q_side, k_side = use_affine_positions(q_side), k_side if one_side else use_affine_positions(k_side)
     return make_readable(q_side), k_side if one_side else make_readable(k_side)
 
 
 def lay_weight(t: Tensor) -> Tensor:
-    """Return γ or β as the kernels read it: contiguous, (H or 1, P, D)."""
+    """Return γ or β as a contiguous tensor in the shape that kernels expect, (H or 1, P, D)."""
     t = materialise(t.detach())
     if t.ndim == 3:
         return t.transpose(0, 1).contiguous()
@@ -88,20 +88,20 @@ def lay_weight(t: Tensor) -> Tensor:
 
 
 def materialise_each(*tensors: Tensor | None) -> list[Any]:
-    """Apply lazy negations of several tensors, some of which may be None."""
+    """Apply :func:`materialise` to several tensors, some of which may be None."""
     return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
 
 
 def materialise(t: Tensor) -> Tensor:
-    """Apply a lazy negation, because kernels read the memory of a tensor."""
+    """Resolve the negative bit of t if it is set. Kernels read memory directly, so they would ignore this bit."""
     return t.resolve_neg() if t.is_neg() else t
 
 
 def use_affine_positions(call: Call) -> Call:
-    """Return the call with the positions of a large grid as an affine map of indices.
+    """Return a copy of the call in which the positions of a large grid are an affine function of the indices.
 
-    Kernels that use the hardware's sine and cosine can count 2^22 turns per axis. With LARGE_GRID tokens, this allows
-    400 radians per position.
+    Otherwise, kernels that use the hardware's sine and cosine could only count 2^22 turns per axis. On an axis of
+    LARGE_GRID tokens, this would limit frequencies to 400 radians per position.
     """
     layout, tables = call.layout, call.tables
     if max(layout.sizes, default=0) <= LARGE_GRID or tables.affine is not None or tables.origin is not None:
@@ -112,21 +112,21 @@ def use_affine_positions(call: Call) -> Call:
 
 
 def num_groups(call: Call) -> int:
-    """Return the number of groups of heads that share frequencies or rows of tables."""
+    """Return the number of groups of heads. The heads of a group share frequencies or rows of tables."""
     tables = call.tables
     heads = [t.shape[0] for t in (tables.omega, tables.phase, tables.amplitude) if t is not None]
     return max(*heads, 1 if call.cos_sin.cos is None else call.cos_sin.num_heads, 0)
 
 
 class Tiles(NamedTuple):
-    """Tiles of a row: first the mapped ones, then those that pass through. Linear attention joins some tiles."""
+    """Tiles of a row. The mapped channels come first, followed by the unmapped ones."""
 
     block_c: int
     num_mapped: int
     begins: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: tuple[int, ...]
-    halves: int = 1  # tiles of a row per tile of the map
+    halves: int = 1  # number of row tiles per tile of the map
     num_map_tiles: int = 1
 
     @property
@@ -138,7 +138,7 @@ class Tiles(NamedTuple):
         return self._join(self.blocks)
 
     def _join(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Join the widths of the map's two halves, which share a tile."""
+        """Return the tile widths of features, where each tile contains both halves of the map's output."""
         mapped = widths[: self.num_mapped : self.halves]
         return (*(2 * width for width in mapped), *widths[self.num_mapped :])
 
@@ -152,12 +152,12 @@ class Segment(NamedTuple):
 
 
 def pad_channels(width: int) -> tuple[int, ...]:
-    """Return the width of a single tile: the next power of two."""
+    """Return the width of a single tile for ``width`` channels: the next power of two."""
     return (triton.next_power_of_2(width),)
 
 
 def cut_width(begin: int, width: int, choose: Callable[[int], tuple[int, ...]] = pad_channels) -> list[Segment]:
-    """Cut channels into tiles of the widths that ``choose`` returns."""
+    """Split ``width`` channels into tiles. ``choose(width)`` returns the widths of the tiles."""
     blocks = choose(width)
     offsets = accumulate(blocks, initial=0)
     return [
@@ -172,7 +172,10 @@ def cut_channels(
     choose: Callable[[int], tuple[int, ...]] = pad_channels,
     pad: Callable[[int], tuple[int, ...]] = pad_channels,
 ) -> Tiles:
-    """Cut a row into tiles. choose: see :func:`cut_width`. pad: the same for channels that pass through."""
+    """Split a row into tiles.
+
+    ``choose`` returns the tile widths for the mapped channels, and ``pad`` for the others.
+    """
     channels = spec.num_channels
     if spec.map == "none" and not channels:
         tiles = cut_width(0, head_dim, choose)
@@ -191,7 +194,7 @@ def cut_channels(
 
 
 def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
-    """Return the fields of a variant that describe which tables and weights exist."""
+    """Return the fields of a variant that tell kernels which tables and weights exist."""
     positions = tables.coords if tables.coords is not None else tables.origin
     scales = [t for t in weights if t is not None]
     return {
@@ -206,7 +209,7 @@ def describe_tables(tables: Tables, weights: Weights) -> dict[str, Any]:
 
 
 def find_table_strides(call: Call, variant: Variant) -> dict[str, int]:
-    """Return the strides of tables along samples and heads; a stride is 0 if they share rows."""
+    """Return the strides of tables along samples and heads. A stride is 0 if all samples (or heads) share the table."""
     omega, phase, coords, origin, _, rotated, amplitude = call.tables
     positions = coords if coords is not None else origin
     channels = variant.num_channels
@@ -229,7 +232,7 @@ def count_grid(layout: Layout) -> dict[str, int]:
 
 
 def divide_by(name: str, divisor: int) -> dict[str, int]:
-    """Return magic and shift for dividing by ``divisor`` in a kernel, as a dict whose keys end in ``name``."""
+    """Return the numbers that a kernel needs to divide by ``divisor``. The keys of the dict end in ``name``."""
     magic, shift = _find_magic(divisor)
     return {f"magic{name}": magic, f"shift{name}": shift}
 
@@ -242,7 +245,7 @@ def _find_magic(n: int) -> tuple[int, int]:
 
 
 def limit_registers(max_registers: int | None) -> dict[str, int]:
-    """Return the compiler option for a register limit, which exists only in Triton's CUDA backend."""
+    """Return the compiler option for a register limit. Only Triton's CUDA backend has this option."""
     return {} if max_registers is None or INTERPRETING or torch.version.hip is not None else {"maxnreg": max_registers}
 
 
@@ -251,16 +254,16 @@ def in_eights(head_dim: int, strides: list[tuple[int, ...]]) -> bool:
 
 
 def strides_in_eights(stride: tuple[int, ...]) -> bool:
-    """Return whether channels of (B, H, N, D) are adjacent and all other strides divisible by 8."""
+    """Return whether the channels of (B, H, N, D) are adjacent and all other strides are divisible by 8."""
     b, h, n, d = stride
     return d == 1 and (b | h | n) % 8 == 0
 
 
 @cache
 def _can_launch_early() -> bool:
-    """Return whether a kernel can be launched while the previous one runs, and wait for it.
+    """Return whether a kernel can be launched early, while the previous kernel is still running.
 
-    This is CUDA's programmatic dependent launch. It needs compute capability 9, and CUDA 12.3 to work in CUDA graphs.
+    This feature is called programmatic dependent launch. It needs compute capability 9 and, for CUDA graphs, CUDA 12.3.
     """
     if INTERPRETING or torch.version.hip is not None or not torch.cuda.is_available():
         return False
@@ -274,7 +277,7 @@ def _can_launch_early() -> bool:
 
 
 def launches_early(needs: Needs) -> bool:
-    """Return whether the reduction of partial sums may be launched while they are computed."""
+    """Return whether the reduction of partial sums may be launched while another kernel is still computing them."""
     return any(needs) and not is_recording() and _can_launch_early()
 
 
@@ -284,6 +287,6 @@ def has_ptx(dtype: torch.dtype) -> bool:
 
 
 def current_device(x: Tensor):
-    """Return a context in which x's device is the current one, because Triton launches there."""
+    """Return a context that makes x's device the current device, on which Triton launches kernels."""
     needs_switch = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device_of(x) if needs_switch else nullcontext()

@@ -1,4 +1,4 @@
-"""Memory layouts of tensors (B, H, N, D), and new tensors with the same layout."""
+"""Find the memory layout of tensors (B, H, N, D), and create tensors with the same layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = [
 
 
 def memory_order(x: Tensor) -> tuple[int, int, int]:
-    """Return the order of x's first three dimensions in memory, outermost first. x: (B, H, N, D)."""
+    """Return the order of the first three dimensions of x (B, H, N, D) in memory, outermost first."""
     b, h, n, _ = x.stride()
     if b >= h >= n:
         return (0, 1, 2)
@@ -22,7 +22,7 @@ def memory_order(x: Tensor) -> tuple[int, int, int]:
 
 
 def strides_in_memory(x: Tensor, last: int) -> tuple[int, int, int, int]:
-    """Return the strides of a dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    """Return the strides of a dense tensor (B, H, N, last) with the memory order of x (B, H, N, D)."""
     strides, step = [0, 0, 0], last
     for i in reversed(memory_order(x)):
         strides[i] = step
@@ -31,13 +31,13 @@ def strides_in_memory(x: Tensor, last: int) -> tuple[int, int, int, int]:
 
 
 def like_in_memory(x: Tensor, last: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a dense (B, H, N, last) with the memory order of x (B, H, N, D)."""
+    """Allocate a dense tensor (B, H, N, last) with the memory order of x (B, H, N, D)."""
     strides = strides_in_memory(x, last)
     return torch.empty_strided((*x.shape[:3], last), strides, dtype=dtype or x.dtype, device=x.device)
 
 
 def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
-    """Copy y (B, H, N, D) so that its first three dimensions have this memory order, outermost first."""
+    """Return y (B, H, N, D) with its first three dimensions in the given memory order, outermost first."""
     if order == (0, 1, 2):
         return y
     first, second, third = (order.index(i) for i in range(3))
@@ -45,12 +45,12 @@ def arrange_in_memory(y: Tensor, order: tuple[int, int, int]) -> Tensor:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are accumulated."""
+    """Return the dtype in which inputs of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def split_projection(qkv: Tensor, num_key_heads: int | None) -> tuple[Tensor, ...]:
-    """Return views q, k and v (B, H, N, D) of (B, N, 3, H, D) or, with num_key_heads, of (B, N, H_q + 2 H_k, D)."""
+    """Split (B, N, 3, H, D) or, with num_key_heads, (B, N, H_q + 2 H_k, D) into views q, k and v (B, H, N, D)."""
     if num_key_heads is None:
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)
     sizes = [qkv.shape[2] - 2 * num_key_heads, num_key_heads, num_key_heads]

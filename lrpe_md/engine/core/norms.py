@@ -1,4 +1,4 @@
-"""Validate the norm of a call, and split it into options and tensors."""
+"""Validate the norm of a call, and separate its options from its tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ AnyOptions = TypeVar("AnyOptions", bound=Any)  # options of the encoding or of l
 
 
 def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOptions, Weights]:
-    """Return the options with the norm's options set, and its tensors. Cached calls repeat these checks."""
+    """Check a norm, even for a cached call.
+
+    Return the norm's weights, and the options with the norm's options filled in.
+    """
     if not isinstance(norm, Norm):
         raise TypeError(f"norm: expected a lrpe_md.Norm, got {type(norm).__name__}")
     kind, weight, bias, eps, over, offset = norm
@@ -54,7 +57,7 @@ def take_norm(options: AnyOptions, norm: Any, num_tensors: int) -> tuple[AnyOpti
 
 
 def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
-    """Return γ (or β) of q, or of the only tensor, and of k."""
+    """Return γ (or β) for q (or the only tensor) and for k."""
     parts = split_pair(f"norm.{name}", value, num_tensors)
     if type(value) is tuple and any(t is None for t in value):
         raise TypeError(f"norm.{name}: expected a tensor for q and one for k, or None for both, got a tuple with None")
@@ -62,12 +65,12 @@ def _split_weights(name: str, value: Any, num_tensors: int) -> tuple[Any, ...]:
 
 
 def of_tensor(weights: Weights, i: int) -> Weights:
-    """Return the weights of q (0) or k (1), for a call on that tensor only."""
+    """Return the weights for a call on a single tensor: q if i is 0, and k if i is 1."""
     return Weights(weights.weight_k, weights.bias_k) if i else Weights(weights.weight, weights.bias)
 
 
 def check_weights(options: Any, weights: Weights, xs: tuple[Tensor, ...], layout: Layout) -> None:
-    """Check shapes, dtypes and devices of the weights against validated inputs."""
+    """Check that the shapes, dtypes and devices of the weights match the validated inputs."""
     assert options.norm is not None
     over = options.norm.over
     if options.dim == -2:
@@ -135,7 +138,7 @@ def apply_norm(
 
 
 def _make_layout(positions: Any, num_tokens: int) -> Layout:
-    """Return a layout with the prefix and suffix of positions that have not been validated yet."""
+    """Return a layout with the prefix and the suffix of positions that haven't been validated yet."""
     if isinstance(positions, Grid):
         return Layout(num_tokens, positions.prefix, positions.num_grid_tokens, positions.start, ())
     if isinstance(positions, Coordinates):

@@ -1,7 +1,7 @@
 """Base class of the operators in :mod:`lrpe_md.engine.encode.operator` and :mod:`lrpe_md.engine.linear.operator`.
 
-The kernels support first-order reverse mode. Function transforms, dual numbers and double backwards run the reference.
-With plain eager tensors, we call the launcher directly. Compilers, tensor subclasses and dispatch modes see the
+The kernels support only first-order reverse mode. Function transforms, dual numbers and double backward passes run the
+reference. Plain eager tensors go directly to the launcher. Compilers, tensor subclasses and dispatch modes see the
 registered operators ``lrpe_md::forward`` and ``lrpe_md::backward``, or ``linear_forward`` and ``linear_backward``.
 """
 
@@ -42,7 +42,7 @@ IMPLS = get_args(Impl)
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether all tensors are of torch's own classes, and no dispatch mode is active."""
+    """Return whether all tensors are plain tensors or parameters, and no dispatch mode is active."""
     if num_dispatch_modes():
         return False
     for t in tensors:
@@ -53,7 +53,7 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_direct(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether the launcher may be called without PyTorch's dispatcher."""
+    """Return whether the launcher may be called directly, bypassing PyTorch's dispatcher."""
     return not (torch.compiler.is_compiling() or is_tracing()) and is_plain(tensors)
 
 
@@ -70,7 +70,7 @@ AnyCall = TypeVar("AnyCall")
 
 
 def cache_call(key: Hashable, call: AnyCall) -> AnyCall:
-    """Cache a validated call (without its tensors) for later calls with the same key."""
+    """Cache a validated call, without its tensors, for later calls with the same key."""
     if len(call_cache) >= _MOST_CALLS:
         call_cache.clear()
     call_cache[key] = call
@@ -78,9 +78,10 @@ def cache_call(key: Hashable, call: AnyCall) -> AnyCall:
 
 
 def make_key(positions: Any, tensors: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Make a cache key from positions (a Grid or other constants) and from the tensors' shapes, dtypes and devices.
+    """Make a cache key from positions (a Grid or other constants) and the shapes, dtypes and devices of tensors.
 
-    Returns None if a value isn't a dense tensor, or if the grid's scale or shift would add tensors to the call.
+    Return None if any of the tensors isn't dense. Also return None if the grid has a scale or shift, because validation
+    then creates new tensors.
     """
     fields: list[Any] = [positions]
     if type(positions) is Grid:
@@ -109,9 +110,9 @@ def check_impl(impl: Any) -> None:
 
 
 def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transformed: bool) -> bool:
-    """Return whether to run the kernels, according to ``impl`` and the inputs.
+    """Return whether ``impl`` and the inputs select the kernels.
 
-    constants: tensors for which the kernels don't compute gradients. transformed: the result of
+    ``constants`` are tensors for which the kernels don't compute gradients. ``transformed`` is the result of
     :func:`is_transforming`.
     """
     if impl not in IMPLS:
@@ -154,7 +155,7 @@ def use_triton(impl: str, x: Tensor, constants: Iterable[Tensor | None], transfo
 
 @cache
 def warn_of_interpreter() -> None:
-    """Warn once that an old Triton's interpreter is less accurate than a GPU."""
+    """Warn once if the interpreter of the installed Triton is less accurate than a GPU."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
@@ -165,7 +166,7 @@ def warn_of_interpreter() -> None:
 
 
 def _warn(message: str) -> None:
-    """Warn, pointing at the first stack frame outside of this package."""
+    """Warn, and attribute the warning to the first stack frame outside this package."""
     level, package = 2, __name__.partition(".")[0]
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -185,11 +186,11 @@ class Part(NamedTuple):
     """A NamedTuple whose fields are separate arguments of a registered operator."""
 
     kind: Any
-    prefix: str = ""  # prefix of the arguments' names
-    integer: str = "int"  # or "SymInt", for sizes that a compiler may not know
+    prefix: str = ""  # prefix of the names of the arguments
+    integer: str = "int"  # or "SymInt" for sizes that may be unknown to a compiler
 
     def declare(self) -> str:
-        """Return the argument declarations for a schema."""
+        """Return the declarations of the arguments for an operator's schema."""
         hints = get_type_hints(self.kind)
         types = [(name, "str" if get_origin(hints[name]) is Literal else _TYPES[hints[name]]) for name in hints]
         return ", ".join(f"{kind.replace('int', self.integer)} {self.prefix}{name}" for name, kind in types)
@@ -207,29 +208,29 @@ _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 
 
 class Operator(ABC):
-    """A pair of registered operators with their kernels, reference, fakes and derivatives.
+    """Forward and backward operators with their kernels, reference, fake implementations and derivatives.
 
-    The inputs include the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. A
-    backward returns the gradients of the rows, then those of the learned tensors that need one, in the order of
-    :meth:`list_learned`.
+    The first inputs are the rows: x, or q and k, or q, k and v. A call is a NamedTuple with all other arguments. The
+    backward operator returns the gradients of the rows first. Then it returns the gradients of those learned tensors
+    that need one, in the order of :meth:`list_learned`.
     """
 
-    num_rows = 0  # the first num_rows inputs are rows; 0: all
-    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # selects a call's launcher
+    num_rows = 0  # number of inputs that are rows, which come first; 0 means all
+    launcher_key: Callable[[Any], str] = staticmethod(attrgetter("spec.norm_over"))  # key of a call's launcher
 
     def __init__(self, prefix: str, inputs: tuple[str, ...], parts: tuple[Part, ...], options: Any, needs: Any) -> None:
         """Register the operators.
 
         Args:
             prefix: prefix of the operators' names.
-            inputs: declarations of the inputs, then of the tensors that a forward saves for the backward.
-            parts: the parts of a call.
-            options: NamedTuple class of the forward's options (what to return in addition to the outputs), or None.
-            needs: NamedTuple class of flags: which gradients of learned tensors a backward computes.
+            inputs: declarations of the inputs and, at the end, of the tensors saved for the backward.
+            parts: parts of a call.
+            options: NamedTuple class whose fields select what a forward returns besides the outputs, or None.
+            needs: NamedTuple class with flags that select the gradients of learned tensors to compute in a backward.
         """
         *input_arguments, saved_argument = inputs
         self.prefix, self.parts, self.num_inputs = prefix, parts, len(input_arguments)
-        self.launchers: dict[str, Any] = {}  # by launcher_key
+        self.launchers: dict[str, Any] = {}  # keyed by launcher_key
         self.needs, self.num_options = needs, len(options._fields) if options else 0
         call = [part.declare() for part in parts]
         forward = [*input_arguments, *call, *([Part(options).declare()] if options else []), "str source=''"]
@@ -256,7 +257,7 @@ class Operator(ABC):
 
     @abstractmethod
     def import_launcher(self, call: Any) -> Any:
-        """Import the launcher module on first use, because it imports triton."""
+        """Import the launcher module on first use, because the module imports triton."""
 
     @abstractmethod
     def split(self, call: Any) -> tuple[Any, ...]:
@@ -272,11 +273,11 @@ class Operator(ABC):
 
     @abstractmethod
     def write_inputs(self, inputs: Any) -> tuple[Any, ...]:
-        """Undo :meth:`read_inputs`."""
+        """Convert the inputs back to an operator's first arguments."""
 
     @abstractmethod
     def list_learned(self, call: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-        """Return the tensors other than the rows that may have a gradient."""
+        """Return the tensors other than the rows that may need a gradient."""
 
     @abstractmethod
     def list_constants(self, call: Any) -> tuple[Tensor | None, ...]:
@@ -294,19 +295,19 @@ class Operator(ABC):
 
     @abstractmethod
     def read_needs(self, needs_gradients: Sequence[bool]) -> Any:
-        """Build the needs from flags: whether each learned tensor needs a gradient."""
+        """Build the needs, given whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def list_needs(self, needs: Any, call: Any, inputs: Any) -> tuple[bool, ...]:
-        """Return whether the gradient of each learned tensor is needed."""
+        """Return whether each learned tensor needs a gradient."""
 
     @abstractmethod
     def run_reference(self, call: Any, inputs: Any) -> tuple[Tensor, ...]:
-        """Run the reference, differentiable to any order."""
+        """Run the reference, which is differentiable to any order."""
 
     @abstractmethod
     def run_reference_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
-        """Compute the results of the forward operator with the reference."""
+        """Use the reference to compute the results of the forward operator."""
 
     @abstractmethod
     def fake_forward(self, call: Any, inputs: Any, options: Sequence[Any]) -> list[Tensor]:
@@ -314,30 +315,30 @@ class Operator(ABC):
 
     @abstractmethod
     def shape_gradients(self, call: Any, inputs: Any, grads: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        """Return a pair for the gradient of each row tensor: a tensor with its memory order, and its width."""
+        """Return a pair for each row gradient: a tensor with the same memory order, and the gradient's width."""
 
     @abstractmethod
     def pack_saved(self, call: Any, inputs: Any, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save for a backward with the needed gradients, and the rest of the call."""
+        """Return the tensors to save and the call's other values, for a backward that computes the needed gradients."""
 
     @abstractmethod
     def unpack_saved(self, rest: Any, tensors: Sequence[Any]) -> tuple[Any, Any, Sequence[Tensor]]:
-        """Undo :meth:`pack_saved`: return the call, the inputs, and any further saved tensors."""
+        """Return the call, the inputs and any further saved tensors, given the result of :meth:`pack_saved`."""
 
     @abstractmethod
     def run_shards(self, run: Callable[..., Any], call: Any, inputs: Any, options: Any) -> tuple[Tensor, ...]:
         """Run a call on DTensors, by calling ``run`` on the local shards."""
 
     def keep_for_backward(self, call: Any, inputs: Any, options: Any, direct: bool) -> tuple[Any, int]:
-        """Return the options for a forward that a backward will follow, and the number of results for the user."""
+        """Return the options for a forward that autograd records, and the number of results that the user gets."""
         raise NotImplementedError("expected an operator with options to override this method")
 
     # --- a call, from the choice of the path to a launch
 
     def run(self, call: Any, inputs: Any, impl: str, direct: bool, options: Any = ()) -> tuple[Tensor, ...]:
-        """Run a validated call on shards, with the kernels or with the reference.
+        """Run a validated call with the kernels or the reference, on whole tensors or on shards.
 
-        direct: the result of :func:`is_direct` for the rows and the learned tensors.
+        ``direct`` is the result of :func:`is_direct` for the rows and the learned tensors.
         """
         learned, constants = self.list_learned(call, inputs), self.list_constants(call)
         return self.run_parts(call, inputs, learned, constants, impl, direct, is_transforming(), options)
@@ -353,7 +354,7 @@ class Operator(ABC):
         transformed: bool,
         options: Any = (),
     ) -> tuple[Tensor, ...]:
-        """Implement :meth:`run`. constants, transformed: see :func:`use_triton`."""
+        """Implement :meth:`run`. See :func:`use_triton` for ``constants`` and ``transformed``."""
         rows = inputs[: self.num_rows or None]
         if not direct and is_sharded(*rows, *learned, *constants):
 
@@ -369,7 +370,7 @@ class Operator(ABC):
     def run_kernels(
         self, call: Any, inputs: Any, learned: tuple[Tensor | None, ...], direct: bool, options: Any = ()
     ) -> tuple[Tensor, ...]:
-        """Run the kernels, with their backward. Higher derivatives come from the reference."""
+        """Run the kernels, under autograd if needed. The reference computes higher derivatives."""
         rows = inputs[: self.num_rows or None]
         if torch.is_grad_enabled():
             tensors = (*rows, *learned)
@@ -404,7 +405,7 @@ class Operator(ABC):
         needs: Any,
         outs: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Run the kernels of a backward. outs: where to write the gradients of the rows."""
+        """Run the kernels of a backward pass. If ``outs`` are passed, write the gradients of the rows to them."""
         return self.launcher(call).backward(call, grads, inputs, saved, needs, outs)
 
     def backward(
@@ -417,7 +418,10 @@ class Operator(ABC):
         direct: bool,
         outs: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """Return the gradients. outs: where the launcher writes those of the rows, if direct."""
+        """Return the gradients.
+
+        If ``direct`` is set and ``outs`` is passed, write the gradients of the rows to ``outs``.
+        """
         if direct:
             return self.launch_backward(call, grads, inputs, saved, needs, outs)
         input_arguments, call = self.write_inputs(inputs), self.flatten(call)
@@ -428,8 +432,8 @@ class Operator(ABC):
     ) -> list[Tensor]:
         """Compute the gradients with the reference.
 
-        We differentiate views of the saved tensors. Differentiating the tensors themselves would also follow the user's
-        graph, for example if k was computed from q.
+        The reference runs on views of the saved tensors. If it ran on the saved tensors themselves, autograd would
+        continue into the graph that computed them, for example if k was computed from q.
         """
         leaves: list[Tensor] = []
 
@@ -438,7 +442,7 @@ class Operator(ABC):
             return leaves[-1]
 
         with torch.enable_grad():
-            # If the map is linear in x, no x was saved, and any values will do.
+            # If the map is linear in x, the gradients don't depend on x. So x wasn't saved, and any values will do.
             rows = inputs[: self.num_rows or None] or [
                 like.new_zeros((*like.shape[:3], width)) for like, width in self.shape_gradients(call, inputs, grads)
             ]
@@ -457,13 +461,13 @@ class Operator(ABC):
     # --- arguments of the registered operators
 
     def flatten(self, call: Any) -> tuple[Any, ...]:
-        """Convert a call to arguments of the operators."""
+        """Convert a call to a flat tuple of operator arguments."""
         return tuple(
             list(value) if isinstance(value, tuple) else value for part in self.split(call) for value in part
         )  # fmt: skip
 
     def unflatten(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Undo :meth:`flatten`; also return the remaining arguments."""
+        """Convert operator arguments back to a call, and return it with the remaining arguments."""
         values = iter(args)
         return self.join([part.take(values) for part in self.parts]), tuple(values)
 
@@ -524,7 +528,7 @@ def separate(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class _Settings(NamedTuple):
-    """Arguments of :class:`_Run` that have no gradient."""
+    """Arguments of :class:`_Run` other than tensors."""
 
     operator: Operator
     call: Any
@@ -534,7 +538,7 @@ class _Settings(NamedTuple):
 
 
 class _Run(torch.autograd.Function):
-    """Autograd function of the rows and the learned tensors, which are also in the call or the inputs."""
+    """Autograd function whose tensor arguments are the rows and the learned tensors."""
 
     @staticmethod
     def forward(ctx, settings, *tensors):
@@ -559,7 +563,7 @@ class _Run(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():  # create_graph: a double backward
             gradients = operator.differentiate(call, inputs, grads, needs, create_graph=True)
         elif not compiling and (is_transforming() or any(is_legacy_batched(g) for g in grads)):
-            # A transform started after the forward: the gradients are dual, or batched (is_grads_batched).
+            # A function transform began after the forward: gradients are dual numbers, or batched (is_grads_batched).
             gradients = operator.differentiate(call, inputs, grads, needs)
         else:
             direct = direct and is_plain(grads)

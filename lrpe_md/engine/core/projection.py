@@ -1,4 +1,4 @@
-"""Split a projection into q, k and v so that their gradients are written straight into the projection's gradient."""
+"""Split a projection into q, k and v, whose gradients are written directly into the gradient of the projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ProjectionGradient", "Split", "TracedSplit", "find_split", "join"]
 
 
 class ProjectionGradient:
-    """The gradient of a projection, while backward passes write it."""
+    """Buffer for the gradient of a projection. Backward passes write dq, dk and dv to it."""
 
     __slots__ = ("buffer", "num_key_heads", "shape")
 
@@ -35,7 +35,7 @@ class ProjectionGradient:
 
 
 class Split(torch.autograd.Function):
-    """Split (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D), into views q, k and v (B, H, N, D)."""
+    """Split (B, N, 3, H, D) or, with num_key_heads, (B, N, H_q + 2 H_k, D) into views q, k and v (B, H, N, D)."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -55,7 +55,10 @@ class Split(torch.autograd.Function):
 
 
 class TracedSplit(torch.autograd.Function):
-    """Variant of :class:`Split` for compiled code. Its backward is one operator, lowered in inductor/lowering.py."""
+    """Variant of :class:`Split` for compiled code.
+
+    Its backward is a single operator, lowered in inductor/lowering.py.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, num_key_heads: int | None) -> Any:
@@ -68,7 +71,7 @@ class TracedSplit(torch.autograd.Function):
 
 
 def join(grads: Sequence[Tensor], num_key_heads: int | None) -> Tensor:
-    """Join dq, dk and dv (B, H, N, D) into the gradient of their projection."""
+    """Join dq, dk and dv (B, H, N, D) into the gradient of the projection."""
     combine = torch.stack if num_key_heads is None else torch.cat
     return combine([g.transpose(1, 2) for g in grads], dim=2)
 
@@ -85,7 +88,7 @@ torch.library.register_fake(add_op_namespace_prefix("join"), _join_fake, lib=_li
 
 
 def find_split(xs: Sequence[Tensor]) -> ProjectionGradient | None:
-    """Return the :class:`ProjectionGradient` of q and k, or q, k and v, if they are the outputs of one split."""
+    """Return the :class:`ProjectionGradient` of q and k, or of q, k and v, if all are outputs of the same split."""
     node: Any = xs[0].grad_fn
     if len(xs) == 1 or type(node) is not find_backward(Split):
         return None

@@ -15,13 +15,13 @@ from .call import Variant
 
 __all__ = ["COMPILER_OPTIONS", "KernelLaunch", "Record", "UnrecordableError", "is_recording", "launch_kernel", "record"]
 
-# Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, all kernels
-# round the formula in the same way.
+# Compilers may fuse a product and a sum into an fma, depending on the surrounding code. Without fusion, the same
+# formula is rounded identically in all kernels.
 COMPILER_OPTIONS = {"enable_fp_fusion": False}
 
 
 class KernelLaunch(NamedTuple):
-    """A launch of a kernel."""
+    """A recorded kernel launch."""
 
     kernel: Any
     programs: int
@@ -31,9 +31,9 @@ class KernelLaunch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Launches and allocations of a launcher that runs on meta tensors."""
+    """Launches and allocations that a launcher made on meta tensors."""
 
-    launches: list[KernelLaunch]  # in launch order
+    launches: list[KernelLaunch]  # in the order of the launches
     allocations: dict[int, Tensor]  # keyed by storage
 
 
@@ -59,7 +59,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def record() -> Iterator[Record]:
-    """Record launches, and allocations on the meta device, inside this context."""
+    """Record launches and allocations of meta tensors inside this context."""
     new_record = Record([], {})
     token = _current.set(new_record)
     try:
@@ -73,7 +73,7 @@ _ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_strided", "aten::empty
 
 
 class _AllocationRecorder(TorchDispatchMode):
-    """Dispatch mode that records allocations of meta tensors, and allows only views of them otherwise."""
+    """Dispatch mode that records allocations of meta tensors. The only other operations it allows are views."""
 
     def __init__(self, allocated: dict[int, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Second pass of gradients that are sums over tokens: reduce the partial sums of a launch's programs."""
+"""Second pass: reduce the partial sums of all programs to the gradients of ω, φ and norm weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sums(NamedTuple):
     """Shapes of the partial sums of a launch."""
 
     angles: tuple[int, ...] | None = None  # for dω and dφ: (rows, G, J, C)
-    weights: tuple[int, int] | None = None  # for the weights: rows, and the sums of a program
-    counts: tuple[int, int] = (0, 0)  # number of rows from q; rows per head, or 0 if rows are for all heads
-    all_heads: bool = False  # a row has the sums of all heads of q, or of k
+    weights: tuple[int, int] | None = None  # for the weights: (number of rows, sums per row)
+    counts: tuple[int, int] = (0, 0)  # (rows for q, rows per head); the latter is 0 if rows aren't divided by head
+    all_heads: bool = False  # each row contains the sums of all heads
 
 
 class Partials(NamedTuple):
@@ -43,12 +43,15 @@ def allocate_partials(sums: Sums, device: torch.device) -> Partials:
 
 
 def reduce_partial(partial: Tensor, call: Call, needs: Needs) -> list[Tensor]:
-    """Compute dω and dφ, if needed, from partial sums (rows, G, J, C)."""
+    """Compute dω and dφ, if they are needed, from partial sums (rows, G, J, C)."""
     return reduce_partials(Partials(partial, None, Sums()), call, NO_WEIGHTS, needs)
 
 
 def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Needs) -> list[Tensor]:
-    """Compute dω, dφ and the gradients of the weights, if needed, in the shapes of ω, φ and the weights."""
+    """Compute dω, dφ and the gradients of the weights, if they are needed.
+
+    The gradients have the shapes of ω, φ and the weights.
+    """
     outs: list[Tensor] = []
     jobs: list[Job] = []
     if partials.angles is not None:
@@ -60,12 +63,12 @@ def reduce_partials(partials: Partials, call: Call, weights: Weights, needs: Nee
     rows = max(rows, 0 if partials.weights is None else len(partials.weights))
     _launch_reduction(
         jobs, rows > 0 and launches_early(needs), partials.sums.all_heads
-    )  # an early launch needs a first pass before it
+    )  # launching early requires a first pass
     return [out.contiguous() for out in outs]
 
 
 def reduce_weights(q_partials: Partials, k_partials: Partials, weights: Weights) -> list[Tensor]:
-    """Compute the gradients of the weights from separate partial sums of q and of k."""
+    """Compute the gradients of the weights from separate partial sums for q and for k."""
     outs: list[Tensor] = []
     jobs: list[Job] = []
     for partials, tensors in ((q_partials, weights[:2]), (k_partials, weights[2:])):
@@ -78,8 +81,8 @@ def reduce_weights(q_partials: Partials, k_partials: Partials, weights: Weights)
 
 def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
     channels = min(job.width for job in jobs)
-    # Shared frequencies have few sums, each over all programs of the first pass, so a program reduces few channels. A
-    # norm over all heads has many sums, each over fewer programs.
+    # If heads share frequencies, there are few sums, each over all programs of the first pass. So a program reduces few
+    # channels. For a norm over all heads, there are many sums, each over fewer programs.
     block_c = max(4, triton.next_power_of_2(channels) // 2) if INTERPRETING else 32 if all_heads else 4
     variant = Variant(early=early, block_r=max(1, 4096 // block_c), block_c=block_c)
     programs, packed = 0, []
@@ -91,7 +94,7 @@ def _launch_reduction(jobs: list[Job], early: bool, all_heads: bool) -> None:
 
 
 class Job(NamedTuple):
-    """Reduction of one gradient. Fields after ``heads`` are numbers for :func:`reduce_partial_kernel`."""
+    """Reduction of one gradient. The fields after ``heads`` are passed to :func:`reduce_partial_kernel` as numbers."""
 
     source: Tensor
     out: Tensor
@@ -107,7 +110,7 @@ class Job(NamedTuple):
 
 
 def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the needed gradients of ω and φ. Return them and their reduction jobs."""
+    """Allocate the needed gradients of ω and φ. Return these with their reduction jobs."""
     omega, phase = call.tables.omega, call.tables.phase
     rows, groups, slots, channels = partial.shape
     num_axes = omega.shape[2]
@@ -124,7 +127,7 @@ def _angle_jobs(partial: Tensor, call: Call, needs: Needs) -> tuple[list[Tensor]
 
 
 def _weight_jobs(partials: Partials, weights: Weights) -> tuple[list[Tensor], list[Job]]:
-    """Allocate the gradients of the weights, (H or 1, P, D) each. Return them and their reduction jobs."""
+    """Allocate the gradients (H or 1, P, D) of the weights. Return them with their reduction jobs."""
     partial, (num_q_rows, rows_per_head) = partials.weights, partials.sums.counts
     assert partial is not None
     rows, row_width = partial.shape

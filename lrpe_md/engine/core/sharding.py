@@ -1,7 +1,7 @@
-"""Support for DTensors: each rank runs the same call on its shard.
+"""Support for DTensors. Each rank runs the same call on its shard.
 
-We shard before the operators run, instead of registering sharding strategies with DTensor's dispatcher. Strategies
-can't change positions, can't mix plain tensors (frequencies, coordinates) with sharded ones, and have no stable
+We shard calls before the operators run, rather than registering sharding strategies with DTensor's dispatcher.
+Strategies can't change positions, can't mix plain tensors (such as frequencies) with sharded ones, and have no stable
 interface for operators that take and return lists.
 """
 
@@ -24,7 +24,7 @@ __all__ = [
 
 _NAMES = ("batch", "heads", "tokens", "head_dim")
 BATCH, HEADS, TOKENS = range(3)
-_SHARDED_DIMS = (  # for error messages: the name of each dimension, and what to pass if it is sharded differently
+_SHARDED_DIMS = (  # for error messages: the name of each dimension, and what to pass if its shards have other sizes
     ("samples", "the positions of its samples"),
     ("heads", "the frequencies, phase and amplitude of its heads"),
     ("tokens", "Grid(start=, length=) or Coordinates.shard"),
@@ -85,14 +85,15 @@ def check_mesh(names: str, others: tuple[Any, ...], name: str, x: Any) -> None:
 
 
 def count_ranks(x: Any, dim: int) -> int:
-    """Return the number of shards of a dimension."""
+    """Return the number of shards along a dimension."""
     return math.prod([x.device_mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim)])
 
 
 def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return the part of t that belongs to x's shard. dims: maps dimensions of x to the same dimensions of t.
+    """Return the part of t that corresponds to x's shard. ``dims`` maps dimensions of x to dimensions of t.
 
-    If x is sharded along a dimension that t lacks, each rank has a part of t's gradient, and the backward sums them.
+    If x is sharded along a dimension that t lacks, each rank computes a partial gradient of t. The backward then sums
+    the partial gradients.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -103,15 +104,15 @@ def take_local(t: Any, x: Any, dims: dict[int, int]) -> Tensor:
         gradient_placements.append(Partial() if p.is_shard() and placement.is_replicate() else placement)
     if not is_sharded(t):
         t = DTensor.from_local(t, x.device_mesh, [Replicate()] * len(placements), run_check=False)
-    # Needed even if no data moves, because its backward gives the summed gradient the placements of t.
+    # This is needed even if no data moves, because its backward gives the summed gradient the placements of t.
     return t.redistribute(x.device_mesh, placements).to_local(grad_placements=gradient_placements)
 
 
 def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True) -> Weights:
-    """Return this rank's γ and β of the norm of one tensor.
+    """Return this rank's γ and β for the norm of one tensor.
 
-    in_rows: sharding the tokens of coordinates turns prefix and suffix into ordinary rows, so that token groups are
-    lost.
+    If the tokens of explicit coordinates are sharded, prefix and suffix tokens can become ordinary rows. Set
+    ``in_rows`` in this case, to reject separate weights for token groups.
     """
     if weights.token_groups > 1 and in_rows and not layout.sizes and count_ranks(x, TOKENS) > 1:
         raise ValueError(
@@ -128,7 +129,7 @@ def local_weights(weights: Weights, layout: Layout, x: Any, in_rows: bool = True
 
 
 def _local_heads(name: str, t: Tensor, x: Any) -> Tensor:
-    """Return this rank's heads of a tensor (H or 1, ..)."""
+    """Return the part of a tensor (H or 1, ..) for this rank's heads."""
     if t.shape[0] == 1:
         return take_local(t, x, {})
     check_heads(name, t, 0, x)
@@ -168,7 +169,7 @@ def local_positions(layout: Layout, tables: Tables, x: Any) -> tuple[Layout, Tab
 
 
 def check_cut(tables: Tables, x: Any) -> None:
-    """Check that x is sharded like torch.chunk, because tensors that share its dimensions are split that way."""
+    """Check that x is sharded as by torch.chunk, because tensors with the same dimensions are split that way."""
     omega, phase, coords, origin, _, _, amplitude = tables
     if any(t is not None and t.shape[0] > 1 for t in (omega, phase, amplitude)):
         local_part(x, HEADS)
@@ -178,7 +179,10 @@ def check_cut(tables: Tables, x: Any) -> None:
 
 
 def local_part(x: Any, dim: int) -> tuple[int, int]:
-    """Return the first sample, head or token of this rank's shard, and their number, as in torch.chunk."""
+    """Return the start and length of this rank's shard along a dimension.
+
+    Check that torch.chunk gives the same shard.
+    """
     start, length = 0, x.shape[dim]
     for i, p in enumerate(x.placements):
         if p.is_shard(dim):

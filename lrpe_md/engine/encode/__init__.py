@@ -1,1 +1,1 @@
-"""The encoding: an optional norm, then the cosine or rotate map."""
+"""Encodings: an optional norm, followed by the cosine or rotate map."""

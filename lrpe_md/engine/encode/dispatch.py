@@ -1,4 +1,4 @@
-"""Choose the path of a call: kernels or reference, one launch or several, whole tensors or shards."""
+"""Validate calls to encodings, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_encoding(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Run :func:`lrpe_md.cosine` or :func:`lrpe_md.rotate` on one tensor, or on q and k."""
+    """Implement :func:`lrpe_md.cosine` and :func:`lrpe_md.rotate` for one tensor, or for q and k."""
     caller_tables = positions if type(positions) is CallerTables else None
     if type(positions) is Packed or (caller_tables is not None and _are_packed(xs)):
 
@@ -82,7 +82,7 @@ def run_encoding(
 
 
 def _are_packed(xs: tuple[Any, ...]) -> bool:
-    """Return whether the first tensor has packed tokens, (N, H, D). encode_packed checks the others."""
+    """Return whether the first tensor has packed tokens, (N, H, D). :func:`encode_packed` checks the other tensors."""
     return len(xs) > 0 and isinstance(xs[0], Tensor) and xs[0].ndim == 3
 
 
@@ -92,10 +92,10 @@ _POSITIONS = (Grid, Coordinates, Tensor)
 def _call_key(
     options: Options, xs: Any, omega: Any, positions: Any, phase: Any, amplitude: Any, weights: Weights
 ) -> tuple[bool, Hashable | None]:  # fmt: skip
-    """Return the result of :func:`is_direct`, and the cache key: everything that :func:`validate` depends on.
+    """Return the result of :func:`is_direct`, and a cache key of everything that :func:`validate` depends on.
 
-    The key is None for calls that are validated each time: if tensors are not plain, if positions are neither a Grid
-    nor tables, and if validation creates tensors.
+    The key is None if the call must be validated every time. This is the case for calls that aren't direct, for
+    positions other than a Grid or tables, and for arguments from which validation creates tensors.
     """
     has_tables = type(positions) is CallerTables
     direct = is_direct((*xs, *positions.cos_sin[:2], *weights) if has_tables else (*xs, omega, phase, *weights))
@@ -115,16 +115,16 @@ def _call_key(
 
 
 def is_laid_out(amplitude: Any) -> bool:
-    """Return whether an amplitude is already in the form that calls store."""
+    """Return whether an amplitude is already a tensor (H or 1, C)."""
     return isinstance(amplitude, Tensor) and amplitude.ndim == 2
 
 
 def run_call(
     call: Call, xs: tuple[Tensor, ...], phase: Tensor | None, impl: str, direct: bool, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call with the kernels or the reference, depending on ``impl`` and the inputs.
+    """Run a validated call. ``impl`` and the inputs determine whether it runs the kernels or the reference.
 
-    Groups of phases run in separate calls, and their outputs are concatenated along the channels.
+    Each group of phases runs separately. The outputs of the groups are then concatenated along the channels.
     """
     if phase is not None:
         if phase.ndim == 3:
@@ -140,7 +140,10 @@ def run_call(
 def _run_with_target(
     call: Call, xs: tuple[Tensor, ...], phase: Any, impl: str, direct: bool, target: Target, groups: int = 1
 ) -> tuple[Tensor, ...]:
-    """Run a validated call like :func:`run_call`, and write the outputs to a target, in the launch or by a copy."""
+    """Run a validated call like :func:`run_call`, and return its outputs in the target.
+
+    Kernels write to the target directly if they can. Otherwise, the outputs are copied.
+    """
     direct = direct and is_plain(target.tensors)
     _check_call_target(call, xs, phase, direct, target, groups)
     if groups == 1 and (phase is None or phase.ndim == 2) and direct and target.can_launch(call):
@@ -174,7 +177,7 @@ def _check_target(
 
 
 def _view_target(target: Target | None, xs: tuple[Any, ...]) -> Target | None:
-    """Convert a target of packed tokens (N, H, D) to a target of their views (1, H, N, D)."""
+    """Convert a target for packed tokens (N, H, D) to a target for views (1, H, N, D)."""
     return None if target is None else target._replace(outs=order_outs(target.outs, xs))
 
 
@@ -218,7 +221,7 @@ def _run_each(
     ]
     for call, inputs, phi, _, direct, x_target, _ in jobs:  # check all targets before any launch
         _check_call_target(call, inputs, phi, direct and is_plain(x_target.tensors), x_target, groups)
-        if options.impl != "triton":  # kernels skip tokens that don't fit
+        if options.impl != "triton":  # kernels skip tokens that don't fit, without an error
             check_places(x_target, [inputs[0].shape[2]])
     for job in jobs:
         ys += _run_with_target(*job)
@@ -228,7 +231,7 @@ def _run_each(
 def _encode_views(
     encode: Callable[..., Any], xs: tuple[Tensor, ...], positions: Packed | CallerTables, dim: int | None, target: Any
 ) -> Any:
-    """Encode packed tokens (N, H, D) as views (1, H, N, D): call ``encode(views, positions, target)``."""
+    """Encode packed tokens (N, H, D) with ``encode(views, positions, target)``, where views are (1, H, N, D)."""
     view_positions: Any = positions
     if isinstance(positions, Packed):
         view_positions = unpack_positions(positions, dim)
@@ -239,7 +242,7 @@ def _encode_views(
 
 
 def _count_groups(phase: Any) -> int:
-    """Return the number of groups of phases, which must be the same for q and k."""
+    """Return the number of groups of phases. Raise an error if this number differs between q and k."""
     group_counts = {len(phi) for phi in phase if phi is not None and phi.ndim == 3} if type(phase) is tuple else set()
     if len(group_counts) > 1:
         raise ValueError(
@@ -258,7 +261,10 @@ def run_part(
     norm: Norm | None = None,
     target: Target | None = None,
 ) -> Any:
-    """Apply the cosine map to the channels of ``rotary_dim``. For the other channels, return x̄, in the same order."""
+    """Apply the cosine map to the channels that ``rotary_dim`` selects.
+
+    The channels before and after them become x̄.
+    """
     if type(positions) is Packed or (type(positions) is CallerTables and _are_packed(xs)):
 
         def encode(views: tuple[Tensor, ...], view_positions: Any, view_target: Target | None) -> Any:
@@ -273,7 +279,7 @@ def run_part(
     act, dim, head_dim = options.act, options.dim, xs[0].shape[3]
     start, width = rotary_slice(options.rotary_dim, head_dim, even=False)
     options = options._replace(rotary_dim=None)
-    # A norm or softmax over features needs all channels, so it comes first, in the accumulator's dtype.
+    # A norm or softmax over features needs all channels. So both are applied first, in the accumulator's dtype.
     activates_first, wide_xs = dim == -1 or norm is not None, xs
     if norm is not None:
         with_norm, weights = take_norm(options, norm, len(xs))
@@ -303,11 +309,11 @@ def run_part(
 
 
 def _join_groups(ys: tuple[Tensor, ...]) -> Tensor:
-    """Concatenate the outputs (B, H, N, D) of P groups to (B, H, N, P D), in their memory order."""
+    """Concatenate the outputs (B, H, N, D) of P groups to (B, H, N, P D), with the same memory order."""
     return ys[0] if len(ys) == 1 else _concatenate(ys, memory_order(ys[0]))
 
 
 def _concatenate(ys: tuple[Tensor, ...], order: tuple[int, int, int]) -> Tensor:
-    """Concatenate tensors (B, H, N, ..) along the channels, in this memory order."""
+    """Concatenate tensors (B, H, N, ..) along the channels, into a tensor with the given memory order."""
     inverse_order = [order.index(i) for i in range(3)]
     return torch.cat([y.permute(*order, 3) for y in ys], dim=-1).permute(*inverse_order, 3)

@@ -1,4 +1,4 @@
-"""Launch the maps after a norm over all heads."""
+"""Launch the kernel that applies a map after a norm over all heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ heads_kernel: Any = kernels.heads_kernel
 
 
 def forward(call: Call, xs: list[Tensor]) -> list[Tensor]:
-    """Return the outputs."""
+    """Return the encoded tensors."""
     xs = [materialise(x) for x in xs]
     readable_call = make_readable(call)
     with current_device(xs[0]):
@@ -51,13 +51,13 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
+    """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     with current_device(grads[0]):
         if num_groups(readable_call) == 1:
             dxs, partials = _run_heads(readable_call, Rows(xs, grads, [], outs), needs)
-        else:  # frequencies differ between heads, so norm(x) is written to memory
+        else:  # if frequencies differ between heads, norm(x) is written to memory
             wide_dtype = accumulator(grads[0].dtype)
             rows = Rows(_normalise(readable_call, xs), grads, [])
             dx_bars, map_partials = launch_rows(_drop_norm(readable_call), rows, needs._replace(norm=False), wide_dtype)
@@ -88,10 +88,10 @@ def _drop_norm(call: Call) -> Call:
 
 
 class _Launch(NamedTuple):
-    """Everything about a launch except the tensors."""
+    """A prepared launch, without its tensors."""
 
     programs: int
-    outs: Sequence[tuple[Any, tuple[int, ...]]]  # size and stride
+    outs: Sequence[tuple[Any, tuple[int, ...]]]  # (size, stride) of each output
     sums: Sums
     strides: tuple[tuple[tuple[int, ...], ...], ...]  # packed strides of q and k in x, dy and o
     numbers: tuple[tuple[int, ...], tuple[int, ...]]
@@ -106,7 +106,7 @@ _NO_NEEDS = Needs()
 def _run_heads(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel for a norm over all heads, like :func:`lrpe_md.engine.encode.launch.launch_rows`."""
+    """Implement :func:`lrpe_md.engine.encode.launch.launch_rows` for a norm over all heads."""
     xs, dys, given_outs = rows.xs, rows.dys, rows.outs
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
@@ -134,7 +134,7 @@ def _run_heads(
 
 
 def _pair_pointers(tensors: list[Tensor], strides: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
-    """Return a pointer and its strides for q and for k."""
+    """Return the pointers and strides of q and k in the order that the kernel expects."""
     first, second = (*tensors, None, None)[:2]
     return first, strides[0], second, strides[1]
 
@@ -196,9 +196,10 @@ def _list_grid_numbers(layout: Layout) -> list[int]:
 
 
 def _count_q_programs(programs: int, heads_q: int, heads_k: int) -> int:
-    """Return how many programs should work on q, so that all are equally busy.
+    """Return how many programs should process q to balance the work between programs.
 
-    Half of the work grows with the tensor's own number of heads, and half with the larger of the two numbers.
+    Half of the work on a tensor is proportional to its number of heads. The other half is proportional to the number of
+    heads of q or of k, whichever is larger.
     """
     max_heads = max(heads_q, heads_k)
     return min(programs - 1, max(1, round(programs * (heads_q + max_heads) / (heads_q + heads_k + 2 * max_heads))))

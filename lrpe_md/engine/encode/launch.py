@@ -1,4 +1,4 @@
-"""Launch the encoding kernels: derive the variant and numbers from shapes and strides, allocate, and launch."""
+"""Launch the encoding kernels. Variants and arguments are derived from shapes and strides."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ softmax_sequence_kernel: Any = kernels.softmax_sequence_kernel
 def forward(
     call: Call, xs: Sequence[Tensor], outs: Sequence[Tensor | None] = (), start: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the outputs and, for softmax over the sequence, maximum and sum (2, B, H, D) of each tensor.
+    """Return the outputs and, for softmax over the sequence, the maximum and sum (2, B, H, D) of each tensor.
 
-    outs, start: see :class:`lrpe_md.engine.encode.output.Target`.
+    ``outs`` and ``start`` are described in :class:`lrpe_md.engine.encode.output.Target`.
     """
     xs = [materialise(x) for x in xs]
     readable_call = make_readable(call)
@@ -82,7 +82,7 @@ def backward(
     needs: Needs,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return dx for each gradient (written to ``outs`` if passed), then the needed gradients of ω, φ and weights."""
+    """Return dx and any needed gradients of ω, φ and weights. If ``outs`` is passed, write dx to it."""
     grads, xs = [materialise(g) for g in grads], [materialise(x) for x in xs]
     readable_call = make_readable(call)
     is_sequence_softmax = call.spec.dim == -2
@@ -105,17 +105,17 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """Inputs of a launch except the tables, for one tensor or for q and k."""
+    """Inputs and outputs of a launch, for one tensor or for q and k. Tables are not included."""
 
-    xs: list[Tensor]  # empty if the backward needs no x
+    xs: list[Tensor]  # empty if the backward doesn't need x
     dys: list[Tensor]  # empty in the forward
     stats: list[Tensor]
-    outs: Sequence[Any] = ()  # tensors to write to; missing ones, or None, are allocated
+    outs: Sequence[Any] = ()  # tensors to write to; any that are missing or None are allocated
     start: Tensor | None = None  # (1,) or (B,): the index of the first token in each output
 
 
 class Launch:
-    """Everything about a launch except the tensors."""
+    """A prepared launch, without its tensors."""
 
     __slots__ = (
         "compiled_kernel", "grid", "norm_numbers", "options", "outs", "scalars", "start_numbers", "sums", "tables",
@@ -130,7 +130,7 @@ class Launch:
         self.sums = sums
         self.scalars = scalars
         self.norm_numbers: tuple[int, ...] = pack_numbers(0, 0)  # numbers of the norm
-        self.start_numbers: tuple[int, ...] = ()  # numbers that tell where outputs begin
+        self.start_numbers: tuple[int, ...] = ()  # numbers that locate the start of each output
         self.tables: tuple[int, ...] = ()  # strides of tables
         self.variant = variant
         self.options = options
@@ -141,7 +141,7 @@ _NO_NEEDS = Needs()
 
 
 def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
-    """Apply :func:`use_affine_positions` if the grid is large and the kernel uses the hardware's sine and cosine."""
+    """Apply :func:`use_affine_positions` to a large grid if the kernel uses the hardware's sine and cosine."""
     if max(call.layout.sizes, default=0) <= LARGE_GRID or not _is_fast(dtype, call.weights, needs):
         return call
     return use_affine_positions(call)
@@ -150,15 +150,15 @@ def use_affine_if_large(call: Call, dtype: torch.dtype, needs: Needs) -> Call:
 def launch_rows(
     call: Call, rows: Rows, needs: Needs = _NO_NEEDS, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Partials]:
-    """Launch the kernel on q (and k); return its outputs and the partial sums.
+    """Launch the kernel on one tensor, or on q and k. Return the outputs and the partial sums.
 
-    dtype: the outputs' dtype; None: that of the inputs.
+    The outputs have dtype ``dtype`` or, if it is None, the dtype of the inputs.
     """
     spec = call.spec
     xs, dys, _, given_outs, start = rows
     source = (dys or xs)[0]
     dtype, device = dtype or source.dtype, source.device
-    if dys and spec.dim == -2:  # a later kernel computes dx from dx̄, which keeps the accumulator's dtype
+    if dys and spec.dim == -2:  # a later kernel computes dx from dx̄, which therefore keeps the accumulator's dtype
         dtype = accumulator(dtype)
     call = use_affine_if_large(call, dtype, needs)
     tables, launches, weights, cos_sin = call.tables, call.launches, call.weights, call.cos_sin
@@ -210,9 +210,9 @@ def launch_rows(
 def order_tensors(
     rows: Rows, outs: Sequence[Any], tables: tuple[Any, ...], partial: Any, extras: Any = None
 ) -> tuple[Any, ...]:
-    """Return the first arguments of ``lrpe_kernel``.
+    """Return the first arguments of :func:`lrpe_kernel`. The docstring of the kernel describes ``extras``.
 
-    tables: the call's tables, then the caller's cos and sin with their strides. extras: see :func:`lrpe_kernel`.
+    ``tables`` holds the call's tables, the caller's cos and sin, and the strides of cos and sin.
     """
     x0, x1 = (*rows.xs, None, None)[:2]
     dy0, dy1 = (*rows.dys, None, None)[:2]
@@ -222,7 +222,7 @@ def order_tensors(
 
 
 def recall_launches(call: Call, rows: Rows) -> dict:
-    """Return the launches that were prepared for calls with the same sizes, dtypes and devices."""
+    """Return the launches prepared for calls with the same sizes, dtypes and devices."""
     tensors = (*rows.xs, *rows.dys, *call.tables, *call.weights, *call.cos_sin[:2])
     metas = make_key(None, tensors)
     key = "launches", call.spec, call.layout, call.cos_sin.inverse, len(rows.xs), len(rows.dys), metas
@@ -231,7 +231,10 @@ def recall_launches(call: Call, rows: Rows) -> dict:
 
 
 def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
-    """Launch the kernel. Later launches skip Triton's lookup of the compiled kernel, which is slower than a launch."""
+    """Launch the kernel.
+
+    Later calls skip Triton's lookup of the compiled kernel, which takes longer than the launch.
+    """
     compiled_kernel = launch.compiled_kernel
     if compiled_kernel is not None and not lrpe_kernel.pre_run_hooks:
         compiled_kernel[launch.grid](*tensors, *launch.scalars, launch.variant)
@@ -246,10 +249,10 @@ def _launch(launch: Launch, tensors: tuple[Any, ...]) -> None:
 def prepare_launch(
     call: Call, rows: Rows, dtype: torch.dtype, aligned: bool, needs: Needs, early: bool = False
 ) -> Launch:
-    """Prepare a launch, using only shapes and strides.
+    """Prepare a launch with outputs of dtype ``dtype``. Only the shapes, strides and alignment of tensors matter.
 
-    dtype: of the outputs. aligned: addresses are multiples of 16 bytes. early: the second pass of dω may start while
-    this one runs.
+    Set ``aligned`` if all addresses are multiples of 16 bytes. Set ``early`` if the second pass of dω may start while
+    this launch is running.
     """
     spec, layout = call.spec, call.layout
     xs, dys = rows.xs, rows.dys
@@ -282,7 +285,7 @@ def prepare_launch(
         map=spec.map, stage=Pass.DOMEGA if has_sums else Pass.BACKWARD if dys else Pass.FORWARD,
         activated=spec.act != "none", num_tokens=num_rows, groups=groups, rows=span, heads=group0 + group1,
         width=_find_tile_width(variant), itemsize=dtype.itemsize, samples=samples,
-        step=variant.flat if variant.flat and has_sums else 1,  # so that each thread keeps its channels
+        step=variant.flat if variant.flat and has_sums else 1,  # keeps each thread on the same channels
         interpreting=INTERPRETING, rows_per_weight=rows_per_weight, tables=variant.tables,
     )  # fmt: skip
     work_plan = plan(work)
@@ -295,7 +298,7 @@ def prepare_launch(
     parts_per_sample, num_runs = share_rows(span, group0 + group1, work_plan.rows_per_program)
     programs = token_programs * groups * parts_per_sample * num_runs * samples
     first, second = token_programs, groups * parts_per_sample
-    tokens_first = outs[0][1][2] <= outs[0][1][1]  # programs that run at the same time access adjacent memory
+    tokens_first = outs[0][1][2] <= outs[0][1][1]  # so that concurrent programs access adjacent memory
     if not tokens_first:
         first, second = second, first
     numbers = {
@@ -334,7 +337,7 @@ def _count_sums(variant: Variant, programs: int, groups: int, num_q_rows: int) -
 def describe_variant(
     call: Call, rows: Rows, dtype: torch.dtype, row: tuple[int, bool], needs: Needs, strides: dict
 ) -> Variant:
-    """Return the variant before the work is divided. row: head_dim, and whether all rows are aligned."""
+    """Return the variant without the fields that divide the work. ``row`` is (head_dim, aligned)."""
     spec, tables, weights, cos_sin = call.spec, call.tables, call.weights, call.cos_sin
     head_dim, aligned = row
     has_tables = cos_sin.cos is not None
@@ -349,14 +352,14 @@ def describe_variant(
         backward=bool(rows.dys), need_dangles=needs.omega or needs.phase, load_x=bool(rows.xs),
         has_k=len(strides["o"]) == 2, has_start=rows.start is not None, need_dweight=needs.norm,
         wide=wide, fast=fast and not has_tables,
-        # Integers can count angles if positions are indices. The hardware's approximations would gain nothing from it.
+        # Integers can count angles if positions are indices. They would not improve the hardware's approximations.
         fixed=is_index and not (wide or fast or has_tables), functions=2 if fast else int(has_ptx(dtype)),
         aligned=aligned, long=any(s // unit >= 2**31 for group in strides.values() for each in group for s in each),
     )  # fmt: skip
 
 
 def _describe_tables(call: Call) -> dict[str, Any]:
-    """Return the fields of a variant that describe how the caller's cos and sin are read."""
+    """Return the fields of a variant that tell kernels how to read the caller's cos and sin."""
     cos_sin, entries = call.cos_sin, 1
     if cos_sin.cos is None:
         return {}
@@ -364,7 +367,7 @@ def _describe_tables(call: Call) -> dict[str, Any]:
     strides = cos_sin.strides()
     are_adjacent = all(d == 1 + is_complex for _, _, _, d in strides)
     if are_adjacent and all(t.data_ptr() % 16 == 0 for t in cos_sin.tensors):
-        # Use the largest number of entries that divides all strides, but no more than one load has.
+        # Use the largest number of entries that divides all strides and fits into one load.
         steps = [step for b, h, n, _ in strides for step in (b, h, n)]
         entries = math.gcd(8, *steps)
     kind = "pairs" if cos_sin.shape[-1] == call.spec.num_channels else "full"
@@ -381,9 +384,9 @@ def pack_table_strides(call: Call, variant: Variant) -> tuple[int, ...]:
 
 
 def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
-    """Divide channels into small blocks if their number is not a power of two, so that no thread is idle.
+    """Divide channels into small blocks if their number isn't a power of two, so that no threads are idle.
 
-    This only works if all channels are mapped, and nothing is summed over the channels.
+    This only works if all channels are mapped, and if there are no sums over channels.
     """
     channels = variant.num_channels  # a multiple of 4 or 8 if all channels are mapped
     if len(variant.begins) > variant.num_mapped or channels == variant.block_c or num_tokens * channels >= 2**31:
@@ -394,10 +397,10 @@ def _flatten_channels(variant: Variant, num_tokens: int) -> Variant:
 
 
 def _find_tile_width(variant: Variant) -> int:
-    """Return how many channels of a row fit in a tile."""
+    """Return how many channels of a row, including padding, are in registers at the same time."""
     if not (variant.need_dangles or variant.need_dweight):
         return variant.num_mapped * variant.block_c
-    return triton.next_power_of_2(sum(variant.blocks))  # includes the other channels
+    return triton.next_power_of_2(sum(variant.blocks))  # includes the unmapped channels
 
 
 def _count_strides(strides: dict[str, list], unit: int) -> dict[str, int]:
@@ -420,13 +423,13 @@ def _are_rows_aligned(head_dim: int, tensors: list[Tensor]) -> bool:
 
 
 def _is_fast(dtype: torch.dtype, weights: Weights, needs: Needs) -> bool:
-    """Return whether to use CUDA's sine and cosine, which are precise enough for 16-bit outputs, but not for dω."""
+    """Return whether to use CUDA's sine and cosine. They are accurate enough for 16-bit outputs, but not for dω."""
     dtypes = [dtype] + [t.dtype for t in weights if t is not None and needs.norm]
     return all(d.itemsize == 2 for d in dtypes) and not (needs.omega or needs.phase) and has_ptx(dtype)
 
 
 def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor | None = None) -> None:
-    """Launch softmax over the sequence: compute maximum and sum or, with g, the backward."""
+    """Compute the maximum and sum of a softmax over the sequence. If g is passed, compute dx from dx̄ (= g) instead."""
     if not x.numel():
         return
     batch, heads, num_tokens, head_dim = x.shape
@@ -446,6 +449,6 @@ def _launch_softmax(x: Tensor, stat: Tensor, g: Tensor | None = None, dx: Tensor
 
 
 def _pack_tensor_strides(t: Tensor | None, unit: int) -> tuple[int, ...]:
-    """Return packed strides of (B, H, N, D), in units except for the channel stride."""
+    """Return the packed strides of a tensor (B, H, N, D). All except the channel stride are divided by ``unit``."""
     b, h, n, d = (0, 0, 0, 0) if t is None else t.stride()
     return pack_numbers(b // unit, h // unit, n // unit, d)

@@ -1,4 +1,4 @@
-"""The operator of the encoding: an optional norm, then either map."""
+"""Operator of encodings, which apply an optional norm and then the cosine or rotate map."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Xs = tuple[Tensor, ...]  # x, or q and k
 
 
 def run_in_place(call: Call, xs: Xs, outs: Sequence[Tensor | None], start: Tensor | None) -> tuple[Tensor, ...]:
-    """Run the kernels on plain tensors, without autograd. outs, start: see ``Target`` in output.py."""
+    """Run the kernels on plain tensors without autograd, and write to ``outs`` (see ``Target`` in output.py)."""
     ys = ENCODE.launcher(call).forward(call, xs, outs, start)
-    # Tell autograd about the in-place change, in case another node saved one of these tensors.
+    # Tell autograd about the in-place change, because another node may have saved one of these tensors.
     written_outs = [t for t in outs if t is not None and not t.is_inference()]
     torch.autograd.graph.increment_version(written_outs)
     return tuple(ys[: len(xs)])
 
 
 class Encode(Operator):
-    """Operator whose learned tensors are omega, phase, the weights of a norm, and tables.
+    """Operator of encodings. Its learned tensors are omega, phase, the norm's weights and the caller's tables.
 
-    Softmax over the sequence saves statistics (2, B, H, D) for the backward: the maximum and the sum.
+    For softmax over the sequence, the forward saves the maximum and the sum (2, B, H, D) for the backward.
     """
 
     def import_launcher(self, call: Call) -> Any:
@@ -122,7 +122,7 @@ class Encode(Operator):
         return gradients + self._differentiate_tables(call, grads, inputs)
 
     def _differentiate_tables(self, call: Call, grads: Sequence[Tensor], xs: Xs) -> list[Tensor]:
-        """Compute the gradients of cos and sin with the reference, because the kernels don't."""
+        """Compute the gradients of cos and sin with the reference, because the kernels don't compute them."""
         with torch.enable_grad(), enable_recording():
             cos, sin = (None if t is None else t.detach().requires_grad_() for t in call.cos_sin[:2])
             call = call._replace(cos_sin=call.cos_sin._replace(cos=cos, sin=sin))
@@ -134,7 +134,7 @@ class Encode(Operator):
         return [(g, call.spec.head_dim(g.shape[3])) for g in grads]
 
     def pack_saved(self, call: Call, inputs: Xs, needs_gradients: Sequence[bool]) -> tuple[tuple[Any, ...], Any]:
-        """Return the tensors to save. x is not needed for a linear map with fixed frequencies."""
+        """Return the tensors to save, and the call's other values. Linear maps with fixed angles don't save x."""
         saved_xs = inputs if any(needs_gradients) or call.spec.act != "none" or call.spec.norm != "none" else ()
         tensors = *call.tables, *call.weights, *call.cos_sin[:2], *saved_xs
         return tensors, (call.spec, call.layout, call.launches, call.cos_sin.inverse, len(saved_xs))

@@ -1,4 +1,4 @@
-"""Output tensors from the caller (``out``): check them before any launch, and write them if no launch does."""
+"""Check the output tensors that the caller passes (``out``). If no launch writes to them, copy the outputs to them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORM = "(B, H, N, D)"
 class Target(NamedTuple):
     """Destination of the outputs.
 
-    outs: (B, H, N, ..) for each tensor, or with a start (B, H, L, ..); None allocates one. start: the index along L of
-    the first token, integers (1,) or (B,) that are read on the device. number: which of two tensors a single output
-    belongs to.
+    ``outs`` holds a tensor (B, H, N, ..), or (B, H, L, ..) with a start, for each input. If an element is None, that
+    output is allocated. ``start`` is the index along L of the first token, an integer tensor of shape (1,) or (B,) that
+    is read on the device. If the target is for only one of two inputs, ``number`` is the index of that input.
     """
 
     outs: tuple[Tensor | None, ...]
@@ -31,11 +31,11 @@ class Target(NamedTuple):
     number: int | None = None
 
     def select(self, i: int) -> Target:
-        """Return the target of one of two tensors."""
+        """Return the target for one of two tensors."""
         return Target((self.outs[i],), self.start, i)
 
     def name(self, i: int) -> str:
-        """Return the caller's name of an output, for error messages."""
+        """Return the name of an output, for error messages."""
         i = i if self.number is None else self.number
         return "out" if len(self.outs) == 1 and self.number is None else f"out[{i}]"
 
@@ -44,14 +44,17 @@ class Target(NamedTuple):
         return *self.outs, self.start
 
     def can_launch(self, call: Call) -> bool:
-        """Return whether a launch can write the outputs. It can't with strided channels or a norm over all heads."""
+        """Return whether kernels can write to the target.
+
+        They can't if channels are strided or the norm is over all heads.
+        """
         if call.spec.norm != "none" and call.spec.norm_over == "heads":
             return False
         return all(t is None or (t.stride(-1) == 1 and not t.is_neg()) for t in self.outs)
 
 
 def take_target(out: Any, start: Any, number: int) -> Target | None:
-    """Convert ``out`` and ``out_start`` of a public function to a target. number: how many tensors are encoded."""
+    """Convert ``out`` and ``out_start``, the arguments of a call on ``number`` tensors, to a target."""
     if out is None:
         if start is not None:
             raise ValueError("out_start: expected None without out, because it is a row index into out")
@@ -93,10 +96,10 @@ def check_target(
     width: int,
     direct: bool,
 ) -> None:
-    """Check the destination before anything is written.
+    """Check the target before anything is written. The results for shapes, strides and dtypes are cached.
 
-    sources, names: other tensors that the call reads. width: channels of an output. direct: the tensors are plain and
-    have memory. Shapes, strides and dtypes are checked once and cached.
+    ``sources`` are the other tensors that the call reads, and ``names`` are the names of these tensors in error
+    messages. ``width`` is the number of channels of an output. Set ``direct`` if all tensors are plain and have memory.
     """
     start = target.start
     if is_transforming():
@@ -135,13 +138,16 @@ def check_target(
         _check_no_overlap(target, others, reaches, (*(("q", "k") if len(xs) == 2 else ("x",)), *names))
 
 
-_cached_reaches: dict[Any, list[int | None]] = {}  # size in bytes of the memory that each tensor spans
+_cached_reaches: dict[Any, list[int | None]] = {}  # number of bytes from the start to the end of each tensor
 
 
 def _check_no_overlap(
     target: Target, tensors: Sequence[Tensor | None], reaches: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Check that outputs don't overlap other tensors. tensors: the sources, then the outputs that are not None."""
+    """Check that no output overlaps another tensor.
+
+    ``tensors`` holds the sources, then all outputs that aren't None.
+    """
     addresses = [None if t is None else t.data_ptr() for t in tensors]
     num_outs = sum(t is not None for t in target.outs)
     first = len(tensors) - num_outs
@@ -161,12 +167,12 @@ def _check_no_overlap(
 
 
 def _find_name(target: Target, number: int) -> str:
-    """Return the name of an output for error messages. number: counts only outputs that are not None."""
+    """Return the name of an output, for error messages. ``number`` counts only outputs that are not None."""
     return target.name([i for i, t in enumerate(target.outs) if t is not None][number])
 
 
 def _check_outs(target: Target, xs: Sequence[Tensor], width: int, direct: bool) -> None:
-    """Check everything that doesn't depend on memory addresses."""
+    """Check everything about the outputs that doesn't depend on memory addresses."""
     for i, (out, x) in enumerate(zip(target.outs, xs, strict=True)):
         if out is None:
             continue
@@ -207,7 +213,7 @@ def _overlaps_itself(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _find_reach(shape: torch.Size, stride: tuple[int, ...]) -> int:
-    """Return the distance, in elements, from the first element to the last one in memory."""
+    """Return the distance in memory, in elements, from the first element to the last one."""
     return sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
 
 
@@ -222,13 +228,13 @@ def _may_overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if itemsize != b.element_size() or (first - second) % itemsize:
         return True
-    # They may be disjoint columns of one larger tensor, such as q and k in a projection.
+    # They may be disjoint columns of the same tensor, such as q and k in a projection.
     steps = {step for t in (a, b) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1 and step > 0}
     return not any(_are_disjoint_modulo(a, b, (second - first) // itemsize, step) for step in steps)
 
 
 def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
-    """Return whether a and b occupy disjoint ranges modulo ``step``. offset: elements from a's start to b's."""
+    """Return whether a and b occupy disjoint ranges modulo ``step``. b starts ``offset`` elements after a."""
     arcs = [
         sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True) if s % step) for t in (a, b)
     ]  # fmt: skip
@@ -236,7 +242,7 @@ def _are_disjoint_modulo(a: Tensor, b: Tensor, offset: int, step: int) -> bool:
 
 
 def check_places(target: Target, lengths: Sequence[int]) -> None:
-    """Check that the tokens of each output fit after its start, if the host can read the start."""
+    """Check that the tokens of each output fit after its start, if the CPU can read the start."""
     start = target.start
     if start is None or not start.numel() or not can_read(start):
         return
@@ -250,7 +256,7 @@ def check_places(target: Target, lengths: Sequence[int]) -> None:
 
 
 def write(target: Target, ys: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy computed outputs to the target; return the outputs."""
+    """Copy each output to its target tensor, and return that tensor. Return outputs without a target unchanged."""
     check_places(target, [y.shape[2] for y in ys])
     outputs = []
     for out, y in zip(target.outs, ys, strict=True):

@@ -1,4 +1,4 @@
-"""Divide the kernels' work: tiles, and the share of each program."""
+"""Divide the work of encoding kernels into tiles and programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 class Pass(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    DOMEGA = "domega"  # a backward with gradients of frequencies, phase or weights
+    DOMEGA = "domega"  # a backward that computes gradients of frequencies, phase or weights
 
 
 class Work(NamedTuple):
@@ -36,21 +36,21 @@ class Work(NamedTuple):
     samples: int = 1  # samples with their own coordinates; 1 if all share them
     step: int = 1  # the number of programs along the tokens must be a multiple of this
     interpreting: bool = False  # for Triton's interpreter
-    rows_per_weight: int = 0  # if not 0: consecutive rows that share weights. All rows of a program must share weights
+    rows_per_weight: int = 0  # if nonzero: number of adjacent rows that share weights, as the rows of a program must
     tables: str = "none"  # Variant.tables
 
 
 class Plan(NamedTuple):
-    """Division of the work. A compiled kernel depends only on the first six fields."""
+    """Division of the work among programs. A compiled kernel only depends on the first six fields."""
 
-    block_r: int  # rows (heads of samples) per step, whose loads are in flight together
+    block_r: int  # number of rows (heads of samples) that are loaded together in a step
     block_n: int  # tokens of a tile
     num_warps: int
-    max_registers: int | None  # per thread; fewer leave room for more warps
-    stages: int  # in the walk with dω: the rows of stages - 1 steps are loaded ahead
+    max_registers: int | None  # per thread; fewer registers leave room for more warps
+    stages: int  # in the walk with dω, the rows of stages - 1 steps are loaded ahead
     rows_first: bool  # start loading rows before frequencies
-    token_programs: int  # T: each walks over every T-th block of tokens; the last, partial round is shared
-    rows_per_program: int  # rows of a program, which share its angles
+    token_programs: int  # T: each program walks over every T-th block of tokens; the last, partial round is shared
+    rows_per_program: int  # rows of a program, all with the same angles
 
 
 class Tile(NamedTuple):
@@ -108,7 +108,7 @@ NEW_TOKENS = 8
 
 
 def tile(work: Work) -> Tile:
-    """Return the tile for this work. The only size it depends on is the width, so sizes don't cause recompilation."""
+    """Return the tile for this work. The width is the only size that affects it, to avoid recompilation."""
     if work.itemsize == 8:
         return _64._replace(max_registers=255) if work.stage is Pass.DOMEGA else _64
     kind = "tables" if work.tables != "none" else "activated" if work.activated else "plain"
@@ -134,8 +134,9 @@ def plan(work: Work) -> Plan:
     elif work.interpreting:
         token_programs, rows_per_program = work.step, max(1, work.rows)
     else:
-        # Start only as many programs as can run at once. Each has a long walk, because its partial sums are written
-        # and read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory suffices.
+        # Start only as many programs as can run at once. Each program has a long walk, because it writes partial sums
+        # that must be read again. Registers are the limit: tests/kernels/test_aot.py checks that shared memory
+        # suffices.
         programs = _count_resident_programs(num_warps, max_registers)
         programs = max(1, programs // max(1, work.samples) // work.groups)
         token_programs, rows_per_program = cut_rows(token_blocks, work.rows, work.heads, block_r, programs, work.step)
@@ -148,7 +149,7 @@ def _count_resident_programs(num_warps: int, max_registers: int) -> int:
 
 
 class HeadsPlan(NamedTuple):
-    """Division of the work after a norm over all heads. A program handles all heads of a token at once."""
+    """Division of the work for a norm over all heads. A program processes all heads of a token together."""
 
     heads: int  # heads of a tile
     tiles: int
@@ -162,7 +163,10 @@ _CHANNELS = {Pass.FORWARD: (40, 8, 12), Pass.BACKWARD: (40, 4, 8), Pass.DOMEGA: 
 
 
 def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bool) -> HeadsPlan:
-    """Divide the work. width: channels of a row. items: tokens of all samples, of q and k together."""
+    """Divide the work for a norm over all heads among programs.
+
+    ``width`` is the number of channels in a row. ``items`` is the number of tokens in all samples of q and k together.
+    """
     if interpreting:
         return HeadsPlan(triton.next_power_of_2(heads), 1, 4, min(items, 2) if stage is Pass.DOMEGA else items)
     channels, tile_size, warps = _CHANNELS[stage]
@@ -175,9 +179,9 @@ def plan_heads(heads: int, width: int, items: int, stage: Pass, interpreting: bo
 
 @lru_cache(maxsize=4096)
 def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) -> tuple[int, int]:
-    """Divide rows like :func:`cut_rows`, into parts of ``work.rows_per_weight`` rows or a divisor of it.
+    """Divide rows like :func:`cut_rows`, but let the rows per program be a divisor of ``work.rows_per_weight``.
 
-    If there are more parts than programs that can run at once, they run one after another.
+    There may be more programs than can run at once. Some programs then wait for others to end.
     """
     best, shortest = (work.step, block_r), math.inf
     for part_rows in (n for n in range(work.rows_per_weight, 0, -block_r) if work.rows_per_weight % n == 0):
@@ -194,9 +198,9 @@ def cut_shared_rows(token_blocks: int, work: Work, block_r: int, programs: int) 
 def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: int, step: int) -> tuple[int, int]:
     """Return the number of programs along the tokens and the rows per program that minimise the longest walk.
 
-    A program computes the angles of a block of tokens and maps its rows. It does so for every ``token_programs``-th
-    block, while there are blocks for all programs. They then share the rows of the remaining blocks. All programs run
-    at once, unless there is not even room for ``step`` of them.
+    A program computes the angles of a block of tokens and then maps its rows. It processes every ``token_programs``-th
+    block, as long as there are blocks for all programs. The programs then share the rows of the remaining blocks. All
+    programs run at once, unless fewer than ``step`` programs can.
     """
     row_blocks = max(1, -(-rows // block_r))
     best, shortest = (step, row_blocks * block_r), math.inf
@@ -213,11 +217,14 @@ def cut_rows(token_blocks: int, rows: int, heads: int, block_r: int, programs: i
             best, shortest = (token_programs, blocks * block_r), walk
         if blocks == 1:
             break
-        target_parts = -(-row_blocks // (blocks - 1))  # the fewest parts for which each has one block less
+        target_parts = -(-row_blocks // (blocks - 1))  # the smallest number of parts with one block fewer each
     return best
 
 
 def share_rows(rows: int, heads: int, part_rows: int) -> tuple[int, int]:
-    """Return the number of parts of ``part_rows`` rows in a sample, and the number of their runs. Some may be empty."""
+    """Return how many parts of ``part_rows`` rows a sample has, and how many runs of these parts cover all rows.
+
+    Some of the parts may be empty.
+    """
     parts_per_sample, num_parts = -(-heads // part_rows), -(-rows // part_rows)
     return parts_per_sample, -(-num_parts // max(1, parts_per_sample))

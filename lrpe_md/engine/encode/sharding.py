@@ -1,4 +1,4 @@
-"""The encoding on DTensors: each rank runs the same call on its shard."""
+"""Run encodings on DTensors. Each rank runs the same call on its shard."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ __all__ = ["run_shards"]
 
 
 def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Run a call on the local shards; return DTensors with the placements of xs.
+    """Run a call on the local shards. Return DTensors with the placements of xs.
 
     Batch, heads and tokens may be sharded, evenly or not. Each rank's tokens keep their positions in the sequence, or
-    their rows of tables. Other tensors are sharded like xs along dimensions that they share, and replicated otherwise.
-    Plain tensors count as replicated. Gradients cover the whole computation and have the tensors' own placements: if
-    only xs were sharded, they are summed over the ranks.
+    their rows of tables. Other tensors are sharded like xs along shared dimensions, and replicated along all others.
+    Plain tensors count as replicated. Gradients are the same as without sharding. Each gradient has the placements of
+    its tensor. Where only xs are sharded, the gradients of other tensors are summed over the ranks.
 
     Raises:
-        TypeError: plain tensors among DTensors.
-        ValueError: a different mesh, a sharded head_dim, partial sums, softmax over sharded tokens, per-head
-            frequencies that can't be divided among the ranks, or shards that differ from torch.chunk's.
+        TypeError: if plain tensors are mixed with DTensors.
+        ValueError: if meshes differ, if head_dim is sharded, if a placement is Partial, if softmax would run over
+            sharded tokens, if the number of heads with separate frequencies isn't a multiple of the number of ranks, or
+            if shards differ from those of torch.chunk.
     """
     spec, layout, tables = call.spec, call.layout, call.tables
     check_placements(spec, xs, tables.omega, tables.phase)
@@ -48,7 +49,7 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
     check_mesh("norm.weight, norm.bias", call.weights, first_name, xs[0])
     check_mesh("tables", call.cos_sin.tensors, first_name, xs[0])
     if len(xs) == 2 and tuple(xs[0].placements) != tuple(xs[1].placements):
-        # The frequencies' gradient is summed over other ranks for k (one key head, replicated) than for q.
+        # With one replicated key head, q's and k's gradients of the frequencies are summed over different ranks.
         q, k = xs
         weight, bias, weight_k, bias_k = call.weights
         q_call, k_call = (
@@ -76,10 +77,10 @@ def run_shards(run: Callable[..., tuple[Tensor, ...]], call: Call, xs: tuple[Any
 
 
 def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosSin]:
-    """Return the rows of the caller's tables that belong to x's shard, and the layout.
+    """Return the layout of x's shard, and the shard's part of the caller's tables.
 
-    DTensor tables with sharded rows, and a row for each token, are sharded along the tokens. Other tables keep all
-    rows, and the layout's start is the row where the shard begins.
+    DTensor tables are sharded along the tokens if their rows are sharded and every token has a row. Other tables keep
+    all rows, and the layout's start is the row where the shard begins.
     """
     start, length = local_part(x, TOKENS)
     outer = len(cos_sin.shape) - 2
@@ -97,11 +98,11 @@ def _local_tables(layout: Layout, cos_sin: CosSin, x: Any) -> tuple[Layout, CosS
 
 
 def _local_table(t: Tensor, x: Any, dims: dict[int, int]) -> Tensor:
-    """Return this rank's part of a table. It is a view of a plain tensor that needs no gradient."""
+    """Return this rank's part of a table. The part is a view if the table is a plain tensor that needs no gradient."""
     if is_sharded(t) or t.requires_grad:
         return take_local(t, x, dims)
     for dim, table_dim in dims.items():
         start, length = local_part(x, dim)
-        heads_per_row = x.shape[dim] // t.shape[table_dim]  # heads of x that share rows
+        heads_per_row = x.shape[dim] // t.shape[table_dim]  # number of adjacent heads of x that share rows
         t = t.narrow(table_dim, start // heads_per_row, length // heads_per_row)
     return t

@@ -1,4 +1,4 @@
-"""Tables of cos and sin that the caller passes instead of frequencies and positions."""
+"""Check tables of cos and sin that the caller passes instead of frequencies and positions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _EXAMPLES = {1: "N tokens pass positions=Grid((N,))", 3: "T x H x W patches pass
 
 
 def explain_missing(omega: Any, expected: str = "a tensor (N, K)") -> str:
-    """Return the error for a call without positions, with an example for the number of axes of omega."""
+    """Return the error message for a call without positions, including an example with omega's number of axes."""
     num_axes = omega.shape[-1] if isinstance(omega, Tensor) and omega.ndim == 3 else 2
     example = _EXAMPLES.get(num_axes, "H x W patches pass positions=Grid((H, W))")
     return f"positions: expected a Grid, Coordinates or {expected}, got None; for {example}"
 
 
 def find_positional(xs: Sequence[Any], *names: str) -> str | None:
-    """Return the error for arguments among xs that were passed without their keyword, or None.
+    """Return an error message if xs contains arguments that should be keyword arguments. Otherwise, return None.
 
-    names: the keyword arguments that are missing.
+    ``names`` are the keyword arguments that are missing.
     """
     extra = [type(x).__name__ for i, x in enumerate(xs) if i > 1 or isinstance(x, (Grid, Coordinates))]
     if not extra:
@@ -52,7 +52,7 @@ def find_positional(xs: Sequence[Any], *names: str) -> str | None:
 def take_tables(
     xs: Sequence[Any], tables: Any, prefix: Any, inverse: bool, omega: Any, positions: Any, phase: Any, amplitude: Any
 ) -> CallerTables:
-    """Convert the tables of a public call, and check that its other arguments are compatible with them."""
+    """Convert the argument ``tables`` of a public function, and check that the other arguments are compatible."""
     if tables is None:
         missing = [name for name, value in (("omega", omega), ("positions", positions)) if value is None]
         if missing and (error := find_positional(xs, *missing)):
@@ -97,7 +97,7 @@ def _refuse_beside_tables(**others: Any) -> None:
 
 
 def check_tables(tables: CallerTables, spec: Spec, xs: tuple[Tensor, ...]) -> Layout:
-    """Check tables against validated inputs; return their layout among the tokens."""
+    """Check that the tables match the validated inputs, and return the layout of the tokens."""
     (cos, sin, _), prefix = tables
     num_prefix = prefix or 0
     if sin is None:
@@ -149,14 +149,17 @@ def _check_table(name: str, t: Any, spec: Spec, xs: tuple[Tensor, ...]) -> None:
 
 
 def store_angles(call: Call) -> Tensor:
-    """Return the angles of a call without phase or amplitude, (H or 1, N, C) in [-π, π], float32."""
+    """Return the angles of a call without phase or amplitude, as float32 (H or 1, N, C) in [-π, π]."""
     omega = call.tables.omega.detach()
     coords, on_grid = call.layout.positions(call.tables, omega.device)
     return reference.fold(reference.angles(coords, omega, rotated=on_grid), torch.float32)
 
 
 def replace_angles(call: Call, angles: Tensor, dtype: torch.dtype) -> Call:
-    """Return the call with cos and sin of stored angles instead of its positions. dtype: that of the inputs."""
+    """Return a copy of the call in which positions are replaced by the cos and sin of stored angles.
+
+    ``dtype`` is the dtype of the inputs.
+    """
     begin = call.layout.prefix
     angles = angles[None, :, begin : begin + call.layout.num_grid_tokens].to(accumulator(dtype))
     return call._replace(cos_sin=CosSin(angles.cos(), angles.sin()))

@@ -51,7 +51,7 @@ def validate(
     amplitude: float | Tensor | None = None,
     weights: Weights = NO_WEIGHTS,
 ) -> Call:
-    """Check every argument, and return the validated call."""
+    """Check all arguments, and return the validated call."""
     if not 1 <= len(xs) <= 2:
         raise TypeError(f"{options.map}: expected one tensor or two (q, k), got {len(xs)}")
     x = xs[0]
@@ -119,11 +119,11 @@ def _specify(options: Options, head_dim: int) -> Spec:
     return Spec(options.map, options.act, options.dim or 0, pairs, start, channels, sections, options.order, *norm)
 
 
-_UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # defaults of options that only some maps have
+_UNUSED = {"pairs": "half", "order": "cos_sin", "rotary_dim": None}  # default values of options that not every map has
 
 
 def check_unused(options: Any, *names: str) -> None:
-    """Raise an error for options that this map does not use. options: of the encoding or of linear attention."""
+    """Raise an error if an option is set that this map does not use. The options may be those of linear attention."""
     for name in names:
         value, default = getattr(options, name), _UNUSED[name]
         if not (value is default or (isinstance(value, str) and value == default)):
@@ -144,7 +144,7 @@ def check_act(act: Any, dim: Any) -> None:
 
 
 def check_pairs(pairs: Any, channels: int) -> tuple[str, tuple[int, ...]]:
-    """Return the name of the pairing, and the number of pairs in each block if there are several blocks."""
+    """Return the name of the pairing and, for several blocks, the number of pairs in each block."""
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         if pairs not in PAIRS:
             raise ValueError(f"pairs: expected one of {PAIRS} or the number of pairs of each block, got {pairs!r}")
@@ -167,7 +167,7 @@ def _lay_out_amplitude(value: Any, channels: int, device: torch.device) -> Tenso
         return value[None] if value.ndim == 1 else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"amplitude: expected a number or a tensor, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:  # math.isfinite would break the compiler's graph
+    if not -math.inf < value < math.inf:  # math.isfinite would break the graph under torch.compile
         raise ValueError(f"amplitude: expected a finite number, got {value!r}")
     if value == 1:
         return None
@@ -188,7 +188,7 @@ def _make_constant(value: float, channels: int, device: torch.device) -> Tensor:
 
 
 def check_input(name: str, t: Tensor, x: Tensor, other_length: bool = False, *, packed: str = WHOLE_PACK) -> None:
-    """Check q or k. packed: what to pass for packed tokens, for the error."""
+    """Check q or k. ``packed`` is the advice that the error message gives for packed tokens."""
     check_dense(name, t, "(B, H, N, D)")
     if t.ndim != 4:
         raise ValueError(
@@ -229,7 +229,7 @@ def _check_omega(name: str, t: Tensor, xs: tuple[Tensor, ...], tail: tuple[int, 
 
 
 def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = True) -> tuple[int, int]:
-    """Return the first rotated channel and the width R. even: R must be even, for pairs."""
+    """Return the first mapped channel and the number of mapped channels. Set ``even`` if this number must be even."""
     if rotary_dim is None:
         start, stop = 0, head_dim
         if even and head_dim % 2:
@@ -256,7 +256,7 @@ def rotary_slice(rotary_dim: int | slice | None, head_dim: int, even: bool = Tru
 
 
 def remedy(x: Tensor, positions: Any) -> str:
-    """Return advice to append to an error about the number of tokens, or "" if the shapes don't show the mistake."""
+    """Return advice for an error about the number of tokens, or "" if the shapes don't reveal the mistake."""
     coords = positions.coords if isinstance(positions, Coordinates) else positions
     if isinstance(coords, Tensor) and coords.ndim == 2 and coords.shape in ((x.shape[0], x.shape[2]), (1, x.shape[2])):
         return "; for position ids (B, N) on one axis, pass positions[..., None]"
@@ -267,7 +267,7 @@ def remedy(x: Tensor, positions: Any) -> str:
 
 
 class Place(NamedTuple):
-    """Positions as a layout and tables."""
+    """Layout and tables that result from positions."""
 
     layout: Layout
     coords: Tensor | None = None

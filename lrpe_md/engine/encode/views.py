@@ -1,4 +1,4 @@
-"""Views (B, H, N, D) of other layouts of q, k and v: joint projections, and tokens packed end to end."""
+"""Convert joint projections and packed tokens to views (B, H, N, D) of q, k and v."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..inductor.private import is_exporting, is_transforming
 
 __all__ = ["Packed", "encode_packed", "encode_qkv", "order_outs", "split_qkv", "unpack_positions"]
 
-# Function that takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
+# Takes one tensor (B, H, N, D), or q and k, and returns the same number of tensors.
 Encode = Callable[..., Any]
 
 
 def encode_qkv(
     encode: Encode, xs: tuple[Any, ...], qkv: Tensor | None, num_key_heads: int | None, out: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode q and k of a projection. Return q, k and the unchanged v, (B, N, H, D) or (N, H, D) like the projection.
+    """Encode q and k of a joint projection. Return q, k and the unchanged v in the projection's layout.
 
-    out: destinations of q and k in the same layout.
+    The layout is (B, N, H, D) or (N, H, D). ``out`` holds tensors in this layout that receive q and k.
     """
     if qkv is None:
         raise ValueError(f"num_key_heads: expected None without qkv, got {num_key_heads}")
@@ -42,11 +42,12 @@ def encode_qkv(
 
 
 def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (B, N, 3, H, D), or with num_key_heads (B, N, H_q + 2 H_k, D), into views q, k, v (B, H, N, D).
+    """Split (B, N, 3, H, D) or, with num_key_heads, (B, N, H_q + 2 H_k, D) into views q, k and v (B, H, N, D).
 
-    The backward writes directly into the projection's gradient: :func:`lrpe_md.rotate` and :func:`lrpe_md.cosine` write
-    dq and dk, so only dv is copied, and :func:`lrpe_md.linear_attention` writes all three. This works in eager mode,
-    and in Inductor's code if sizes are static. With ordinary PyTorch views, all three gradients would be copied.
+    In eager mode, and in Inductor's code if sizes are static, gradients are written directly into the gradient of the
+    projection. :func:`lrpe_md.linear_attention` writes all three gradients. :func:`lrpe_md.rotate` and
+    :func:`lrpe_md.cosine` write dq and dk, so that only dv is copied. With ordinary PyTorch views, all three gradients
+    would be copied.
     """
     if torch.is_grad_enabled() and not is_transforming():
         if is_direct((qkv,)):
@@ -58,7 +59,7 @@ def split_qkv(qkv: Tensor, num_key_heads: int | None = None) -> tuple[Tensor, Te
 
 
 def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
-    """Encode x, or q and k. Packed tensors (N, H, D) become views (1, H, N, D); 4-D tensors don't change."""
+    """Encode x, or q and k. Packed tensors (N, H, D) are passed to ``encode`` as views (1, H, N, D)."""
     packed = [isinstance(x, Tensor) and x.ndim == 3 for x in xs]
     if not any(packed):
         return encode(*xs)
@@ -71,7 +72,7 @@ def encode_packed(encode: Encode, xs: tuple[Tensor, ...]) -> Any:
 
 
 def unpack_positions(packed: Packed, dim: int | None) -> Coordinates:
-    """Return the positions of packed sequences. dim: the call's softmax dim, which is checked."""
+    """Return the positions of packed sequences. Raise an error if softmax over ``dim`` would mix sequences."""
     refuse_mixing(dim)
     return packed.positions
 
@@ -100,14 +101,14 @@ def _check_projection(qkv: Any, num_key_heads: Any) -> int | None:
 
 
 def order_outs(out: Any, xs: tuple[Any, ...]) -> Any:
-    """Convert destinations to views (B or 1, H, N, D) if the inputs are packed tokens."""
+    """Convert output tensors for packed tokens to views (B or 1, H, N, D). Return other arguments unchanged."""
     if not any(isinstance(x, Tensor) and x.ndim == 3 for x in xs):
         return out
     return tuple(map(order_heads, out)) if type(out) is tuple else order_heads(out)
 
 
 def order_heads(out: Any) -> Any:
-    """Apply :func:`_put_heads_first` to a 3-D or 4-D tensor. Return anything else unchanged; it is rejected later."""
+    """Apply :func:`_put_heads_first` to 3-D and 4-D tensors. Return anything else unchanged, to be rejected later."""
     is_valid = isinstance(out, Tensor) and not out.is_nested and out.ndim in (3, 4)
     return _put_heads_first(out) if is_valid else out
 
@@ -118,6 +119,6 @@ def _put_heads_first(x: Tensor) -> Tensor:
 
 
 def _put_tokens_first(y: Tensor, is_batched: bool) -> Tensor:
-    """Undo :func:`_put_heads_first`."""
+    """Inverse of :func:`_put_heads_first`."""
     y = y.transpose(1, 2)
     return y if is_batched else y[0]

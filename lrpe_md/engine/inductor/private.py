@@ -1,9 +1,9 @@
-"""Private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
+"""Wrap private names of torch, which may change without notice. lowering.py uses those of torch's compiler.
 
-``READ_FROM`` maps each name to the torch version in which we looked it up, including the names in lowering.py and
-core/recording.py. A test resolves all of them, and reports any that a new torch has removed. The attributes ``_cdata``
-and ``_backward_cls`` are not listed. If torch removes a name that is bound at module level, the import fails;
-otherwise, calls fail.
+``READ_FROM`` maps each name to the torch version in which we looked it up, and includes the names in lowering.py and
+core/recording.py. A test looks up all names, and reports any that a new version of torch has removed. The attributes
+``_cdata`` and ``_backward_cls`` are not listed. If torch removes a name that is bound at module level, the import
+fails. If it removes any other name, calls fail.
 """
 
 from __future__ import annotations
@@ -68,20 +68,23 @@ def is_transforming() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export is tracing. In torch 2.11, is_exporting() is also true in compiled functions."""
+    """Return whether torch.export is tracing.
+
+    In torch 2.11, torch's own is_exporting() is also true under torch.compile.
+    """
     return torch.compiler._is_exporting_flag
 
 
 def has_static_value(size: Any) -> bool:
-    """Return whether a size has a value known at compile time."""
-    # Imported here, because it imports sympy, which takes longer than this whole library.
+    """Return whether the value of a size is known at compile time."""
+    # This import takes longer than importing this whole library, because it also imports sympy.
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes.has_static_value(size)
 
 
 def get_storage_id(t: Tensor) -> int:
-    """Return an id of a tensor's storage: the same for all its views, and unique while it lives."""
+    """Return an id of a tensor's storage. All views share the id, which is unique while the storage exists."""
     return t.untyped_storage()._cdata
 
 

@@ -1,20 +1,24 @@
 """Triton kernels.
 
-- encode: both maps, forward and backward. heads: the same after a norm over all heads.
-- angles: cos Θ and sin Θ from token indices. tables: cos and sin passed by the caller.
+- encode: both maps, forward and backward.
+- heads: both maps after a norm over all heads.
+- angles, tables: cos Θ and sin Θ, computed from token indices or loaded from the caller's tables.
 - activations, norm, softmax: steps before the map. Softmax is over features or over the sequence.
-- features: q̂ and k̂ of linear attention. linear: states, and attention without a causal mask. linear_causal: with one.
-- decay, memory: states that decay from token to token, and memory that forgets from block to block.
-- reduce: sums the partial gradients of ω, φ and a norm's weights.
-- rows: products and sums of rows. tiles: loads and stores. signature: which arguments select a variant.
-- fixed: kernels with their numbers compiled in, for compilers.
+- features: q̂ and k̂ of linear attention.
+- linear, linear_causal: linear attention without a causal mask, and with a causal mask.
+- decay: states that decay from token to token.
+- memory: states that decay or follow the delta rule from block to block.
+- reduce: sums of the partial gradients of ω, φ and a norm's weights.
+- rows, tiles, signature: arithmetic on rows, loads and stores, and the choice of specialised arguments.
+- fixed: kernels with numeric arguments compiled in, for compilers.
 
-The formulas are the same as in ``reference.py``. Prefixes: p_ pointer, o_ offsets, m_ mask; tiles in registers have
-none. s is a position and w a frequency. V holds all compile-time settings (:class:`engine.core.call.Variant`). A tile
-has V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A program handles V.block_r rows at a time; a
-row is one head of one sample. Sizes are always run-time arguments.
+The formulas are the same as in ``reference.py``. Names have the prefix p_ for a pointer, o_ for offsets and m_ for a
+mask. Tiles in registers have no prefix. s is a position and w a frequency. V holds all compile-time settings
+(:class:`engine.core.call.Variant`). A tile has V.block_n tokens and V.block_c channels (cosine) or pairs (rotate). A
+row is one head of one sample, and a program handles V.block_r rows at a time. Sizes are always run-time arguments.
 
-In Triton 3.6 the fields of V are plain numbers. Shapes and ranges need a constexpr, so we assign them to local ones.
+In Triton 3.6, the fields of V are plain numbers. Shapes and ranges need a constexpr, so we assign the fields to local
+constexprs.
 """
 
 from .decay import linear_decay_query_state_kernel, linear_decay_state_kernel

@@ -1,8 +1,8 @@
-"""x̄ = act(x) and its derivative, on tiles (tokens, channels): a branch for each entry of ``reference.ACTIVATIONS``.
+"""Compute x̄ = act(x) and its derivative, with a branch for each entry of ``reference.ACTIVATIONS``.
 
-V.functions: 0 uses Triton's functions. 1 allows CUDA's approximations of 2^x and 1/x, accurate to 2 units in the last
-place of a float32. 2 also allows polynomials for 16-bit results. exp(x) = 2^(x log2 e) then has a relative error of
-6e-8 |x| from the rounding of its argument, like Triton's exp.
+If V.functions is 0, Triton's functions are used. If it is 1, CUDA's approximations of 2^x and 1/x are used, which are
+accurate to 2 units in the last place of a float32. exp(x) = 2^(x log2 e) then has a relative error of 6e-8 |x| from the
+rounding of its argument, like Triton's exp. If it is 2, polynomials are also only as accurate as 16-bit results need.
 """
 
 import triton
@@ -35,9 +35,9 @@ def sigmoid(x, V: tl.constexpr):
 
 @triton.jit
 def _add_log1p(e, y, V: tl.constexpr):
-    """Return y + log(1 + e) for 0 <= e <= 1, using minimax polynomials for log(1 + e) / e.
+    """Return y + log(1 + e) for 0 <= e <= 1.
 
-    Their relative error is 1.4e-7, or 1.4e-6 for 16-bit results.
+    Minimax polynomials for log(1 + e) / e have a relative error of 1.4e-7, or 1.4e-6 for 16-bit results.
     """
     if e.dtype == tl.float64:
         u = 1.0 + e  # log(u) e / (u - 1) corrects for the rounding of u

@@ -1,13 +1,14 @@
-"""Both maps, forward and backward, in one kernel.
+"""Kernel that applies either map, forward or backward.
 
-A program owns a block of tokens and block_r rows (one head of one sample each, of q and then of k) that share
-frequencies. It starts loading its rows, computes the block's angles meanwhile, and then maps row after row with cos Θ
-and sin Θ in registers. If frequencies or weights need a gradient, there are few programs, and each walks over many
-blocks and rows. This is one loop, so the rows of the next block can be loaded ahead.
+A program processes one block of tokens in V.block_r rows that share frequencies. A row is one head of one sample, of q
+or of k. The program starts to load its rows, computes the angles of the block in the meantime, and then maps row after
+row with cos Θ and sin Θ in registers. If frequencies or weights need a gradient, there are fewer programs, and each one
+loops over many blocks and rows. This is a single loop, so that the rows of the next block can be prefetched.
 
-A row's channels are a tuple of tiles (tokens, channels): first the mapped channels (cosine: x̄; rotate: both halves of
-the pairs), then the other channels, which pass through as x̄. Loops over rows are unrolled. If rows were a dimension of
-the tile, they would be distributed over threads, which would then all compute the same angles.
+The channels of a row are stored as a tuple of tiles (tokens, channels). The mapped channels come first: one tile for
+the cosine map, or two tiles for the first and second channels of pairs. The other channels follow, and pass through as
+x̄. Loops over rows are unrolled. If rows were a dimension of the tile, they would be distributed over threads, which
+would all compute the same angles.
 """
 
 import triton
@@ -57,9 +58,9 @@ from .tiles import (
 
 @triton.jit
 def apply_map(x_bar, cos, sin, V: tl.constexpr):
-    """Apply the map: cosine (x̄) -> (x̄ cos Θ, x̄ sin Θ), rotate (a, b) -> (a cos Θ - b sin Θ, a sin Θ + b cos Θ).
+    """Return (x̄ cos Θ, x̄ sin Θ) for the cosine map, or (a cos Θ - b sin Θ, a sin Θ + b cos Θ) for a rotation.
 
-    With V.tables "full" each channel of a pair has its own cos and sin.
+    If V.tables is "full", each channel of a pair has its own cos and sin.
     """
     if V.map == "cosine":
         return x_bar[0] * cos, x_bar[0] * sin
@@ -74,7 +75,7 @@ def apply_map(x_bar, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def apply_map_backward(dy, cos, sin, V: tl.constexpr):
-    """Apply the transposed map: return dx̄ = dy_cos cos Θ + dy_sin sin Θ, or dy rotated by -Θ."""
+    """Return dx̄: dy_cos cos Θ + dy_sin sin Θ for the cosine map, or dy rotated by -Θ for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return (dy_cos * cos + dy_sin * sin,)
@@ -89,7 +90,7 @@ def apply_map_backward(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def form_angle_gradient(x_bar, dy, dx_bar, cos, sin, V: tl.constexpr):
-    """Return dΘ of a row: x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, a db̄ - b dā for a rotation."""
+    """Return dΘ: x̄ (dy_sin cos Θ - dy_cos sin Θ) for the cosine map, or a db̄ - b dā for a rotation."""
     if V.map == "cosine":
         dy_cos, dy_sin = dy
         return x_bar[0] * (dy_sin * cos - dy_cos * sin)
@@ -113,7 +114,7 @@ def find_halves(V: tl.constexpr):
 
 @triton.jit
 def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the mapped channels of a row of x: two tiles, or the same tile twice."""
+    """Load the mapped channels of a row of x as two tiles, or return the same tile twice."""
     if V.map == "cosine":
         x = load(row, o_n, m_n, c0, V.rotary_start, V)
         return x, x
@@ -123,7 +124,7 @@ def load_inputs(row, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def load_gradients(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load the gradient of the map's output from a row of dy: two tiles, or the same tile twice."""
+    """Load the gradient of the map's output from a row of dy as two tiles, or return the same tile twice."""
     if V.map == "cosine":
         cos_begin, sin_begin = find_halves(V)
         dy_cos = load(row, o_n, m_n, c0, cos_begin, V)
@@ -165,7 +166,7 @@ def store_input_gradients(row, gradients, o_n, m_n, c0, V: tl.constexpr):
 
 @triton.jit
 def activate_row(x, stat, V: tl.constexpr):
-    """Compute x̄ from norm(x), tile by tile. stat: the statistics of softmax over the sequence."""
+    """Compute x̄ from norm(x), tile by tile. ``stat`` locates the statistics of a softmax over the sequence."""
     if V.dim == -1:
         return softmax_features(x, V)
     else:
@@ -181,7 +182,7 @@ def activate_row(x, stat, V: tl.constexpr):
 
 @triton.jit
 def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
-    """Compute dx from dx̄, tile by tile. With softmax over the sequence return dx̄; a later pass computes dx."""
+    """Compute dx from dx̄, tile by tile. For softmax over the sequence, return dx̄, because a later pass computes dx."""
     if V.dim == -1:
         return softmax_features_backward(x_bar, dx_bar, V=V)
     elif V.act == "none":
@@ -197,8 +198,8 @@ def activate_row_backward(x, x_bar, dx_bar, V: tl.constexpr):
 def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
     """Map one row, forward or backward, and store the result.
 
-    Returns dΘ if it is needed, and the row's share of dγ and dβ. row_weights: γ and β; and the previous row's share, to
-    which this row's share is added, or ().
+    Return dΘ if it is needed, and the row's contributions to dγ and dβ, added to dweights_before unless that is ().
+    row_weights is (weights, dweights_before).
     """
     weights, dweights_before = row_weights
     xa, xb, ga, gb, place, token_range = loaded_row
@@ -249,7 +250,7 @@ def map_row(loaded_row, cos, sin, o_n, c0, row_weights, V: tl.constexpr):
 
 @triton.jit
 def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
-    """Return the sample and head of row r of group g, whether it is in k, and whether it is one of this program's."""
+    """Return the sample and head of row r in group g, whether it is a row of k, and whether it is below r_hi."""
     per_sample, magic, shift, group0, group1 = heads
     i = divide(r, magic, shift)
     h = r - i * per_sample
@@ -264,10 +265,13 @@ def locate_row(r, r_hi, sample, g, heads, V: tl.constexpr):
 
 @triton.jit
 def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
-    """Move an output row to its sample's start. Return it and the range (low, high) of tokens o_n that fit.
+    """Move an output row to the first output token of its sample.
 
-    start: pointer to the first output token of each sample, and packed numbers: the lengths of q's and of k's output,
-    0 for one that always begins at token 0, and the stride from sample to sample.
+    Return the row and the range (low, high) of tokens that fit.
+
+    ``start`` is (pointer, packed numbers). The pointer locates the index of the first output token of each sample. The
+    numbers are the length of q's output, the length of k's output, and the stride between samples. The length is 0 for
+    an output that begins at token 0.
     """
     p_start, numbers = start
     length0, length1, step = unpack_numbers(numbers)
@@ -285,12 +289,12 @@ def move_output(o_row, start, is_k, b, n0, num_n, V: tl.constexpr):
 
 @triton.jit
 def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
-    """Load x and dy of rows r0 .. r0 + block_r, each as one tile (twice) or two. Also return each row's location.
+    """Load x and dy of V.block_r rows, starting at row r0. Return them with the location of each row.
 
-    If only one of x and dy is read, it is also used in place of the other. tensors: x, dy, the output, the statistics
-    of softmax over the sequence, and the extras of :func:`lrpe_kernel`. rows: the end, the first sample, the group and
-    its heads. A row's location: pointers to x, dy and the output; the number of tokens; a pointer to the maximum over
-    the sequence and the offset from there to the sum. With V.has_start, the range of tokens to write is also returned.
+    If only one of x and dy is needed, that one is returned twice. ``tensors`` is (x, dy, output, statistics of softmax
+    over the sequence, extras of :func:`lrpe_kernel`). ``rows`` is (end, first sample, group, number of groups, heads).
+    A location consists of the rows of x, dy and the output, the number of tokens, and pointers to the statistics. After
+    each location comes the range of tokens to write, which is only set with V.has_start.
     """
     x, dy, o, stat, extras = tensors
     r_hi, sample, g, G, heads = rows
@@ -329,15 +333,17 @@ def fetch_rows(tensors, r0, rows, n0, o_n, num_n, c0, V: tl.constexpr):
 
 @triton.jit
 def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, WIDE: tl.constexpr = False):
-    """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices (0 off the grid), and whether they are on it.
+    """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices (0 off the grid), and the mask of grid tokens.
 
-    positions: see :func:`find_coordinate`. tables: pointers to the mask of rotated tokens and to the amplitudes, cos
-    and sin from :func:`point_to_tables`, the grid index (or table row) of token 0, and the number of grid tokens.
-    WIDE: see :func:`load_flags`.
+    Args:
+        positions: see :func:`find_coordinate`.
+        tables: a pointer to the mask of rotated tokens, a pointer to the amplitudes, the result of
+            :func:`point_to_tables`, the grid index (or table row) of token 0, and the number of grid tokens.
+        WIDE: see :func:`load_flags`.
     """
     p_rotated, p_amplitude, cos_sin_tables, first_index, num_grid = tables
     o_g = n0 + o_n + first_index
-    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative numbers become large
+    m_g = o_g.to(tl.uint32, bitcast=True) < num_grid.to(tl.uint32, bitcast=True)  # negative indices become large
     if p_rotated is not None:
         m_g = m_g & load_flags(p_rotated + o_g, m_g, WIDE=WIDE)
     o_g = tl.where(m_g, o_g, 0)
@@ -356,9 +362,9 @@ def form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V: tl.constexpr, W
 
 @triton.jit
 def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
-    """Map the rows from :func:`fetch_rows`, and add their dΘ and gradients of the weights to ``sums``.
+    """Map the rows from :func:`fetch_rows`, and add dΘ and the gradients of the weights to ``sums``.
 
-    cos_sin: cos Θ and sin Θ. norm: the weights, which all these rows share, and the tokens' groups.
+    cos_sin is (cos Θ, sin Θ). ``norm`` is (weights, token groups). All rows share the weights.
     """
     ROWS: tl.constexpr = V.block_r
     cos, sin = cos_sin
@@ -382,7 +388,10 @@ def map_rows(loaded_rows, cos_sin, o_n, c0, norm, sums, V: tl.constexpr):
 
 @triton.jit
 def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
-    """Return each token's factors of dΘ, float64 (block_n): s_j for dω_j, and 1 for dφ (0 off the grid)."""
+    """Return float64 factors for each token: dΘ is multiplied by s_j for dω_j, and by 1 for dφ.
+
+    Off the grid, all are 0.
+    """
     weights = ()
     K: tl.constexpr = V.num_axes
     for j in tl.static_range(K):
@@ -395,12 +404,12 @@ def weigh_tokens(o_g, m_g, positions, V: tl.constexpr):
 
 @triton.jit
 def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
-    """Plan program t's walk: steps of block_r rows, through all rows of one block of tokens after another.
+    """Plan the loop of program t over blocks of tokens and, within each block, over V.block_r rows at a time.
 
-    First, the program walks over every T-th block on its own, as long as there is a block for every program. The
-    programs that have the same channels (V.flat: every V.flat-th program) then share the remaining blocks evenly.
-    Returns the number of steps walked alone, the total number of steps, and the block and row where the program's share
-    begins.
+    First, the program processes every T-th block on its own, as long as there is a block for every program. Then
+    programs with the same channels (all programs or, if V.flat is set, every V.flat-th one) share the remaining blocks
+    evenly. Return the number of steps before the shared blocks, the total number of steps, and the block and row where
+    the program's part of the shared blocks begins.
     """
     EVERY: tl.constexpr = V.flat if V.flat else 1
     first = t % EVERY
@@ -424,7 +433,7 @@ def plan_walk(t, T, num_blocks, r_lo, r_hi, V: tl.constexpr):
 
 @triton.jit
 def store_partial(p_partial, total, c0, o_c, m_c, V: tl.constexpr):
-    """Store a program's sums over its tokens, (J, C)."""
+    """Store a program's sums (J, C) over its tokens, for dω and dφ."""
     C: tl.constexpr = V.num_channels
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
@@ -461,20 +470,26 @@ def lrpe_kernel(
 ):  # fmt: skip
     """Apply either map, forward or backward, to one tensor or to q and k.
 
-    All programs are on the x axis of the launch grid: T for the token blocks, times G groups of heads that share
-    frequencies, times the parts of a group's rows. There are M parts per sample and P runs of them; with V.by_sample,
-    that many for each sample. The order follows memory: tokens first, or groups and parts of a sample first. A group
-    has group0 heads of q and group1 of k. Its ``span`` rows are these heads, sample by sample; a part has ``per`` rows.
+    All programs are on the x axis of the launch grid. Their number is T (programs for the token blocks) times G (groups
+    of heads that share frequencies) times the number of parts of a group's rows. There are P runs of M parts, or P runs
+    per sample with V.by_sample. Programs are ordered as in memory: either tokens come first, or the groups and parts of
+    a sample. A group has group0 heads of q and group1 heads of k. Its ``span`` rows are these heads, sample by sample.
+    A part has ``per`` rows.
 
-    x (B, H, N, D): inputs. dy (B, H, N, D or 2D): gradients. o: the output, y or dx. stat (2, B, H, D): maximum and sum
-    over the sequence. omega (G or 1, C, K). phase (G or 1, C). coords (.., num_grid, K). origin (.., 1, K) of a grid.
-    affine (K, 2). rotated (.., num_grid) bytes. amplitude (G or 1, C). tables: None, or see :func:`point_to_tables`.
-    partial (parts, T, G, J, C): float64 sums of s_j dΘ for dω and dφ. first_index: grid index of token 0, negative if
-    there are prefix tokens. extras: None, or for a norm: pointers to weight and bias of q and of k, and to partial sums
-    of their gradients; then the parts of q in a sample and the runs of parts. The rows of a part then share weights.
-    With V.has_start, extras is a pair of this and ``start`` of :func:`move_output`.
-
-    V: the compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
+    Args:
+        p_x0, p_dy0, p_o0, p_stat0: input (B, H, N, D), gradient (B, H, N, D or 2D), output (y or dx), and maximum and
+            sum over the sequence (2, B, H, D), of the only tensor or of q. The arguments for k end in 1.
+        p_omega, p_phase, p_amplitude: (G or 1, C, K), (G or 1, C) and (G or 1, C).
+        p_coords, p_origin, p_affine, p_rotated: coordinates (.., num_grid, K), origin (.., 1, K) of a grid, its scale
+            and shift (K, 2), and the mask of rotated tokens (.., num_grid), with one byte per token.
+        tables: the tables of :func:`point_to_tables`, or None.
+        p_partial: float64 sums of s_j dΘ for dω and dφ (parts, T, G, J, C).
+        extras: with a norm, pointers to the weight and bias of q and of k, a pointer to the partial sums of their
+            gradients, and two packed numbers: q's parts per sample, and runs of parts. All rows of a part share their
+            weights. Without a norm, None. With V.has_start, a pair of these extras and ``start`` of
+            :func:`move_output`.
+        first_index: grid index of token 0, which is negative if there are prefix tokens.
+        V: compile-time settings, a :class:`lrpe_md.engine.core.call.Variant`.
     """
     pid = tl.program_id(0)
     rest = divide(pid, magic_first, shift_first)
@@ -552,7 +567,7 @@ def lrpe_kernel(
     if not (V.need_dangles or V.need_dweight):
         loaded_rows = fetch_rows(tensors, r_lo, rows, n0, o_n, N - n0, c0, V)
         if V.rows_first:
-            tl.debug_barrier()  # keeps the compiler from moving loads across
+            tl.debug_barrier()  # keeps the compiler from moving loads past this point
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         cos, sin, _, _ = form_cos_sin(omega, positions, tables, n0, o_n, o_c, m_c, V)
         row_weights = (weights, 0)
@@ -566,14 +581,14 @@ def lrpe_kernel(
         BLOCK_N: tl.constexpr = V.block_n
         BLOCK_C: tl.constexpr = V.block_c
         J: tl.constexpr = V.num_axes + 1 if V.has_phase else V.num_axes
-        EVERY: tl.constexpr = V.flat if V.flat else 1  # blocks with the same channels
+        EVERY: tl.constexpr = V.flat if V.flat else 1  # distance between blocks with the same channels
         omega = load_frequencies(p_omega, p_phase, o_c, m_c, V)
         total = ()
         if V.need_dangles:
             for _ in tl.static_range(J):
                 total += (tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64),)
         dweights = zero_weight_gradients(dtype=tl.float64, V=V)
-        # Initial values. The first step of each block sets these.
+        # These are initial values, which the first step of each block replaces.
         cos = zero_cos_sin(V=V)
         sin = cos
         dangles = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64)

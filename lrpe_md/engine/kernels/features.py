@@ -1,12 +1,13 @@
-"""Form q̂ and k̂ of linear attention from q and k, on tiles (tokens, channels) in registers, and compute gradients.
+"""Compute q̂ and k̂ of linear attention from q and k, forward and backward, on tiles (tokens, channels) in registers.
 
-A row's features are a tuple of tiles: first the output of the map, with both halves channel by channel, then the
-channels that the map leaves out, as x̄ (kernels/encode.py). Widths that are not powers of two are split into several
-tiles, for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If they were in a
-single tile, sums over the channels of a row might involve all warps.
+The features of a row are a tuple of tiles. The output of the map comes first, with both halves interleaved. The
+channels that the map leaves unchanged follow as x̄ (see encode.py). Some widths that are not powers of two are split
+into several tiles, both for the map and for v. Without a map, neighbouring channels form pairs that are not rotated. If
+all channels were in a single tile, sums over the channels of a row might involve all warps.
 
-A "side" of an attention (q or k) has two parts. One encodes its tokens: frequencies, positions and tables, often shared
-by q and k. The other is the norm: None, or γ, β, partial sums for their gradients, and the tokens' indices on the grid.
+A "side" (q or k) has two parts. The first part consists of the frequencies, positions and tables for its tokens. q and
+k often share the first part. The second part is the norm: None, or γ, β, partial sums for their gradients, and the grid
+indices of the tokens.
 """
 
 import triton
@@ -38,20 +39,23 @@ from .tiles import first_channel, load_at, load_flags, load_tile, move_row, spli
 
 @triton.jit
 def multiply(a, b, acc, V: tl.constexpr):
-    """Return a b + acc. 16-bit operands use the matrix units; others are multiplied in full precision."""
+    """Return a @ b + acc. 16-bit operands use the matrix units, and others are multiplied in full precision."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.operand == "bfloat16" and not V.accumulate_outside_mma:
         return tl.dot(a, b, acc)
     else:
-        # More accurate than matrix units, which round down. The compiler would fuse a plain + into the product.
+        # This is more accurate than matrix units, which round down. The compiler would fuse a plain + into the product.
         product = tl.dot(a, b, input_precision="ieee")
         return tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
 def to_operand(x, V: tl.constexpr):
-    """Round to the dtype of a matrix operand: bfloat16 for 16-bit inputs, whose range also fits sums over tokens."""
+    """Round x to the dtype of operands.
+
+    For 16-bit inputs, operands are bfloat16, whose range is large enough for sums.
+    """
     if V.operand == "bfloat16":
         return x.to(tl.bfloat16)
     elif V.operand == "rounded":
@@ -63,7 +67,7 @@ def to_operand(x, V: tl.constexpr):
 
 @triton.jit
 def locate_tensor(tensor, b, h, V: tl.constexpr):
-    """Return a row at token 0 of a head of a sample: pointer, token stride and channel stride."""
+    """Return the row (pointer, token stride, channel stride) at token 0 of a head of a sample."""
     p, strides = tensor
     stride_b, stride_h, stride_n, stride_d = unpack_numbers(strides)
     row = (p, stride_n, stride_d)
@@ -72,16 +76,16 @@ def locate_tensor(tensor, b, h, V: tl.constexpr):
 
 @triton.jit
 def load_side(side, b, g, h, V: tl.constexpr):
-    """Load the tables of a head of a sample; also return h. g: the head of k.
+    """Load the tables for a sample and for key head g, and return them together with h.
 
-    Callers pass the result on, together with the side's pointers. A function can't return these, as they may be None.
+    Callers also pass on the side's pointers, because a Triton function can't return a pointer that is None.
     """
     return load_tables(side, b, g, V=V), h
 
 
 @triton.jit
 def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
-    """Load the tables of a head of q; with V.one_side, reuse k_head_tables, the tables of its key head."""
+    """Load the tables of a query head. With V.one_side, reuse k_head_tables, the tables of its key head."""
     if V.one_side:
         tables, _ = k_head_tables
         return tables, h
@@ -91,7 +95,7 @@ def load_query_side(side, k_head_tables, b, g, h, V: tl.constexpr):
 
 @triton.jit
 def load_tables(side, b, h, V: tl.constexpr):
-    """Load the frequencies of a head of a sample, and find where its amplitudes, positions and rotation mask begin."""
+    """Load the frequencies of a head. Return them with the offsets of its amplitudes, positions and rotation mask."""
     if V.map == "none":
         return 0
     else:
@@ -122,7 +126,7 @@ def load_tile_frequencies(tables, h, steps, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_row(row, o_n, m_n, V: tl.constexpr):
-    """Load a block of tokens: for each tile of the map two tiles (or the same one twice), then the other channels."""
+    """Load a block of tokens: two tiles (or the same tile twice) for each tile of the map, then the other channels."""
     tiles = ()
     if V.raw:
         for i in tl.static_range(len(V.begins)):
@@ -139,14 +143,14 @@ def load_row(row, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_map_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Load tile i of the map as two tiles, or the same one twice."""
+    """Load tile i of the map as two tiles, or as the same tile twice."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     return load_inputs(row, o_n, m_n, first_channel(V=T), V=T)
 
 
 @triton.jit
 def find_values(i: tl.constexpr, m_n, V: tl.constexpr):
-    """Return the channels (1, channels) of tile i of v, o or do, and their mask for tokens m_n."""
+    """Return the channel indices (1, channels) of tile i of v, o or do, and their mask for tokens m_n."""
     o_v = tl.arange(0, V.v_blocks[i])[None, :]
     mask = m_n[:, None]
     if V.v_widths[i] < V.v_blocks[i]:
@@ -180,7 +184,7 @@ def load_gate(gate, b, h, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def zero_gated_tokens(x, beta):
-    """Set x to 0 where β is 0, even if x is NaN, tile by tile."""
+    """Set x to 0 for tokens with β = 0, even if x is NaN."""
     tiles = ()
     for i in tl.static_range(len(x)):
         tiles += (tl.where((beta == 0.0)[:, None], 0.0, x[i]),)
@@ -189,7 +193,7 @@ def zero_gated_tokens(x, beta):
 
 @triton.jit
 def to_tiles(tiles, V: tl.constexpr):
-    """Return the tiles of x from the result of :func:`load_row`: one or two per tile of the map, then the others."""
+    """Convert the result of :func:`load_row` to tiles of x: one or two for each tile of the map, then the others."""
     if V.num_mapped == 0:
         return tiles
     else:
@@ -205,7 +209,7 @@ def to_tiles(tiles, V: tl.constexpr):
 
 @triton.jit
 def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
-    """Return the tiles of x from the result of :func:`load_map_tile`."""
+    """Convert the result of :func:`load_map_tile` to one or two tiles of x."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     if V.map == "cosine":
         return (upcast(first, V=V),)
@@ -215,7 +219,7 @@ def to_map_tile(first, second, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
-    """Return norm(x) of tokens n0 + o_n, and what its backward needs: x̂, r, γ and β, and the tokens' groups."""
+    """Return norm(x) of tokens n0 + o_n, and the values that its backward needs: x̂, r, γ, β and token groups."""
     if V.norm == "none":
         return x, ()
     else:
@@ -226,7 +230,7 @@ def normalise_tokens(x, side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def find_weights(side, n0, o_n, V: tl.constexpr):
-    """Load γ and β of tokens n0 + o_n, and the tokens' groups. Reloading them for each block avoids register spills."""
+    """Load γ and β of tokens n0 + o_n, and the token groups. Loading γ and β for each block avoids register spills."""
     pointers, head_tables = side
     _, h = head_tables
     _, norm = pointers
@@ -240,7 +244,7 @@ def find_weights(side, n0, o_n, V: tl.constexpr):
 
 @triton.jit
 def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
-    """Set channels of x̄ beyond the width to 0 and, with TOKENS, tokens beyond the end."""
+    """Set channels of x̄ beyond the row's width to 0. With TOKENS, do the same to tokens beyond the end."""
     if V.keeps_zero:
         return x_bar
     else:
@@ -257,7 +261,7 @@ def fill_rest(x_bar, m_n, TOKENS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def form_block_cos_sin(side, n0, o_n, V: tl.constexpr):
-    """Return cos Θ and sin Θ of tokens n0 + o_n, their grid indices, and which are on the grid, tile by tile."""
+    """Return the results of :func:`form_cos_sin` for tokens n0 + o_n, tile by tile."""
     if V.map == "none":
         return ()
     else:
@@ -307,7 +311,7 @@ def select_map_tile(x, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
-    """Return tile i of x̂: both halves of the map's output."""
+    """Return tile i of x̂, with both halves of the map's output."""
     T: tl.constexpr = V.map_tiles[i] if V.num_map_tiles > 1 else V
     x = select_map_tile(x_bar, i=i, V=V)
     if V.map == "none":
@@ -320,12 +324,12 @@ def map_tile(x_bar, cos_sin, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def join_halves(first, second, V: tl.constexpr):
-    """Join two tiles (tokens, channels) into one, alternating runs of V.run channels from each."""
+    """Interleave two tiles (tokens, channels) in runs of V.run channels, and return a single tile."""
     BLOCK_N: tl.constexpr = V.block_n
     WIDTH: tl.constexpr = 2 * V.block_c
     if V.run == 1:
         return tl.reshape(tl.join(first, second), [BLOCK_N, WIDTH])
-    else:  # after a join, Triton 3.6 assumes packed elements, and reads operands in pieces of 8 bytes
+    else:  # after a join, Triton 3.6 assumes that elements are packed, and reads operands in pieces of 8 bytes
         RUN: tl.constexpr = V.run
         RUNS: tl.constexpr = V.block_c // V.run
         is_second = tl.arange(0, 2)[None, None, :, None] == 1
@@ -336,7 +340,7 @@ def join_halves(first, second, V: tl.constexpr):
 
 @triton.jit
 def split_halves(x, V: tl.constexpr):
-    """Undo :func:`join_halves`."""
+    """Inverse of :func:`join_halves`."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     if V.run == 1:
@@ -400,7 +404,10 @@ def map_tile_backward(x_bar, dx_hat, cos_sin, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def store_row_gradient(row, x, x_bar, dx_bar, dweights, o_n, m_n, V: tl.constexpr):
-    """Store dx of a block of tokens, and return the updated sums for dγ and dβ. x: from :func:`normalise_tokens`."""
+    """Store dx of a block of tokens, and return the updated sums for dγ and dβ.
+
+    ``x`` is the result of :func:`normalise_tokens`.
+    """
     x_norm, norm_saved = x
     dx = activate_row_backward(x_norm, x_bar, dx_bar, V=V)
     if V.norm != "none":
@@ -436,7 +443,7 @@ def _empty_row(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_weight_sums(V: tl.constexpr):
-    """Return zeros for a program's dγ and dβ: for each group of tokens, tiles for γ, then for β.
+    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ.
 
     Tiles are (tokens, channels) in float32, or (1, channels) in float64.
     """
@@ -450,7 +457,7 @@ def empty_weight_sums(V: tl.constexpr):
 
 @triton.jit
 def add_weight_products(sums, products, group, V: tl.constexpr):
-    """Add the products of a block of tokens to the sums of their groups."""
+    """Add the products of a block of tokens to the sums of their token groups."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
@@ -465,7 +472,7 @@ def add_weight_products(sums, products, group, V: tl.constexpr):
 
 @triton.jit
 def store_weight_sums(side, row, sums, V: tl.constexpr):
-    """Store the sums of a program as a row of the partial sums."""
+    """Store a program's sums as a row of the partial sums."""
     if V.need_dweight:
         pointers, _ = side
         _, norm = pointers

@@ -1,4 +1,4 @@
-"""Kernels with their numbers compiled in, for compilers that know every size."""
+"""Compile numeric arguments into a kernel, for compilers that know all sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Copy", "Fixed", "Launcher", "fix"]
 
 @triton.jit
 def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
-    """Convert the numbers to the types that they have in an ordinary launch."""
+    """Convert numbers to the types that they have in a normal launch."""
     numbers = ()
     for i in tl.static_range(len(NUMBERS)):
         if TYPES[i] == "i64":
@@ -32,7 +32,10 @@ def _take_numbers(NUMBERS: tl.constexpr, TYPES: tl.constexpr):
 
 @triton.jit
 def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a block of tokens of one head from x (B, H, N, D) to o. FROM, TO: strides (b, h, n) of 16-byte rows."""
+    """Copy a block of tokens of one head from x (B, H, N, D) to o. FROM and TO are the strides (b, h, n) of x and o.
+
+    The rows of both must be 16-byte aligned.
+    """
     H: tl.constexpr = SIZES[0]
     N: tl.constexpr = SIZES[1]
     D: tl.constexpr = SIZES[2]
@@ -51,10 +54,13 @@ def copy_rows(p_x, p_o, program, SIZES: tl.constexpr, FROM: tl.constexpr, TO: tl
 
 
 class Copy(NamedTuple):
-    """A copy of rows (B, H, N, D), done by extra programs of a launch that writes into the same joined tensor."""
+    """Copy of rows (B, H, N, D) into a joined tensor.
+
+    The launch that writes the other rows of the joined tensor makes the copy, in extra programs.
+    """
 
     source: Any
-    destination: Any  # the destination, with the same dtype
+    destination: Any  # has the same dtype as the source
     first: int  # number of the first extra program
     num_warps: int
 
@@ -64,7 +70,7 @@ class Copy(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Tokens per program, so that each thread copies four times 16 bytes of bfloat16."""
+        """Number of tokens per program. Each thread copies 64 bytes of bfloat16."""
         return max(1, 1024 * self.num_warps // self.width)
 
     @property
@@ -73,7 +79,7 @@ class Copy(NamedTuple):
         return batch * heads * triton.cdiv(num_tokens, self.block)
 
     def write(self, source: str, destination: str) -> str:
-        """Write the source code of a call to :func:`copy_rows`."""
+        """Return the source code of a call to :func:`copy_rows`."""
         _, heads, num_tokens, head_dim = self.source.shape
         sizes = heads, num_tokens, head_dim, self.width
         x, o = self.source.stride()[:3], self.destination.stride()[:3]
@@ -82,7 +88,10 @@ class Copy(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """A kernel that takes only tensors, ``NUMBERS``, their ``TYPES`` and ``V``, and its arguments for one launch."""
+    """A kernel that takes tensors, ``NUMBERS``, ``TYPES`` and ``V``.
+
+    The values of all arguments but ``V`` are included.
+    """
 
     kernel: Any
     arguments: tuple[str, ...]  # source code of the original kernel's arguments
@@ -94,10 +103,10 @@ class Fixed(NamedTuple):
 
 
 def fix(kernel: Any, args: tuple[Any, ...], copy: Copy | None = None) -> Fixed:
-    """Return the kernel with the numbers of these arguments compiled in, plus programs that copy.
+    """Return a kernel with the numbers among ``args`` compiled in. If ``copy`` is passed, extra programs make the copy.
 
-    Inductor would derive each number's type from its value, and compile in every 1. Our kernels declare their types, so
-    we state them here. Compiled-in numbers also add no launch time.
+    Inductor would derive the type of a number from its value, and would only compile in numbers that are 1. Here,
+    numbers have the types that the kernel declares. Compiled-in numbers also don't add to the launch time.
     """
     tensors: list[Any] = []
     numbers: list[int | float] = []
@@ -142,7 +151,7 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
         "    numbers = _take_numbers(NUMBERS=NUMBERS, TYPES=TYPES)\n" + body
     )
     file = f"<{__name__}.{name} {hash(source):x}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton reads the source here
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where Triton reads the source
     namespace: dict[str, Any] = {"__name__": __name__, "tl": tl, "_take_numbers": _take_numbers, name: kernel}
     if branch is not None:
         namespace["copy_rows"] = copy_rows
@@ -153,8 +162,9 @@ def _write_kernel(kernel: Any, num_tensors: int, args: tuple[str, ...], branch: 
 class Launcher:
     """Launcher of a fixed kernel in compiler-generated code, with launch options that the compiler does not support.
 
-    Its arguments can be written into source code: the original kernel's name, its number of tensors, the source of its
-    arguments, the code of extra programs, the constants, the number of programs and the launch options.
+    All arguments of the constructor can be written as source code. They are the name of the original kernel, the number
+    of tensors, the source of the kernel's arguments, the code of extra programs, the constants, the number of programs
+    and the launch options.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Both maps after a norm over all heads. A program processes all heads of a token together.
+"""Apply either map after a norm over all heads. A program processes all heads of a token together.
 
-A tile is (heads, channels) of one token, while tiles in encode.py are (tokens, channels) of one head. Here, V.block_n
-counts the heads of a tile, and V.block_r the tiles that hold all heads. x and dy are read once, and stay in registers
-until the sums over all channels are known. All heads share frequencies.
+Tiles are (heads, channels) of one token, whereas tiles in encode.py are (tokens, channels) of one head. Here, V.block_n
+is the number of heads in a tile, and V.block_r is the number of tiles for all heads. x and dy are read once, and stay
+in registers until the sums over all channels are known. All heads share their frequencies.
 """
 
 import triton
@@ -44,7 +44,10 @@ from .tiles import first_channel, locate_channels, point_at, point_to_row, split
 
 @triton.jit
 def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
-    """Point to tile i of a token; a row of the tile is a head. tensor: pointer and strides (b, n, h, d) of q and k."""
+    """Return a pointer to tile i of a token, and the head and channel strides.
+
+    ``tensor`` holds the pointer and the strides (b, n, h, d) of q and of k.
+    """
     p_q, q_strides, p_k, k_strides = tensor
     is_k, b, n = token
     first = tl.full([], i * V.block_n, tl.int32)
@@ -53,7 +56,10 @@ def point_to_heads(tensor, token, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr):
-    """Prefetch a token's rows into the L2 cache, in lines of 128 bytes. Unlike early loads, this needs no registers."""
+    """Prefetch a token's rows into the L2 cache, in lines of 128 bytes.
+
+    Unlike early loads, prefetching needs no registers.
+    """
     if V.functions > 0:
         row = point_to_heads(tensor, token, i=0, V=V)
         LINE: tl.constexpr = 1024 // row[0].dtype.element_ty.primitive_bitwidth
@@ -67,7 +73,7 @@ def fetch_ahead(tensor, token, is_there, H, width: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
-    """Prefetch the rows of x and dy that this program reads next, if any. counts: tokens per sample and in total."""
+    """Prefetch the rows of x and dy that this program reads next. ``counts`` is (tokens per sample, total tokens)."""
     N, num_items = counts
     b = item // N
     token = (is_k, b, item - b * N)
@@ -79,7 +85,7 @@ def fetch_next(x, dy, is_k, item, counts, H, V: tl.constexpr):
 
 @triton.jit
 def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
-    """Load a row of dy, like :func:`load_row`."""
+    """Load a row of dy in the form that :func:`to_gradient_tiles` expects."""
     if V.map == "none":
         return load_unmapped(row, o_h, m_h, V=V)
     else:
@@ -88,7 +94,7 @@ def load_gradient_row(row, o_h, m_h, V: tl.constexpr):
 
 @triton.jit
 def to_gradient_tiles(rows, V: tl.constexpr):
-    """Return dy from :func:`load_gradient_row`: the two tiles of the map's output, then the other channels."""
+    """Convert the result of :func:`load_gradient_row` to the two tiles of the map's output and the other tiles."""
     if V.map == "none":
         return rows
     else:
@@ -115,7 +121,7 @@ def map_back(dy, cos, sin, V: tl.constexpr):
 
 @triton.jit
 def centre(row, mean, m_h, V: tl.constexpr):
-    """Return x of a tile's heads. For "layer", subtract the mean, and set missing heads and channels to 0."""
+    """Return x for the heads of a tile. For layer norm, subtract the mean, and set padding heads and channels to 0."""
     x = to_tiles(row, V=V)
     if V.norm == "layer":
         tiles = ()
@@ -129,7 +135,7 @@ def centre(row, mean, m_h, V: tl.constexpr):
 
 @triton.jit
 def compute_norm_stats(rows, H, share, V: tl.constexpr):
-    """Compute the mean (0 unless "layer") and r over all channels of a token. share: 1 / number of channels."""
+    """Compute the mean (0 for RMS norm) and r over all channels of a token. ``share`` is 1 / number of channels."""
     o_h = tl.arange(0, V.block_n)
     mean = share * 0.0
     if V.norm == "layer":
@@ -168,7 +174,7 @@ def normalise_backward(rows, cos_sin, stats, weights, m_h, V: tl.constexpr):
 
 @triton.jit
 def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexpr):
-    """Return the sums of tile i plus a token's products."""
+    """Add the products of a token to the sums of tile i, and return the new sums."""
     new_sums = ()
     COUNT: tl.constexpr = len(products) * V.token_groups
     for j in tl.static_range(COUNT):
@@ -181,7 +187,7 @@ def add_weight_sums(sums, products, token_group, i: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def widen_rows(sums, recent_sums):
-    """Return the float64 sums plus recent float32 sums over a few tokens."""
+    """Add recent float32 sums over a few tokens to the float64 sums."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         new_sums += (sums[j] + recent_sums[j].to(tl.float64),)
@@ -190,7 +196,7 @@ def widen_rows(sums, recent_sums):
 
 @triton.jit
 def store_tile_gradients(p, sums, H, V: tl.constexpr):
-    """Store a program's sums: dγ (H, P, D), then dβ (H, P, D)."""
+    """Store a program's dγ (H, P, D), followed by its dβ (H, P, D)."""
     TILES: tl.constexpr = len(V.begins)
     KINDS: tl.constexpr = V.has_weight + V.has_bias
     COUNT: tl.constexpr = TILES * KINDS * V.token_groups
@@ -206,7 +212,7 @@ def store_tile_gradients(p, sums, H, V: tl.constexpr):
 
 @triton.jit
 def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
-    """Store y, computed from ``out`` = x̄; in the backward, store ``out`` = dx."""
+    """Map x̄ (``out``) to y, and store y. In the backward pass, ``out`` is dx and is stored unchanged."""
     c0 = first_channel(V=V)
     if V.map != "none":
         cos, sin = cos_sin
@@ -221,7 +227,7 @@ def store_heads(row, out, cos_sin, o_h, m_h, V: tl.constexpr):
 
 @triton.jit
 def form_token_cos_sin(omega, tables, token, counts, grid, V: tl.constexpr):
-    """Compute cos Θ and sin Θ of a token, one row per head of a tile, and its factors of dΘ for dω and dφ."""
+    """Return cos Θ and sin Θ of a token, with a row for each head of a tile, and the result of :func:`weigh_tokens`."""
     p_coords, p_origin, p_affine, p_rotated, p_amplitude, cos_sin_tables = tables
     _, b, n = token
     first_index, num_grid, positions_b, rotated_b = counts
@@ -256,7 +262,7 @@ def load_tile_weights(norm, is_k, H, token_group, i: tl.constexpr, V: tl.constex
 
 @triton.jit
 def store_mapped(rows, token, H, stats, cos_sin, tile_weights, o, V: tl.constexpr):
-    """Compute and store y of a token. tile_weights: γ and β by tile."""
+    """Compute and store y of a token. ``tile_weights`` holds γ and β of each tile."""
     mean, scale = stats
     o_h = tl.arange(0, V.block_n)
     for i in tl.static_range(len(rows)):
@@ -268,7 +274,7 @@ def store_mapped(rows, token, H, stats, cos_sin, tile_weights, o, V: tl.constexp
 
 @triton.jit
 def compute_gradient_means(row_pairs, H, stats, share, cos_sin, tile_weights, V: tl.constexpr):
-    """Compute mean(g x̂) and, for "layer", mean(g) over all channels of a token, where g = γ dy."""
+    """Compute mean(g x̂) and, for layer norm, mean(g) over all channels of a token, where g = γ dy."""
     rows, gradients = row_pairs
     for i in tl.static_range(len(rows)):
         m_h = i * V.block_n + tl.arange(0, V.block_n) < H
@@ -288,7 +294,7 @@ def compute_gradient_means(row_pairs, H, stats, share, cos_sin, tile_weights, V:
 def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, out, V: tl.constexpr):
     """Compute and store dx of a token. Return dΘ, summed over the tiles, and the updated sums for the weights.
 
-    out: where dx goes, the sums for the weights, and the group of the token.
+    ``out`` is (output tensor for dx, sums for the weights, token group).
     """
     rows, gradients = row_pairs
     o, dweights, group = out
@@ -308,7 +314,7 @@ def store_gradients(row_pairs, token, H, stats, means, cos_sin, tile_weights, ou
     return dangles, new_sums
 
 
-# Gradients of the weights are summed in float32 over this many tokens. In float64 they take twice the registers.
+# Number of tokens over which the gradients of weights are summed in float32, because float64 takes twice the registers.
 TOKENS = tl.constexpr(16)
 
 
@@ -319,9 +325,13 @@ def heads_kernel(
 ):  # fmt: skip
     """Apply a norm over all heads and then either map, forward or backward, to one tensor or to q and k.
 
-    The first programs process the tokens of q, the others those of k. x, dy, o: pointer and strides (b, n, h, d) of q
-    and of k. tables: pointers, and tables of cos and sin, as in :func:`lrpe_kernel`. norm: pointers to weight and bias
-    of q and of k. sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for dγ and dβ.
+    The first programs process the tokens of q, and the others those of k.
+
+    Args:
+        x, dy, o: pointer and strides (b, n, h, d) of q and of k.
+        tables: pointers, and tables of cos and sin, as in :func:`lrpe_kernel`.
+        norm: pointers to the weight and bias of q and of k.
+        sums: pointers to partial sums (programs, J, C) for dω and dφ, and (programs, ..) for dγ and dβ.
     """
     counts, axes = numbers
     N, first_index, num_grid, positions_b, rotated_b, heads_q, heads_k, num_q, num_items, width = unpack_numbers(counts)
@@ -332,7 +342,7 @@ def heads_kernel(
     is_k = pid >= num_q
     H = tl.where(is_k, heads_k, heads_q)
     step = tl.where(is_k, tl.num_programs(0) - num_q, num_q)
-    # div_rn rounds the same whether H is compiled in or not.
+    # div_rn rounds in the same way whether or not H is compiled in.
     share = 1.0 / (H * V.head_dim).to(tl.float64) if V.wide else tl.div_rn(1.0, (H * V.head_dim).to(tl.float32))
     o_h = tl.arange(0, V.block_n)
     TILES: tl.constexpr = V.block_r

@@ -1,15 +1,16 @@
-"""Linear attention in which all tokens of a slot see the same state: S = Σ β k̂ vᵀ, o = q̂ S / z. Forward and backward.
+"""Kernels for linear attention without a causal mask, forward and backward: S = Σ β k̂ vᵀ and o = q̂ S / z.
 
-A slot is a whole sample, a sequence or a block. These kernels also compute the states before the pieces of
-linear_causal.py.
+All tokens of a slot read the same state. A slot is a sample, a packed sequence or a block. These kernels also compute
+the states before the pieces of tokens that linear_causal.py processes.
 
-S is stored transposed, Sᵀ (D_v, Ê), with a tile for each pair of a feature tile and a tile of v. So v goes to the
-matrix units as it was loaded. With one pass, a program computes the state of a key head of a sample, and then the
-outputs of its query heads. With two passes, programs compute the states of pieces of the tokens, another kernel sums
-them, and further programs use the sums. One pass and two passes share their loops: over keys and values for S, over
-queries for o, over queries and do for dq and dS, and over keys and values for dk and dv.
+S is stored transposed, as Sᵀ (D_v, Ê), with one tile for each pair of a feature tile and a value tile. This way, v goes
+to the matrix units exactly as it was loaded. In the one-pass variant, a program computes the state of one key head of a
+sample and then the outputs of its query heads. In the two-pass variant, programs first compute the states of pieces of
+the tokens. Another kernel sums these states, and further programs use the sums. Both variants share their loops: one
+over keys and values for S, one over queries for o, one over queries and do for dq and dS, and one over keys and values
+for dk and dv.
 
-Names: S, dS are transposed states. Z, dZ are the sums Σ β k̄ (Σ β k̂ for V.normalizer "encoded") and their gradients.
+S and dS denote transposed states. Z is the sum Σ β k̄, or Σ β k̂ if V.normalizer is "encoded", and dZ is its gradient.
 """
 
 import triton
@@ -52,7 +53,7 @@ def empty(ROWS: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def empty_state(V: tl.constexpr):
-    """Return zeros for S: tiles (D_v, features), ordered by tile of features, then by tile of v."""
+    """Return zero-filled tiles (D_v, features) for S, ordered by feature tile, then by value tile."""
     S = ()
     for i in tl.static_range(len(V.feature_blocks)):
         for j in tl.static_range(len(V.v_blocks)):
@@ -62,7 +63,7 @@ def empty_state(V: tl.constexpr):
 
 @triton.jit
 def empty_sums(V: tl.constexpr):
-    """Return zeros for Z, not yet summed over tokens: a tile (tokens, channels) for each tile of Z."""
+    """Return zero-filled tiles (tokens, channels) that accumulate Z before it is summed over tokens."""
     Z = ()
     for i in tl.static_range(len(V.sum_blocks)):
         Z += (empty(ROWS=V.block_n, COLUMNS=V.sum_blocks[i], V=V),)
@@ -80,7 +81,7 @@ def add_scaled(total, x, weight):
 
 @triton.jit
 def sum_tokens(Z):
-    """Sum (tokens, channels) over tokens, tile by tile."""
+    """Sum each tile, of shape (tokens, channels), over its tokens."""
     result = ()
     for i in tl.static_range(len(Z)):
         result += (tl.sum(Z[i], axis=0),)
@@ -89,7 +90,7 @@ def sum_tokens(Z):
 
 @triton.jit
 def to_rows(Z):
-    """Reshape (channels) to (1, channels), tile by tile."""
+    """Reshape each tile from (channels) to (1, channels)."""
     result = ()
     for i in tl.static_range(len(Z)):
         result += (Z[i][None, :],)
@@ -98,7 +99,7 @@ def to_rows(Z):
 
 @triton.jit
 def row_dot(x, y):
-    """Return x · y for each token."""
+    """Return the dot product of x and y for each token."""
     total = tl.sum(x[0] * y[0], axis=1)
     for i in tl.static_range(1, len(x)):
         total += tl.sum(x[i] * y[i], axis=1)
@@ -121,13 +122,14 @@ def transpose_tiles(x):
     return result
 
 
-# If two products share a factor, it must be the second one, which is in shared memory. The first factor may be in
-# registers. If two products read it from the same registers, results are wrong (Triton 3.6, sm_90).
+# If two products share a factor, it must be the second factor of both, which is in shared memory. The first factor may
+# be in registers. In Triton 3.6 on sm_90, results are wrong if two products read their first factor from the same
+# registers.
 
 
 @triton.jit
 def multiply_tiles(values, S, V: tl.constexpr):
-    """Multiply values (tokens, D_v) by S, summed over the tiles of v. Returns a tile for each tile of features."""
+    """Multiply values, of shape (tokens, D_v), by S. Return one tile (tokens, features) for each feature tile."""
     VALUES: tl.constexpr = len(V.v_blocks)
     products = ()
     for i in tl.static_range(len(V.feature_blocks)):
@@ -143,7 +145,7 @@ def multiply_tiles(values, S, V: tl.constexpr):
 
 @triton.jit
 def sum_columns(x, S, V: tl.constexpr):
-    """Multiply S by xᵀ (features, tokens), summed over the tiles of features. Returns tiles (D_v, tokens)."""
+    """Multiply S by xᵀ, of shape (features, tokens). Return one tile (D_v, tokens) for each value tile."""
     VALUES: tl.constexpr = len(V.v_blocks)
     sums = ()
     for j in tl.static_range(VALUES):
@@ -156,7 +158,7 @@ def sum_columns(x, S, V: tl.constexpr):
 
 @triton.jit
 def apply_state(x, S, V: tl.constexpr):
-    """Multiply x (tokens, features) by Sᵀ, summed over the tiles of features. Returns tiles (tokens, D_v)."""
+    """Multiply x, of shape (tokens, features), by Sᵀ. Return one tile (tokens, D_v) for each value tile."""
     if V.tokens_as_n or len(V.v_blocks) > 1:
         return transpose_tiles(sum_columns(x, S, V=V))
     else:
@@ -180,10 +182,9 @@ def normalizer_features(x_bar, x_hat, V: tl.constexpr):
 
 @triton.jit
 def form_keys(k_row, v_row, gate, side, place, V: tl.constexpr):
-    """Compute norm(k), k̄ (without β), v, β, and cos and sin of tokens n0 + o_n.
+    """Load a block of keys and values. Return norm(k), k̄ (without β), v, β, and cos and sin.
 
-    place: sample, head, first token, offsets, and the mask of tokens that exist.
-
+    ``place`` is (sample, head, n0, o_n, m_n). The block has tokens n0 + o_n, and m_n masks out tokens beyond the end.
     """
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(k_row, o_n, m_n, V=V), V=V)
@@ -207,9 +208,9 @@ def activate_tokens(x, V: tl.constexpr):
 
 @triton.jit
 def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
-    """Compute S and Z from tokens begin .. end of a head.
+    """Compute S and Z of tokens [begin, end) of a head.
 
-    k, v: (pointer, strides). walk: sample, head, and the range of tokens (end excluded).
+    ``k`` and ``v`` are (pointer, strides), and ``walk`` is (sample, head, begin, end).
     """
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
@@ -233,7 +234,7 @@ def sum_keys(k, v, gate, side, walk, V: tl.constexpr):
 
 @triton.jit
 def invert_denominator(z, eps, V: tl.constexpr):
-    """Return 1/z of each token, and whether z is above the clamp."""
+    """Return 1/z for each token, and the mask of tokens whose z is not clamped."""
     eps = tl.full(z.shape, eps, z.dtype)  # tl.maximum would treat a number as float32
     if V.normalizer == "encoded":
         is_free = tl.abs(z) >= eps
@@ -244,7 +245,7 @@ def invert_denominator(z, eps, V: tl.constexpr):
 
 @triton.jit
 def invert(z, V: tl.constexpr):
-    """Return 1/z, correctly rounded if operands keep their precision."""
+    """Return 1/z. With V.operand "same", it is correctly rounded."""
     if V.operand == "same" and not V.wide:
         return tl.div_rn(tl.full(z.shape, 1.0, z.dtype), z)
     else:
@@ -253,7 +254,7 @@ def invert(z, V: tl.constexpr):
 
 @triton.jit
 def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
-    """Compute and store o of tokens begin .. end of a head, from operands S and sums Z."""
+    """Compute and store o of tokens [begin, end) of a head, given S (as operands) and Z."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
@@ -264,7 +265,8 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
         x = normalise_tokens(x, side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
-        # If tokens are columns of the product, 1/z has q's layout, not o's. So scale q̂, or q̄, as the map is linear.
+        # If tokens are columns of the product, 1/z has the layout of q, not of o. So q̂ is scaled or, because the map
+        # is linear, q̄.
         if V.normalizer == "unrotated":
             scale, _is_free = invert_denominator(row_dot(x_bar, to_rows(Z)), eps, V=V)
             if V.tokens_as_n:
@@ -285,7 +287,7 @@ def write_outputs(q, o, side, S, Z, walk, eps, V: tl.constexpr):
 
 @triton.jit
 def find_normalizer_channels(i: tl.constexpr, V: tl.constexpr):
-    """Return the channels (1, channels) of tile i of the normaliser's features, and their mask."""
+    """Return the channel indices (1, channels) of tile i of the normaliser's features, and their mask."""
     if V.normalizer == "encoded":
         o_e = tl.arange(0, V.feature_blocks[i])[None, :]
         return V.feature_begins[i] + o_e, o_e < V.feature_widths[i]
@@ -295,7 +297,7 @@ def find_normalizer_channels(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def point_to_state(p, i: tl.constexpr, V: tl.constexpr):
-    """Return pointers to tile i of S (D_v, Ê), and their mask."""
+    """Return the pointers to tile i of S, and their mask."""
     E: tl.constexpr = i // len(V.v_blocks)
     J: tl.constexpr = i % len(V.v_blocks)
     o_e = tl.arange(0, V.feature_blocks[E])[None, :]
@@ -339,7 +341,10 @@ def load_sums(p_sums, V: tl.constexpr):
 
 @triton.jit
 def empty_total(V: tl.constexpr):
-    """Return zeros for Σ s_j dΘ of each tile and axis: (tokens / V.share, channels), or (channels) in float64."""
+    """Return zeros for the sums Σ s_j dΘ of each tile and axis j, where s_j is a token's coordinate.
+
+    Each sum has shape (tokens / V.share, channels), or (channels) in float64 if V.operand is "same".
+    """
     total = ()
     if V.need_dangles:
         TILES: tl.constexpr = V.num_map_tiles
@@ -365,7 +370,7 @@ def _empty_tile_total(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_row_groups(x, V: tl.constexpr):
-    """Sum each V.share tokens, which are in one thread: (tokens, channels) to (tokens / V.share, channels)."""
+    """Sum groups of V.share tokens that are in the same thread. The result has shape (tokens / V.share, channels)."""
     if V.share == 1:
         return x
     else:
@@ -377,7 +382,7 @@ def sum_row_groups(x, V: tl.constexpr):
 
 @triton.jit
 def add_angle_gradients(total, dangles, side, cos_sin, V: tl.constexpr):
-    """Add Σ s_j dΘ and, if there is a phase, Σ dΘ of a block of tokens to ``total``."""
+    """Add Σ s_j dΘ over a block of tokens to ``total``. If there is a phase, also add Σ dΘ."""
     if V.need_dangles:
         pointers, head_tables = side
         tables, _ = pointers
@@ -419,7 +424,7 @@ def add_tile_gradients(total, dangles, weights, i: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def store_total(p_partial, total, V: tl.constexpr):
-    """Store a program's sums, (J, C)."""
+    """Store a program's sums (J, C) for dω and dφ."""
     TILES: tl.constexpr = V.num_map_tiles
     for i in tl.static_range(TILES):
         _store_tile_total(p_partial, total, i=i, V=V)
@@ -437,9 +442,10 @@ def _store_tile_total(p_partial, total, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexpr):
-    """Compute and store dq of tokens begin .. end of a head. Add to dZ and to the sums for dω, dγ and dβ.
+    """Compute and store dq of tokens [begin, end) of a head. Return ``grads`` plus the sums over these tokens.
 
-    tensors: q, do, dq. state: operands S, sums Z. grads: the tiles of dZ, and both sums.
+    ``tensors`` is (q, do, dq), and ``state`` is (S, Z) with S as operands. ``grads`` is (tiles of dZ, sums for dω, sums
+    for the norm's weights).
     """
     q, do, dq = tensors
     S, Z = state
@@ -456,7 +462,7 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
         do_block = to_operands(load_values(move_tokens(do_head, n0, V=V), o_n, m_n, V=V), V=V)
         cos_sin = form_block_cos_sin(side, n0, o_n, V=V)
         x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=False, V=V)
-        dx_hat = multiply_tiles(do_block, S, V=V)  # not yet divided by z
+        dx_hat = multiply_tiles(do_block, S, V=V)  # before the division by z
         dx_bar, dangles = map_features_backward(x_bar, dx_hat, cos_sin, V=V)
         if V.normalizer != "none":
             counts = map_features(x_bar, cos_sin, V=V) if V.normalizer == "encoded" else x_bar
@@ -477,9 +483,10 @@ def write_query_gradients(tensors, side, state, grads, walk, eps, V: tl.constexp
 
 @triton.jit
 def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
-    """Add Σ q̂ doᵀ / z over tokens begin .. end of a head to dS and, with a causal mask, Σ dz q̂ (or q̄) to dZ.
+    """Add the sum of q̂ doᵀ / z over tokens [begin, end) of a head to dS.
 
-    tensors: q, do and, with a causal mask, a pointer to the head's 1/z and the offset from there to its dz.
+    With a causal mask, also add the sum of dz q̂ (or dz q̄) to dZ. ``grads`` is (dS, dZ), and ``tensors`` is
+    (q, do, scales). With a causal mask, ``scales`` is the result of :func:`point_to_scales`.
     """
     q, do, scales = tensors
     dS, dZ = grads
@@ -510,7 +517,7 @@ def sum_queries(tensors, side, Z, grads, walk, eps, V: tl.constexpr):
 
 @triton.jit
 def add_outer_products(S, values, features, V: tl.constexpr):
-    """Return S + valuesᵀ features, tile by tile."""
+    """Return S + valuesᵀ @ features, tile by tile."""
     values = to_operands(values, V=V)
     new_S = ()
     for i in tl.static_range(len(features)):
@@ -521,7 +528,10 @@ def add_outer_products(S, values, features, V: tl.constexpr):
 
 @triton.jit
 def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V: tl.constexpr):
-    """Add to tile (j, i) of S. Products of at least 64 rows must not share their first factor: see multiply_tiles."""
+    """Implement :func:`add_outer_products` for feature tile i and value tile j.
+
+    Products with 64 rows or more must not share their first factor. The comment above multiply_tiles explains why.
+    """
     LAST: tl.constexpr = V.num_map_tiles - 1
     FEW_VALUES: tl.constexpr = j > 0 and V.v_blocks[j] < 64
     FEW_FEATURES: tl.constexpr = i == LAST and i > 0 and V.feature_blocks[i] < 64
@@ -533,10 +543,10 @@ def _add_outer_product(S, values, features, i: tl.constexpr, j: tl.constexpr, V:
 
 @triton.jit
 def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
-    """Compute and store dk, dv and dβ of tokens begin .. end of a head.
+    """Compute and store dk, dv and dβ of tokens [begin, end) of a head.
 
-    Returns the sums for dω, and those for the norm's weights. tensors: k, v, dk, dv. gates: β and dβ. state: operands
-    dS, sums dZ.
+    Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), ``gates`` is (β, dβ), and
+    ``state`` is (dS, dZ) with dS as operands.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     k, v, dk, dv = tensors
@@ -580,7 +590,7 @@ def write_key_gradients(tensors, gates, side, state, walk, V: tl.constexpr):
 
 @triton.jit
 def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
-    """Store dβ (B, H, N) of a block of tokens. It is 0 where β is 0."""
+    """Store dβ for a block of tokens, with zeros where β is 0."""
     p, strides = dgate
     stride_b, stride_h, stride_n = unpack_numbers(strides)
     p += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
@@ -593,9 +603,10 @@ def store_gate(dgate, dbeta, beta, b, h, o_n, m_n):
 
 @kernel
 def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """Compute o (B, H, N, D_v) from q (B, H, N, D), k and v (B, G, M, ..). One program per key head of a sample.
+    """Compute o in one pass, with one program for each key head of a sample.
 
-    A tensor is (pointer, strides (b, h, n, d)); the gate (B, G, M) has three strides. sizes: G, H / G, N, M.
+    The shapes are q (B, H, N, D), k (B, G, M, D), v (B, G, M, D_v), gate (B, G, M) and o (B, H, N, D_v). Each tensor is
+    passed as (pointer, strides), and ``sizes`` is (G, H / G, N, M).
     """
     G, R, N, M = unpack_numbers(sizes)
     pid = tl.program_id(0)
@@ -614,9 +625,10 @@ def linear_forward_kernel(q, k, v, o, gate, q_side, k_side, sizes: "sizes", eps:
 
 @kernel
 def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps: "fp32", V: tl.constexpr):
-    """Compute dq, dk, dv, dβ and sums for dω: partial (2, B, G, J, C), of a program's queries and of its keys.
+    """Compute dq, dk, dv, dβ and partial sums for dω in one pass.
 
-    tensors: q, k, v, do, dq, dk, dv. Sums for the norm's weights have a row for each head (of q or of k) of a sample.
+    ``tensors`` is (q, k, v, do, dq, dk, dv). The partial sums have shape (2, B, G, J, C): first those of the queries,
+    then those of the keys. The sums for the norm's weights have one row for each head of q (or of k) in each sample.
     """
     q, k, v, do, dq, dk, dv = tensors
     G, R, N, M = unpack_numbers(sizes)
@@ -663,15 +675,15 @@ def linear_backward_kernel(tensors, gates, sides, p_partial, sizes: "sizes", eps
 
 @triton.jit
 def locate_piece(pieces, p, heads):
-    """Return the piece, sample, head, first token, end and slot of program p.
+    """Return the piece, sample, head, begin, end and slot of program p.
 
-    pieces: a table (P, 4) of begin, end, slot and sequence, or None for pieces of equal length; then the number of
-    tokens per piece and in total. heads: number of heads per sample, and P.
+    ``pieces`` is (table, (tokens per piece, N)). The table has P rows of begin, end, slot and sequence. The table is
+    None if all pieces have the same length. ``heads`` is (heads per sample, P).
     """
     p_table, sizes = pieces
     length, N = unpack_numbers(sizes)
     H, P = heads
-    # The pieces of a head are neighbouring programs.
+    # Neighbouring programs process the pieces of a head.
     row = p // P
     piece = p - row * P
     b = row // H
@@ -689,13 +701,13 @@ def locate_piece(pieces, p, heads):
 
 @triton.jit
 def find_state(p_state, index, row, rows, V: tl.constexpr):
-    """Point to the state of a row (one head of one sample) in piece or slot ``index``."""
+    """Return a pointer to the state of piece or slot ``index``. A row is one head of one sample."""
     return p_state + (tl.cast(index, tl.int64) * rows + row) * V.state_size
 
 
 @kernel
 def linear_state_kernel(k, v, gate, side, p_states, pieces: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute the state of each piece of the tokens: states (P, B G, D_v Ê + sums) in float32."""
+    """Compute the state of each piece of the tokens. The output has shape (P, B G, D_v Ê + sums)."""
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, _ = locate_piece(pieces, tl.program_id(0), (G, P))
     S, Z = sum_keys(k, v, gate, (side, load_side(side, b, g, g, V=V)), (b, g, begin, end), V=V)
@@ -723,7 +735,10 @@ def load_slot(p_slots, p_slot_sums, row, V: tl.constexpr):
 def linear_query_gradient_kernel(
     q, do, dq, side, slots, p_dstates, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dq, sums for dω, and dZ for each piece and query head. dstates (P, B H, D_v Ê + sums): dS, then dZ."""
+    """Compute dq, the sums for dω, and dZ for each piece and query head.
+
+    p_dstates has shape (P, B H, D_v Ê + sums). Of each row, this kernel only writes the last part, dZ.
+    """
     p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     pid = tl.program_id(0)
@@ -744,7 +759,7 @@ def linear_query_gradient_kernel(
 
 @triton.jit
 def point_to_scales(p_scales, b, h, heads, N):
-    """Return a pointer to 1/z of a head's tokens, and the offset from there to their dz. scales: (2, B, H, N)."""
+    """Return a pointer to a head's 1/z, and the offset from 1/z to dz. The scales have shape (2, B, H, N)."""
     batch, num_heads = heads
     return p_scales + (tl.cast(b, tl.int64) * num_heads + h) * N, tl.cast(batch, tl.int64) * num_heads * N
 
@@ -753,7 +768,7 @@ def point_to_scales(p_scales, b, h, heads, N):
 def linear_query_state_kernel(
     q, do, side, slots, p_scales, p_dstates, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dS for each piece and query head and, with a causal mask, dZ. scales: see :func:`point_to_scales`."""
+    """Compute dS for each piece and query head. With a causal mask, also compute dZ, using 1/z and dz from p_scales."""
     _p_slots, p_slot_sums = slots
     G, R, P, B = unpack_numbers(sizes)
     piece, b, h, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G * R, P))
@@ -778,7 +793,7 @@ def linear_query_state_kernel(
 def linear_key_gradient_kernel(
     k, v, dk, dv, gates, side, slots, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dk, dv, dβ and sums for dω from the summed gradients of the state."""
+    """Compute dk, dv, dβ and the sums for dω from the summed gradients of the state."""
     p_slots, p_slot_sums = slots
     G, P, B = unpack_numbers(sizes)
     piece, b, g, begin, end, slot = locate_piece(pieces, tl.program_id(0), (G, P))
@@ -794,9 +809,9 @@ def linear_key_gradient_kernel(
 
 @triton.jit
 def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
-    """Sum elements o of the states over all pieces and heads of a row, with V.stages loads in flight.
+    """Sum elements o of a row's states over all heads and pieces. V.stages loads are in flight at a time.
 
-    counts: heads and pieces.
+    ``counts`` is (heads, pieces).
     """
     R, P = counts
     SIZE: tl.constexpr = V.state_size
@@ -820,7 +835,7 @@ def sum_pieces(p_states, row, rows, counts, o, V: tl.constexpr):
 
 @triton.jit
 def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
-    """Compute the sums of :func:`linear_scan_kernel` if there is a table of pieces. place: row, elements."""
+    """Implement :func:`linear_scan_kernel` for a table of pieces. ``place`` is (row, element offsets)."""
     p_slots, p_slot_sums = slots
     p_first, p_last = ends
     G, R, P, num_states, B, backward = sizes
@@ -849,7 +864,7 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
                 total += tl.load(p_first + state_row * SIZE + o, mask=o < tl.where(sequence >= 0, SIZE, 0), other=0.0)
         previous_sequence = sequence
         if V.causal:
-            if (previous_slot != slot) & (sequence >= 0):  # negative in unused entries of the table
+            if (previous_slot != slot) & (sequence >= 0):  # unused rows of the table have a negative sequence
                 store_slot(p_slots, p_slot_sums, total, slot * rows + row, o, V=V)
         previous_slot = tl.where(sequence >= 0, slot, -2)
         state = p - num_missing
@@ -867,13 +882,17 @@ def scan_slots(p_states, slots, ends, p_table, sizes, place, V: tl.constexpr):
 
 @kernel
 def linear_scan_kernel(p_states, slots, ends, p_table, sizes: "sizes", V: tl.constexpr):
-    """Compute the state that the tokens of each slot see, by summing the states of pieces in order or backward.
+    """Sum the states of pieces to obtain the state that the tokens of each slot see.
 
-    The sum includes all pieces of the sequence up to the slot's last one; with V.causal, only those before its first.
-    states (P or fewer, B G R, size): states of the first pieces (backward: of the last), of which R heads are summed.
-    slots: the results (slots, B G, D_v Ê) in the operands' dtype, and their sums (slots, B G, sums) in float32. ends:
-    initial and final states (B or sequences, G, size) in float32, or None. p_table: see :func:`locate_piece`; None if
-    all tokens are one slot of one sequence. Sums are float64 until they are stored.
+    The sum runs over the pieces of a sequence up to the slot's last piece. With V.causal, it ends before the slot's
+    first piece. A backward scan sums in reverse order. Sums are float64 until they are stored.
+
+    Args:
+        p_states: states of the first pieces or, in a backward scan, of the last ones: (P or fewer, B G R, size). The
+            sum also runs over R heads.
+        slots: the outputs: S (slots, B G, D_v Ê) in the operands' dtype, and Z (slots, B G, sums).
+        ends: initial and final states (B or sequences, G, size), or None.
+        p_table: see :func:`locate_piece`. None if all tokens form one slot of one sequence.
     """
     p_slots, p_slot_sums = slots
     p_first, p_last = ends

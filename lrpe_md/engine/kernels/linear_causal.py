@@ -1,15 +1,17 @@
-"""Linear attention with a causal mask: forward and backward.
+"""Kernels for linear attention with a causal mask, forward and backward.
 
-A program walks along the tokens of its piece, and keeps the state of all earlier tokens in registers. Within a block,
-it multiplies queries and keys directly, as softmax attention does. The kernels in linear.py compute the state before
-each piece. Names are those of linear.py. P are products (tokens, tokens), and tri is their mask. With V.memory "add",
-states decay from token to token (decay.py), and masks include the decay between two tokens.
+A program loops over the tokens of its piece in blocks, and keeps the state of all earlier tokens in registers. Within a
+block, it multiplies queries by keys directly, as softmax attention does. The kernels in linear.py compute the state
+before each piece. If V.memory is "add", the state decays from token to token (see decay.py), and masks include the
+decay between two tokens.
+
+Names are the same as in linear.py. In addition, P is a matrix of products (tokens, tokens), and tri is its mask.
 """
 
 import triton
 import triton.language as tl
 
-from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, sum_crossing
+from .decay import fade, fade_pairs, fade_pairs_transposed, load_decay, locate_decay, sum_crossing
 from .features import (
     empty_weight_sums,
     fill_rest,
@@ -61,7 +63,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def multiply_tokens(x, y, V: tl.constexpr):
-    """Return x yᵀ (tokens, tokens), summed over the tiles."""
+    """Return x yᵀ, of shape (tokens, tokens), summed over the tiles."""
     products = empty(ROWS=V.block_n, COLUMNS=V.block_n, V=V)
     for i in tl.static_range(len(x)):
         products = multiply(to_operand(x[i], V=V), tl.trans(to_operand(y[i], V=V)), products, V=V)
@@ -70,7 +72,7 @@ def multiply_tokens(x, y, V: tl.constexpr):
 
 @triton.jit
 def mix_tokens(P, y, total, V: tl.constexpr):
-    """Return total + P y (tokens, channels), tile by tile."""
+    """Return total + P y, of shape (tokens, channels), tile by tile."""
     P = to_operand(P, V=V)
     sums = ()
     for i in tl.static_range(len(y)):
@@ -84,30 +86,30 @@ def mix_tokens(P, y, total, V: tl.constexpr):
 
 @triton.jit
 def causal_mask(V: tl.constexpr):
-    """Return the mask of a block's tokens (columns) that each token (row) sees."""
+    """Return the causal mask of a block, in which each query (row) sees its own key and earlier keys (columns)."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] >= o_n[None, :]
 
 
 @triton.jit
 def causal_mask_transposed(V: tl.constexpr):
-    """Return the mask of a block's tokens (columns) that see each token (row)."""
+    """Return the transposed causal mask of a block, with keys as rows and queries as columns."""
     o_n = tl.arange(0, V.block_n)
     return o_n[:, None] <= o_n[None, :]
 
 
 @triton.jit
-def form_block_decay(decay, place, V: tl.constexpr):
-    """Return the result of :func:`load_decay` for a block of tokens, or () without a decay."""
+def form_block_decay(decay, place, end, V: tl.constexpr):
+    """Return the result of :func:`load_decay` for a block of tokens, or () if there is no decay."""
     if V.memory == "add":
-        return load_decay(decay, place, V=V)
+        return load_decay(decay, place, end, V=V)
     else:
         return ()
 
 
 @triton.jit
 def mask_pairs(products, block_decay, V: tl.constexpr):
-    """Apply the causal mask, or the decay, to products of queries (rows) and keys (columns) of a block."""
+    """Apply the causal mask, including any decay, to a block's products of queries (rows) and keys (columns)."""
     if V.memory == "add":
         L, _logs_to_end, _total = block_decay
         return products * fade_pairs(L, V=V)
@@ -117,7 +119,7 @@ def mask_pairs(products, block_decay, V: tl.constexpr):
 
 @triton.jit
 def mask_pairs_transposed(products, block_decay, V: tl.constexpr):
-    """Apply the causal mask, or the decay, to products of keys (rows) and queries (columns) of a block."""
+    """Apply the causal mask, including any decay, to a block's products of keys (rows) and queries (columns)."""
     if V.memory == "add":
         L, _logs_to_end, _total = block_decay
         return products * fade_pairs_transposed(L, V=V)
@@ -136,11 +138,31 @@ def fade_from_start(x, block_decay, V: tl.constexpr):
 
 
 @triton.jit
+def fade_columns_from_start(x, block_decay, V: tl.constexpr):
+    """Implement :func:`fade_from_start` for x (channels, tokens)."""
+    if V.memory == "add":
+        L, _logs_to_end, _total = block_decay
+        return scale_row(x, fade(L, V=V)[None, :])
+    else:
+        return x
+
+
+@triton.jit
 def fade_to_end(x, block_decay, V: tl.constexpr):
     """Multiply x by the decay from each token to the end of the block, tile by tile."""
     if V.memory == "add":
         _L, logs_to_end, _total = block_decay
         return scale_row(x, fade(logs_to_end, V=V)[:, None])
+    else:
+        return x
+
+
+@triton.jit
+def fade_columns_to_end(x, block_decay, V: tl.constexpr):
+    """Implement :func:`fade_to_end` for x (channels, tokens)."""
+    if V.memory == "add":
+        _L, logs_to_end, _total = block_decay
+        return scale_row(x, fade(logs_to_end, V=V)[None, :])
     else:
         return x
 
@@ -157,7 +179,7 @@ def fade_state(S, block_decay, V: tl.constexpr):
 
 @triton.jit
 def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
-    """Return Z at each token: see :func:`sum_causal`."""
+    """Return Z at each token, as :func:`sum_causal` does, but including any decay."""
     if V.memory == "add":
         L, _logs_to_end, _total = block_decay
         pairs = fade_pairs(L, V=V)
@@ -170,7 +192,7 @@ def sum_normalizer(counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
-    """Return z of each query: its products with Z and with the keys of the block."""
+    """Return z of each query, from the query's products with Z and with the keys of its block."""
     if V.normalizer == "encoded" and V.operand != "same":  # features cancel
         return row_dot(q_counts, sum_normalizer(k_counts, Z, block_decay, V=V))
     else:
@@ -183,7 +205,10 @@ def form_denominator(q_counts, k_counts, Z, block_decay, V: tl.constexpr):
 
 @triton.jit
 def mix_exactly(pairs, counts, V: tl.constexpr):
-    """Return pairs (tokens, tokens) times counts, and correct for the rounding of both to operands."""
+    """Multiply pairs, of shape (tokens, tokens), by counts.
+
+    Correct for the error from rounding both factors to operands.
+    """
     sums = ()
     for i in tl.static_range(len(counts)):
         sums += (empty(ROWS=V.block_n, COLUMNS=counts[i].shape[1], V=V),)
@@ -198,9 +223,10 @@ def mix_exactly(pairs, counts, V: tl.constexpr):
 
 @triton.jit
 def sum_causal(counts, Z, tri, V: tl.constexpr):
-    """Return Z at each token (tokens, channels): the sum over earlier blocks and over the tokens it sees in its own.
+    """Return Z (tokens, channels) at each token: the sum over all earlier tokens and the token itself.
 
-    Encoded features cancel in z, which would magnify the rounding of operands. So their rounding errors are also added.
+    Encoded features partly cancel in z, which would amplify rounding errors. So the errors from rounding these features
+    to operands are added back.
     """
     ACC: tl.constexpr = tl.float64 if V.wide else tl.float32
     tri = tri.to(ACC)
@@ -221,7 +247,7 @@ def sum_causal(counts, Z, tri, V: tl.constexpr):
 
 @triton.jit
 def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
-    """Compute norm(q), q̄, q̂, cos and sin of tokens n0 + o_n. With V.one_side, use k's cos and sin for q, too."""
+    """Return norm(q), q̄, q̂, and cos and sin of tokens n0 + o_n. With V.one_side, q uses k's cos and sin."""
     x = to_tiles(load_row(move_tokens(q_head, n0, V=V), o_n, m_n, V=V), V=V)
     x = normalise_tokens(x, side, n0, o_n, V=V)
     x_bar = fill_rest(activate_tokens(x, V=V), m_n, TOKENS=True, V=V)
@@ -233,7 +259,7 @@ def form_queries(q_head, side, k_cos_sin, n0, o_n, m_n, V: tl.constexpr):
 
 @triton.jit
 def load_state_before(p_slots, p_slot_sums, row, V: tl.constexpr):
-    """Load S and Z of the tokens before a piece; zeros if there are none."""
+    """Load S and Z of the tokens before a piece, or return zeros if V.has_state is False."""
     if V.has_state:
         S, Z = load_slot(p_slots, p_slot_sums, row, V=V)
         return add_rows(empty_state(V=V), S), Z
@@ -252,19 +278,22 @@ def gate_keys(k_bar, beta, V: tl.constexpr):
 
 @triton.jit
 def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
-    """Return o z of a block, for each tile of v. Tokens see S, and the block's tokens up to themselves."""
+    """Return the outputs of a block before division by z, one tile for each value tile.
+
+    Each token attends to S, to the earlier tokens of its block, and to itself.
+    """
     S = to_operands(S, V=V)
-    q_from_start = fade_from_start(q_hat, block_decay, V=V)
     if V.output_transposed:  # tokens are columns throughout, so no accumulator changes its layout
         products = mask_pairs_transposed(multiply_tokens(k_hat, q_hat, V=V), block_decay, V=V)
         values = tl.trans(v_block[0])
-        return (tl.trans(multiply(values, to_operand(products, V=V), sum_columns(q_from_start, S, V=V)[0], V=V)),)
+        values_before = fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V)
+        return (tl.trans(multiply(values, to_operand(products, V=V), values_before[0], V=V)),)
     else:
         products = mask_pairs(multiply_tokens(q_hat, k_hat, V=V), block_decay, V=V)
         if V.raw:  # q̂ is in shared memory
-            values_before = apply_state(q_from_start, S, V=V)
+            values_before = fade_from_start(apply_state(q_hat, S, V=V), block_decay, V=V)
         else:
-            values_before = transpose_tiles(sum_columns(q_from_start, S, V=V))
+            values_before = transpose_tiles(fade_columns_from_start(sum_columns(q_hat, S, V=V), block_decay, V=V))
         products = to_operand(products, V=V)
         out = ()
         for i in tl.static_range(len(v_block)):
@@ -276,7 +305,7 @@ def attend_block(q_hat, k_hat, v_block, S, block_decay, V: tl.constexpr):
 def linear_causal_forward_kernel(
     q, k, v, o, gates, sides, slots, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):
-    """Compute o. One program per piece of the tokens of a query head. gates: β and log g."""
+    """Compute o, with one program for each piece of a query head's tokens. ``gates`` is (β, log g)."""
     gate, decay = gates
     p_slots, p_slot_sums = slots
     q_side, k_side = sides
@@ -286,6 +315,7 @@ def linear_causal_forward_kernel(
     S, Z = load_state_before(p_slots, p_slot_sums, tl.cast(slot, tl.int64) * B * G + b * G + g, V=V)
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
@@ -296,7 +326,7 @@ def linear_causal_forward_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
@@ -318,10 +348,11 @@ def linear_causal_forward_kernel(
 def linear_causal_query_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", eps: "fp32", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dq, and 1/z and dz of each query, which the gradients of the state and of keys need.
+    """Compute dq. Also compute 1/z and dz of each query for the kernels that differentiate the state and the keys.
 
-    tensors: q, k, v, do, dq. gates: β and log g. scales (2, B, H, N): 1/z and dz. With V.need_ddecay (4, B, H, N): also
-    the part of q̂ · dq̂ that comes from the state before the block, and :func:`sum_crossing`.
+    ``tensors`` is (q, k, v, do, dq), and ``gates`` is (β, log g). p_scales has shape (2, B, H, N) and receives 1/z and
+    dz. With V.need_ddecay, its shape is (4, B, H, N), and it also receives two sums: the part of q̂ · dq̂ that comes
+    from the state before the block, and the result of :func:`sum_crossing`.
     """
     gate, decay = gates
     q, k, v, do, dq = tensors
@@ -336,6 +367,7 @@ def linear_causal_query_kernel(
     k_side = (k_side, load_side(k_side, b, g, g, V=V))
     q_side = (q_side, load_query_side(q_side, k_side[1], b, g, h, V=V))
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     q_head = locate_tensor(q, b, h, V=V)
     k_head = locate_tensor(k, b, g, V=V)
@@ -348,7 +380,7 @@ def linear_causal_query_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         _k, k_bar, v_block, beta, k_cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(k_bar, beta, V=V)
         k_hat = map_features(k_bar, k_cos_sin, V=V)
@@ -398,9 +430,9 @@ def linear_causal_query_kernel(
 
 @triton.jit
 def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
-    """Load queries n0 + o_n of a head: q̂ / z, the normaliser's features times dz, and do.
+    """Return q̂ / z, the normaliser's features times dz, and do of tokens n0 + o_n of a head.
 
-    scales: see :func:`point_to_scales`.
+    ``scales`` is (p_scales, heads, N), for :func:`point_to_scales`.
     """
     q, do = tensors
     p_scales, heads, N = scales
@@ -421,7 +453,10 @@ def load_queries(tensors, side, k_cos_sin, scales, place, V: tl.constexpr):
 
 @triton.jit
 def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
-    """Store each key's product with its gradient from later blocks: (B, G, N). keys: β k̂, β k̄."""
+    """Store the dot product of each key with its gradient from later blocks, if V.need_ddecay is set.
+
+    The output has shape (B, G, N), and ``keys`` is (β k̂, β k̄).
+    """
     if V.need_ddecay:
         k_hat, k_bar = keys
         dx_hat, dcounts = grads
@@ -434,12 +469,12 @@ def store_key_products(p_products, keys, grads, place, sizes, V: tl.constexpr):
 
 
 @triton.jit
-def begin_values(k_hat, dS, V: tl.constexpr):
-    """Return dv of a block from queries of later blocks: tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
+def begin_values(k_hat, dS, block_decay, V: tl.constexpr):
+    """Return the contribution of later blocks to dv, as tiles (tokens, D_v), or (D_v, tokens) if V.single_layout."""
     if V.single_layout:
-        return sum_columns(k_hat, dS, V=V)
+        return fade_columns_to_end(sum_columns(k_hat, dS, V=V), block_decay, V=V)
     else:
-        return apply_state(k_hat, dS, V=V)
+        return fade_to_end(apply_state(k_hat, dS, V=V), block_decay, V=V)
 
 
 @triton.jit
@@ -484,7 +519,7 @@ def add_to_keys(grads, v_block, queries, block_decay, V: tl.constexpr):
 
 @triton.jit
 def add_to_state(grads, queries, block_decay, V: tl.constexpr):
-    """Add the contribution of a block of queries to dS and dZ, for the keys of earlier blocks."""
+    """Add the contribution of a block of queries to dS and dZ. The keys of earlier blocks need these gradients."""
     dS, dZ = grads
     q_hat, q_counts, do_block = queries
     if V.normalizer != "none":
@@ -496,9 +531,10 @@ def add_to_state(grads, queries, block_decay, V: tl.constexpr):
 def linear_causal_key_kernel(
     tensors, gates, sides, slots, p_scales, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dk, dv and dβ, walking from the last token to the first. tensors: q, k, v, do, dk, dv.
+    """Compute dk, dv and dβ in a loop from the last token to the first.
 
-    gates: β, dβ, log g and, with V.need_ddecay, the output of :func:`store_key_products` (B, G, N).
+    ``tensors`` is (q, k, v, do, dk, dv), and ``gates`` is (β, dβ, log g, products). With V.need_ddecay,
+    :func:`store_key_products` writes to products (B, G, N).
     """
     q, k, v, do, dk, dv = tensors
     gate, dgate, decay, products_of_keys = gates
@@ -513,6 +549,7 @@ def linear_causal_key_kernel(
     q_head_tables = load_query_side(q_side, k_side[1], b, g, g, V=V)
     q_tables, _ = q_head_tables
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
+    decay = locate_decay(decay, b, g, V=V)
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, g, V=V)
     v_head = locate_tensor(v, b, g, V=V)
@@ -525,21 +562,20 @@ def linear_causal_key_kernel(
         k_row = move_tokens(k_head, n0, V=V)
         v_row = move_tokens(v_head, n0, V=V)
         place = (b, g, n0, o_n, m_n)
-        block_decay = form_block_decay(decay, place, V=V)
+        block_decay = form_block_decay(decay, place, end, V=V)
         x, x_bar, v_block, beta, cos_sin = form_keys(k_row, v_row, gate, k_side, place, V=V)
         k_bar = gate_keys(x_bar, beta, V=V)
         k_hat = map_features(k_bar, cos_sin, V=V)
         keys = (k_hat, k_bar)
-        k_to_end = fade_to_end(k_hat, block_decay, V=V)
         v_block = to_operands(v_block, V=V)
         operands = to_operands(dS, V=V)
         scales = (p_scales, (B, G * R), N)
         dv_row = move_tokens(dv_head, n0, V=V)
         dcounts = fade_to_end(broadcast_sums(normalizer_features(x_bar, k_hat, V=V), dZ, V=V), block_decay, V=V)
         dS, dZ = fade_state(dS, block_decay, V=V), fade_state(dZ, block_decay, V=V)
-        if V.has_no_gqa:  # finish dv before dk begins
+        if V.has_no_gqa:  # finish dv before starting dk
             queries = load_queries((q, do), (q_side, q_head_tables), cos_sin, scales, place, V=V)
-            dv_block = add_to_values(begin_values(k_to_end, operands, V=V), k_hat, queries, block_decay, V=V)
+            dv_block = add_to_values(begin_values(k_hat, operands, block_decay, V=V), k_hat, queries, block_decay, V=V)
             store_value_gradients(dv_row, dv_block, o_n, m_n, V=V)
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
@@ -548,7 +584,7 @@ def linear_causal_key_kernel(
         else:
             dx_hat = fade_to_end(multiply_tiles(v_block, operands, V=V), block_decay, V=V)
             store_key_products(products_of_keys, keys, (dx_hat, dcounts), place, (G, N), V=V)
-            dv_block = begin_values(k_to_end, operands, V=V)
+            dv_block = begin_values(k_hat, operands, block_decay, V=V)
             for r in range(R):
                 h = g * R + r
                 place = (b, h, n0, o_n, m_n)

@@ -1,12 +1,11 @@
-"""Memory that forgets, over blocks of tokens: S_f = g_f (I − A_f) S_{f−1} + B_f, forward and backward.
+"""Kernels for states that decay or follow the delta rule from block to block: S_f = g_f (I − A_f) S_{f−1} + B_f.
 
-The kernels in linear.py compute B_f and read states. The kernels here compute A_f = Σ β k̂ k̂ᵀ of all blocks at once,
-and scan from block to block. They also compute the gradients of the keys through A and B. The scan uses float32,
-because I − A would lose too much precision in 16 bits. With V.memory "add", A is 0. States are transposed, as in
-linear.py. A is symmetric, so each row of Sᵀ is scanned independently, and the normaliser's sums are one more row.
+These kernels compute A_f = Σ β k̂ k̂ᵀ for all blocks in parallel, scan over the blocks, and backpropagate through A and
+B to the keys. The kernels in linear.py compute B_f and read the states. The scan runs in float32, because I − A would
+lose too much precision in 16 bits. If V.memory is "add", A is 0. As in linear.py, states are stored transposed. A is
+symmetric, so the rows of Sᵀ are independent of each other. The sums of the normaliser are one more row of Sᵀ.
 
-Names are those of linear.py. M = −g (dS Sᵀ + S dSᵀ) is the gradient of A plus its transpose, where S is the state
-before a block.
+Names are the same as in linear.py. In addition, M = dA + dAᵀ = −g (dS Sᵀ + S dSᵀ), where S is the state before a block.
 """
 
 import triton
@@ -59,7 +58,7 @@ from .tiles import move_tokens
 
 @triton.jit
 def form_weighted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute k̂ (or k̄ with COUNTS) of tokens n0 + o_n, and β times it."""
+    """Return the features of keys n0 + o_n, and the same features times β. COUNTS selects k̄ instead of k̂."""
     b, h, n0, o_n, m_n = place
     k = to_tiles(load_row(move_tokens(k_head, n0, V=V), o_n, m_n, V=V), V=V)
     if V.gated:
@@ -77,7 +76,7 @@ def form_weighted_keys(k_head, gate, side, place, COUNTS: tl.constexpr, V: tl.co
 
 @triton.jit
 def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Return zeros for the columns of A in tile r: one tile per tile of rows."""
+    """Return zero-filled tiles for column tile r of A, one for each row tile."""
     A = ()
     if COUNTS:
         for i in tl.static_range(len(V.sum_blocks)):
@@ -90,7 +89,7 @@ def empty_columns(r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Compute the columns of A in tile r from tokens begin .. end of a head."""
+    """Compute column tile r of A from tokens [begin, end) of a head."""
     b, h, begin, end = walk
     o_n = tl.arange(0, V.block_n)
     k_head = locate_tensor(k, b, h, V=V)
@@ -108,7 +107,10 @@ def sum_columns_of_keys(k, gate, side, walk, r: tl.constexpr, COUNTS: tl.constex
 
 @triton.jit
 def find_features(i: tl.constexpr, COUNTS: tl.constexpr, V: tl.constexpr):
-    """Return the channels (1, channels) of tile i of k̂ (with COUNTS, of the normaliser's features), and their mask."""
+    """Return the channel indices (1, channels) of tile i of k̂, and their mask.
+
+    With COUNTS, the tile belongs to the normaliser's features.
+    """
     if COUNTS:
         return find_normalizer_channels(i=i, V=V)
     else:
@@ -126,9 +128,9 @@ def store_columns(p, A, r: tl.constexpr, WIDTH: tl.constexpr, COUNTS: tl.constex
 
 @kernel
 def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", sizes: "sizes", V: tl.constexpr):
-    """Compute A for each block (F, B G, Ê²), followed for "unrotated" by the normaliser's A (D²).
+    """Compute A for each block. The output has shape (F, B G, Ê²), or (F, B G, Ê² + D²) for normalizer "unrotated".
 
-    Each program computes the columns in one tile of one of these matrices.
+    The last D² elements are A for the normaliser's sums. Each program computes one column tile of one matrix.
     """
     G, F, B = unpack_numbers(sizes)
     FEATURE_TILES: tl.constexpr = len(V.feature_blocks)
@@ -157,7 +159,7 @@ def linear_transition_kernel(k, gate, side, p_transitions, blocks: "sizes", size
 
 @triton.jit
 def multiply_precisely(a, b, acc, V: tl.constexpr):
-    """Return a b + acc in about the precision of the sums. For 16-bit inputs, three products of TF32 parts suffice."""
+    """Return a @ b + acc with about the precision of the accumulator. 16-bit inputs only need three TF32 products."""
     if V.wide:
         return tl.dot(a, b, acc, out_dtype=tl.float64)
     elif V.fast:
@@ -168,7 +170,7 @@ def multiply_precisely(a, b, acc, V: tl.constexpr):
 
 @triton.jit
 def load_rows(p, o_r, num_rows, width, V: tl.constexpr):
-    """Load rows of Sᵀ, tile by tile."""
+    """Load rows o_r of Sᵀ as a tuple of column tiles."""
     S = ()
     for i in tl.static_range((V.width + V.block_c - 1) // V.block_c):
         o, mask = place_rows(o_r, num_rows, width, i=i, V=V)
@@ -178,7 +180,7 @@ def load_rows(p, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def place_rows(o_r, num_rows, width, i: tl.constexpr, V: tl.constexpr):
-    """Return the offsets of tile i of rows of Sᵀ, and their mask."""
+    """Return the offsets and the mask of column tile i in rows o_r of Sᵀ."""
     o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
     return o_r[:, None] * width + o_c, (o_r < num_rows)[:, None] & (o_c < width)
 
@@ -192,7 +194,7 @@ def store_rows(p, S, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def empty_rows(V: tl.constexpr):
-    """Return zeros for rows of Sᵀ."""
+    """Return zero-filled column tiles for V.block_r rows of Sᵀ."""
     S = ()
     for _ in tl.static_range((V.width + V.block_c - 1) // V.block_c):
         S += (empty(ROWS=V.block_r, COLUMNS=V.block_c, V=V),)
@@ -201,7 +203,7 @@ def empty_rows(V: tl.constexpr):
 
 @triton.jit
 def sum_rows(p_parts, pieces, steps, o_r, num_rows, width, V: tl.constexpr):
-    """Sum rows over the pieces of a block and the R heads of each piece."""
+    """Sum rows o_r of B over the pieces of a block and over the R heads of each piece."""
     first, last = pieces
     row, rows, R, size = steps
     total = empty_rows(V=V)
@@ -214,7 +216,7 @@ def sum_rows(p_parts, pieces, steps, o_r, num_rows, width, V: tl.constexpr):
 
 @triton.jit
 def load_transition(p_transitions, f, step, width, V: tl.constexpr):
-    """Load the A of block f, tile by tile and row by row; with V.memory "add", return ()."""
+    """Load A of block f as tiles in row-major order. Return () if V.memory is "add"."""
     A = ()
     if V.memory == "delta":
         p_matrix = p_transitions + f * step
@@ -226,7 +228,7 @@ def load_transition(p_transitions, f, step, width, V: tl.constexpr):
 
 @triton.jit
 def apply_transition(S, A, V: tl.constexpr):
-    """Return Sᵀ (I − A), without the values that a block's keys read. With V.memory "add", return Sᵀ itself."""
+    """Remove a block's keys from the state: return Sᵀ (I − A). If V.memory is "add", return Sᵀ unchanged."""
     if V.memory == "add":
         return S
     else:
@@ -241,7 +243,7 @@ def apply_transition(S, A, V: tl.constexpr):
 
 @triton.jit
 def sum_products(x, y):
-    """Return Σ x y over all tiles, in float64."""
+    """Return the sum of x * y over all elements of all tiles, in float64."""
     total = tl.sum(x[0].to(tl.float64) * y[0].to(tl.float64))
     for i in tl.static_range(1, len(x)):
         total += tl.sum(x[i].to(tl.float64) * y[i].to(tl.float64))
@@ -250,18 +252,23 @@ def sum_products(x, y):
 
 @kernel
 def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes", V: tl.constexpr):
-    """Compute the state before each block and after the last, in scan order: series (F + 1, B G, size).
+    """Scan over the blocks: compute the state before each block and the state after the last one.
 
-    The state before block f is at index f, or f + 1 in a backward scan. The final state is at the other end. Programs
-    scan rows of Sᵀ, which are independent; a head's last program scans "unrotated" sums, with their own A.
+    In a forward scan, the state before block f is stored at index f and the final state at index F. In a backward scan,
+    they are at f + 1 and 0. Each program scans a few rows of Sᵀ. If the normaliser is "unrotated", one more program per
+    head scans the normaliser's sums with a separate A. To differentiate a scan, set V.adds_first, so that each part is
+    added before the state is stored, not after.
 
-    parts: B (P, B G R, size), summed over R heads, A (F, B G, ..), and the initial state (B G, size) or None.
-    V.adds_first: for the gradient of a scan, parts are added before the state is stored.
-    series: the output. With V.need_ddecay, also the series of the scan that is differentiated, read at the other end of
-    each block, and partial sums for dg (programs of a head, F, B G).
-    p_decay: (F, B G). p_offsets: the first piece of each block, (F + 1).
-    numbers: the counts; sizes of a state and of all A of a block; then, for Sᵀ and for the sums, the number of rows,
-    their width, and where they and their A begin. With V.aligned, numbers of elements are divided by 4.
+    Args:
+        parts: B (P, B G R, size), which is summed over R heads; A (F, B G, elements); the initial state (B G, size) or
+            None.
+        p_decay: decay factors (F, B G).
+        series: the output (F + 1, B G, size). With V.need_ddecay, also the series of the scan being differentiated, and
+            the output for partial sums of dg (programs of a head, F, B G).
+        p_offsets: index of the first piece of each block (F + 1).
+        numbers: counts, the numbers of elements in a state and in A of a block, and four numbers each for Sᵀ and for
+            the sums: the number of rows, the width of a row, and the offsets of the rows and of A. With V.aligned,
+            widths, offsets and numbers of elements are in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_parts, p_transitions, p_first = parts
@@ -290,7 +297,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
         S = add_rows(S, load_rows(p_initial, o_r, num_rows, width, V=V))
     for i in range(F):
         f = first + i * step
-        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: it takes long
+        A = load_transition(p_transitions, f, tl.cast(rows, tl.int64) * transition, width, V=V)  # early: loads are slow
         pieces = (tl.load(p_offsets + f), tl.load(p_offsets + f + 1))
         part = sum_rows(p_parts, pieces, (row, rows, R, size), o_r, num_rows, width, V=V)
         if V.adds_first:
@@ -315,7 +322,7 @@ def linear_memory_scan_kernel(parts, p_decay, series, p_offsets, numbers: "sizes
 
 @triton.jit
 def load_columns(p, num_rows, v0, i, V: tl.constexpr):
-    """Load rows v0 .. of Sᵀ, for the channels in tile i."""
+    """Load column tile i of V.block_r rows of Sᵀ, starting at row v0."""
     o_r = v0 + tl.arange(0, V.block_r)
     o_c = i * V.block_c + tl.arange(0, V.block_c)[None, :]
     mask = (o_r < num_rows)[:, None] & (o_c < V.width)
@@ -324,7 +331,7 @@ def load_columns(p, num_rows, v0, i, V: tl.constexpr):
 
 @triton.jit
 def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
-    """Return total + (dS Sᵀ + S dSᵀ) for one tile (rows, columns)."""
+    """Return total plus one tile of dS Sᵀ + S dSᵀ. ``tile`` is the row and column index of this tile."""
     i, j = tile
     for v0 in range(0, num_rows, V.block_r):
         dS_i = to_operand(load_columns(p_gradient, num_rows, v0, i, V=V), V=V)
@@ -338,10 +345,10 @@ def add_gradient(total, p_state, p_gradient, num_rows, tile, V: tl.constexpr):
 
 @kernel
 def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: "sizes", V: tl.constexpr):
-    """Compute M (F, B G, Ê²), one tile per program.
+    """Compute M (F, B G, Ê²), with one program per tile.
 
-    forward, backward: the states before each block and their gradients in both scans, each (F, B G, size). Those of
-    the backward scan are None if there is no such scan. With V.aligned, size is divided by 4.
+    ``forward`` and ``backward`` are (states, gradients), where each state enters a block. Both have shape (F, B G,
+    size). Without a backward scan, ``backward`` is (None, None). With V.aligned, size is in units of 4 elements.
     """
     UNIT: tl.constexpr = 4 if V.aligned else 1
     p_state, p_gradient = forward
@@ -369,7 +376,7 @@ def linear_transition_gradient_kernel(forward, backward, p_decay, p_out, sizes: 
 
 @triton.jit
 def load_matrix(p, V: tl.constexpr):
-    """Load M as operands: tiles by row, then by column."""
+    """Load M as a tuple of operand tiles in row-major order."""
     M = ()
     for i in tl.static_range(len(V.feature_blocks)):
         o_r, m_r = find_features(i=i, COUNTS=False, V=V)
@@ -382,7 +389,10 @@ def load_matrix(p, V: tl.constexpr):
 
 @triton.jit
 def apply_matrix(x, M, V: tl.constexpr):
-    """Multiply x (tokens, features) by M, tile by tile. Tokens are the columns of the products: see multiply_tiles."""
+    """Multiply x, of shape (tokens, features), by M.
+
+    The comment above :func:`multiply_tiles` explains why tokens are the columns of the products.
+    """
     result = ()
     for i in tl.static_range(len(x)):
         total = empty(ROWS=V.feature_blocks[i], COLUMNS=V.block_n, V=V)
@@ -394,7 +404,7 @@ def apply_matrix(x, M, V: tl.constexpr):
 
 @triton.jit
 def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
-    """Multiply x̄ by the gradient of the normaliser's A plus its transpose: Σ u (w · x̄) + w (u · x̄) over pairs."""
+    """Multiply x̄ by the normaliser's M = Σ (u wᵀ + w uᵀ), summed over pairs of vectors (u, w)."""
     result = ()
     for i in tl.static_range(len(x_bar)):
         result += (x_bar[i] * 0.0,)
@@ -410,7 +420,7 @@ def apply_vectors(x_bar, p_vectors, V: tl.constexpr):
 
 @triton.jit
 def broadcast_rows(rows, like):
-    """Broadcast rows (1, channels) to all tokens, tile by tile."""
+    """Broadcast each tile of rows, of shape (1, channels), to all tokens."""
     result = ()
     for i in tl.static_range(len(rows)):
         result += (tl.broadcast_to(rows[i], [like[i].shape[0], like[i].shape[1]]),)
@@ -419,10 +429,10 @@ def broadcast_rows(rows, like):
 
 @triton.jit
 def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
-    """Write dk, dv and dβ of tokens begin .. end of a head. Return the sums for dω, and for dγ and dβ of the norm.
+    """Compute and store dk, dv and dβ of tokens [begin, end) of a head, for the delta rule.
 
-    tensors: k, v, dk, dv. gates: β and dβ. grads: operands dS, sums dZ, M, and a pointer to the vectors that replace M
-    for the normaliser.
+    Return the sums for dω and the sums for the norm's weights. ``tensors`` is (k, v, dk, dv), and ``gates`` is (β, dβ).
+    ``grads`` is (dS, dZ, M, p_vectors), with dS as operands. p_vectors points to the pairs of :func:`apply_vectors`.
     """
     total, dweights = empty_total(V=V), empty_weight_sums(V=V)
     k, v, dk, dv = tensors
@@ -475,7 +485,10 @@ def write_delta_gradients(tensors, gates, side, grads, walk, V: tl.constexpr):
 def linear_memory_key_kernel(
     tensors, gates, side, slots, matrices, p_partial, pieces: "sizes", sizes: "sizes", V: tl.constexpr
 ):  # fmt: skip
-    """Compute dk, dv, dβ and sums for dω. tensors: k, v, dk, dv. slots: dS, dZ of each block. matrices: M, vectors."""
+    """Compute dk, dv, dβ and the sums for dω, for the delta rule.
+
+    ``tensors`` is (k, v, dk, dv), ``slots`` is (dS, dZ) of each block, and ``matrices`` is (M, vectors).
+    """
     p_slots, p_slot_sums = slots
     p_matrices, p_vectors = matrices
     G, P, B = unpack_numbers(sizes)

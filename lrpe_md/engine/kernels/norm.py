@@ -1,7 +1,8 @@
-"""RMS norm and layer norm of a row whose channels are several tiles, with weights γ and β.
+"""RMS norm and layer norm with weights γ and β, for rows whose channels are split into several tiles.
 
-x̂ = r x, or r (x - mean) for "layer", where r is the reciprocal of the root mean square or standard deviation. In
-memory, γ and β are (H or 1, P, D) for P groups of tokens. In registers they are one tuple: the tiles of γ, then of β.
+RMS norm computes x̂ = r x, where r is the reciprocal of the root mean square. Layer norm computes x̂ = r (x - mean),
+where r is the reciprocal of the standard deviation. In memory, γ and β are (H or 1, P, D) for P groups of tokens. In
+registers, they form one tuple, with the tiles of γ followed by the tiles of β.
 """
 
 import triton
@@ -28,7 +29,7 @@ def subtract_mean(x, mean, V: tl.constexpr):
 
 @triton.jit
 def take_root(mean_square, V: tl.constexpr):
-    """Return 1 / √(mean_square + eps): the hardware's approximation, improved by one Newton step."""
+    """Return 1 / √(mean_square + eps), using the hardware's approximation and one Newton step."""
     v = mean_square + V.norm_eps
     if V.wide:
         return 1.0 / tl.sqrt(v)
@@ -39,7 +40,7 @@ def take_root(mean_square, V: tl.constexpr):
 
 @triton.jit
 def normalise_row(x, V: tl.constexpr):
-    """Return x̂, tile by tile, and r (tokens, 1)."""
+    """Return the tiles of x̂, and r of shape (tokens, 1)."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     if V.norm == "layer":
         mean = sum_row(x, V=V) * SHARE
@@ -54,7 +55,7 @@ def normalise_row(x, V: tl.constexpr):
 
 @triton.jit
 def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
-    """Return dx = r (g - x̂ mean(g x̂)) with g = γ dy; for "layer", mean(g) is also subtracted from g."""
+    """Return dx = r (g - x̂ mean(g x̂)) with g = γ dy. Layer norm also subtracts mean(g) from g."""
     SHARE: tl.constexpr = 1.0 / V.head_dim
     g = apply_weight(dy, weights, V=V)
     dot = (sum_row_products(g, x_hat, V=V) * SHARE)[:, None]
@@ -66,7 +67,7 @@ def normalise_row_backward(dy, x_hat, scale, weights, V: tl.constexpr):
 
 @triton.jit
 def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
-    """Return r (g - mean - x̂ dot), where only "layer" has a mean."""
+    """Return r (g - mean - x̂ dot). RMS norm ignores the mean."""
     dx = ()
     for i in tl.static_range(len(g)):
         if V.norm == "layer":
@@ -81,7 +82,7 @@ def combine_gradient(g, x_hat, scale, dot, mean, V: tl.constexpr):
 
 @triton.jit
 def find_token_group(o_g, num_grid, V: tl.constexpr):
-    """Return the token group of each index on the grid: 0 prefix (index below 0), 1 grid, 2 suffix."""
+    """Return the group of each token: 0 for the prefix (negative grid indices), 1 for the grid, 2 for the suffix."""
     if V.token_groups > 1:
         group = (o_g >= 0).to(tl.int32) + (o_g >= num_grid).to(tl.int32)
         return tl.minimum(group, V.token_groups - 1)  # masked tokens beyond the end also need a valid group
@@ -104,10 +105,10 @@ def load_tiles(p, o_row, m_row, V: tl.constexpr):
 
 @triton.jit
 def load_weights(norm, is_k, h, token_group, m_row, V: tl.constexpr):
-    """Load γ and β of head h, or of heads h (rows, 1), of q or k.
+    """Load γ and β of one head h of q or k, or of several heads h with shape (rows, 1).
 
-    norm: pointers to weight and bias, for q and for k. token_group: 0, or the group of each token as a column.
-    m_row: mask of the rows, or None if all exist.
+    ``norm`` holds pointers to the weight and bias for q and for k. token_group is 0, or a column with the group of each
+    token. m_row is the mask of rows, or None if all rows exist.
     """
     p_weight, p_bias, p_weight_k, p_bias_k = norm
     weights = ()
@@ -159,7 +160,7 @@ def apply_weights(x_hat, weights, V: tl.constexpr):
 
 @triton.jit
 def form_weight_gradients(dy, x_hat, dweights_before, V: tl.constexpr):
-    """Add a row's share of dγ (dy x̂) and dβ (dy) to ``dweights_before``. Return tiles in the order of the weights."""
+    """Add a row's contributions to dγ (dy x̂) and dβ (dy) to ``dweights_before``, and return the sums."""
     products = ()
     if V.need_dweight:
         COUNT: tl.constexpr = len(dy)
@@ -182,7 +183,7 @@ def _zero_tile(dtype: tl.constexpr, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
-    """Return zeros for a program's sums: for each token group, tiles in the order of the weights."""
+    """Return zero-filled tiles for a program's sums: for each token group, first dγ and then dβ."""
     sums = ()
     if V.need_dweight:
         for _ in tl.static_range(V.token_groups * (V.has_weight + V.has_bias)):
@@ -193,7 +194,7 @@ def zero_weight_gradients(dtype: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
-    """Add the products of a row to the sums of its tokens' groups."""
+    """Add the products of a row's tokens to the sums of their token groups."""
     new_sums = ()
     for j in tl.static_range(len(sums)):
         product = products[j % len(products)]
@@ -205,7 +206,7 @@ def add_weight_gradients(sums, products, token_group, V: tl.constexpr):
 
 @triton.jit
 def store_weight_gradients(p, sums, V: tl.constexpr):
-    """Store a program's sums over its tokens: dγ (P, D), then dβ (P, D)."""
+    """Store a program's sums over its tokens, first dγ (P, D) and then dβ (P, D)."""
     COUNT: tl.constexpr = len(V.begins)
     KINDS: tl.constexpr = len(sums) // (COUNT * V.token_groups)
     for j in tl.static_range(len(sums)):

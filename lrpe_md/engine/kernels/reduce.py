@@ -1,16 +1,17 @@
-"""Second pass for dω, dφ and the gradients of weights: sum the partial sums of all programs."""
+"""Second pass: reduce the partial sums of all programs to dω, dφ and the gradients of weights."""
 
 import triton
 import triton.language as tl
 
 from .signature import kernel, unpack_numbers
 
-# CUDA's programmatic dependent launch. Triton has both functions, but in a module that other backends may lack.
+# These functions implement CUDA's programmatic dependent launch. Triton also has them, but in a module that other
+# backends may lack.
 
 
 @triton.jit
 def launch_second_pass():
-    """Allow the next kernel on the stream to be launched, once all programs have called this."""
+    """Allow the next kernel on the stream to start as soon as all programs have called this function."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], tl.int32, False, 1)
 
 
@@ -22,7 +23,7 @@ def wait_for_first_pass():
 
 @triton.jit
 def choose_job(is_later, next_job, job):
-    """Return the numbers of ``next_job`` if ``is_later``, else those of ``job``."""
+    """Return the numbers of ``next_job`` if ``is_later`` is true, and those of ``job`` otherwise."""
     numbers = ()
     for i in tl.static_range(len(job)):
         numbers += (tl.where(is_later, next_job[i], job[i]),)
@@ -31,11 +32,12 @@ def choose_job(is_later, next_job, job):
 
 @kernel
 def reduce_partial_kernel(jobs: "jobs", V: tl.constexpr):
-    """Sum partial sums to gradients, in a fixed order. A program sums block_c columns of one slot of one head.
+    """Reduce partial sums to gradients in a fixed order. A program sums V.block_c columns of one slot of one head.
 
-    A job is a matrix of float64 partial sums, a gradient (heads, ..), and packed numbers: the job's first program,
-    slots per head (axes of ω), columns per slot, offset of the first partial sum, row stride, head stride, number of
-    rows, and the gradient's column and slot strides. V.early: launched before the first pass has ended.
+    A job consists of a matrix of float64 partial sums, a gradient (heads, ..), and packed numbers: the job's first
+    program, the number of slots per head (axes of ω), the number of columns per slot, the offset of the first partial
+    sum, the row stride, the head stride, the number of rows, and the column and slot strides of the gradient. If
+    V.early is set, the kernel may start before the first pass has ended.
     """
     pid = tl.program_id(0)
     p_source, _, packed = jobs[0]

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
-    """Set the channels of tile i beyond the row's width to ``value``."""
+    """Set channels of tile i that are beyond the row's width to ``value``."""
     if V.widths[i] < V.blocks[i]:
         x = tl.where((tl.arange(0, V.blocks[i]) < V.widths[i])[None, :], x, value)
     return x
@@ -14,9 +14,9 @@ def mask_rest(x, i: tl.constexpr, value, V: tl.constexpr):
 
 @triton.jit
 def sum_row(tiles, V: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Sum all channels of each row, or of all rows together with AXIS=None.
+    """Sum all channels of each row. With AXIS=None, also sum over the rows.
 
-    Both halves of the first pairs have the same shape. They are added before the reduction across threads.
+    The first two tiles of a row of pairs have the same shape, and are added before the reduction across threads.
     """
     FIRST: tl.constexpr = V.halves
     first = tiles[0]
@@ -59,7 +59,7 @@ def add_rows(x, y):
 
 @triton.jit
 def add_row_products(total, x, y):
-    """Return total + x y, tile by tile. total: a row, or () before the first products."""
+    """Return total + x * y, tile by tile. ``total`` is a row, or () before the first products."""
     sums = ()
     for i in tl.static_range(len(x)):
         sums += (x[i] * y[i] if len(total) == 0 else tl.fma(x[i], y[i], total[i]),)

@@ -1,4 +1,4 @@
-"""Decide which arguments a kernel is specialised on."""
+"""Control which arguments Triton specialises a kernel on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import triton.language as tl
 def pack_numbers(*numbers: int) -> tuple[int, ...]:
     """Encode numbers as a tuple argument, which a kernel decodes with :func:`unpack_numbers`.
 
-    Inside a tuple, Triton specialises on 1 and on multiples of 16, despite do_not_specialize. Encoded numbers are
-    neither.
+    Inside a tuple, Triton specialises on 1 and on multiples of 16, despite do_not_specialize. An encoded number is
+    never one of these.
     """
     return tuple(4 * n + 2 for n in numbers)
 

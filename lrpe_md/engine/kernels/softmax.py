@@ -1,4 +1,4 @@
-"""Softmax over the features of a row, whose channels are several tiles, and over the sequence, in a separate pass."""
+"""Softmax over the features of a row, or over the sequence in a separate pass."""
 
 import triton
 import triton.language as tl
@@ -49,7 +49,7 @@ def _point_to_block(p, strides, place, V: tl.constexpr):
 
 @triton.jit
 def _mask_block(m_n, o_d, V: tl.constexpr):
-    """Return the mask of channels o_d (1, channels) of tokens m_n. The last block can have fewer channels."""
+    """Return the mask of channels o_d (1, channels) of tokens m_n. The last block of channels may be incomplete."""
     if V.num_channels % V.block_c == 0:
         return m_n[:, None]
     else:
@@ -68,9 +68,10 @@ def softmax_sequence_kernel(
     p_x, p_g, p_dx, p_stat, x_strides: "strides", g_strides: "strides", dx_strides: "strides",
     B: "i32", H: "i32", N: "i32", V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum and sum over the sequence (2, B, H, D). V.backward: dx = x̄ (dx̄ - Σ_n x̄ dx̄), with g = dx̄.
+    """Compute the maximum and sum (2, B, H, D) over the sequence. With V.backward, compute dx instead.
 
-    A program owns block_c channels of one head and walks along the tokens. Strides are (b, h, n, d).
+    p_g points to dx̄, and dx is x̄ (dx̄ - Σ_n x̄ dx̄). A program processes V.block_c channels of one head, in a loop
+    over the tokens. Strides are (b, h, n, d).
     """
     D: tl.constexpr = V.num_channels
     BLOCK_D: tl.constexpr = V.block_c

@@ -1,8 +1,8 @@
 """Load cos and sin of a block of tokens from the caller's tables, instead of computing them from angles.
 
-With V.tables "pairs", a row has an entry for each channel of the cosine map or each pair of a rotation. With "full", it
-has an entry for both channels of each pair. Tables have any strides and any float dtype. With V.joined, cos and sin are
-next to each other, like the two parts of a complex number.
+If V.tables is "pairs", a row has one entry per channel of the cosine map, or per pair of a rotation. If it is "full", a
+row has one entry for each channel of a pair. Tables may have any strides and any float dtype. With V.joined, cos and
+sin are interleaved, like the real and imaginary parts of complex numbers.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .tiles import find_pairs, mask_channels, upcast
 
 @triton.jit
 def _multiply(o, stride):
-    """Return o · stride in 64 bits; neither may be negative. For 32-bit factors this is one instruction."""
+    """Return o · stride in 64 bits for non-negative factors. For 32-bit factors, this takes one instruction."""
     if stride.dtype == tl.int64:
         return tl.cast(o, tl.int64) * stride
     else:
@@ -24,7 +24,7 @@ def _multiply(o, stride):
 
 @triton.jit
 def _point_to_table(p, strides, sample, g, V: tl.constexpr):
-    """Return a pointer to the first row for a sample and a group of heads, and the strides of a row and of an entry."""
+    """Return a pointer to a table's first row for a sample and a group of heads, and the row and entry strides."""
     stride_b, stride_h, stride_n, stride_d = strides
     p = p + (_multiply(sample, stride_b) + _multiply(g, stride_h)) * V.table_unit
     if V.table_unit > 1:
@@ -35,10 +35,10 @@ def _point_to_table(p, strides, sample, g, V: tl.constexpr):
 
 @triton.jit
 def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
-    """Find the rows for a sample and a group of heads.
+    """Return pointers and strides of cos and sin for a sample and a group of heads, and c0.
 
-    tables: pointers to cos and sin, and the packed strides (b, h, n, d) of both, in units of V.table_unit entries. The
-    pointer to sin is unused with V.joined. c0: the first channel or pair of the tile.
+    ``tables`` holds pointers to cos and sin, and the packed strides (b, h, n, d) of both in units of V.table_unit
+    entries. With V.joined, the pointer to sin is unused. c0 is the first channel or pair of the tile.
     """
     p_cos, p_sin, numbers = tables
     cos_b, cos_h, cos_n, cos_d, sin_b, sin_h, sin_n, sin_d = unpack_numbers(numbers)
@@ -53,7 +53,7 @@ def point_to_tables(tables, sample, g, c0, V: tl.constexpr):
 
 @triton.jit
 def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
-    """Load entries o_e (1 or rows, entries) of rows o_r, in the compute dtype; ``default`` where masked."""
+    """Load entries o_e (1 or rows, entries) of rows o_r in the compute dtype. Masked entries are ``default``."""
     p, stride_n, stride_d = table
     pointers = (p + _multiply(o_r, stride_n) * V.table_unit)[:, None]
     if V.table_unit > 1:
@@ -65,7 +65,7 @@ def _load_at(table, o_r, o_e, mask, default, V: tl.constexpr):
 
 @triton.jit
 def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
-    """Load cos and sin of entries o_e of rows o_r."""
+    """Load cos and sin for entries o_e of rows o_r."""
     cos_table, sin_table, _ = tables
     o_d = 2 * o_e if V.joined and V.table_unit > 1 else o_e  # _load_at ignores the entry stride if table_unit > 1
     return _load_at(cos_table, o_r, o_d, mask, 1.0, V=V), _load_at(sin_table, o_r, o_d, mask, 0.0, V=V)
@@ -73,7 +73,7 @@ def _load_entries(tables, o_r, o_e, mask, V: tl.constexpr):
 
 @triton.jit
 def _load_span(tables, o_r, m_r, c0, first: tl.constexpr, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Load cos and sin of TIMES · V.block_c adjacent entries, from first + c0 on."""
+    """Load cos and sin of TIMES · V.block_c adjacent entries, starting at first + c0."""
     WIDTH: tl.constexpr = TIMES * V.num_channels
     COUNT: tl.constexpr = TIMES * V.block_c
     if V.joined and V.table_unit > 1:
@@ -97,7 +97,10 @@ def split_last(x):
 
 @triton.jit
 def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
-    """Load cos and sin of rows o_r; 1 and 0 where m_r is False. V.tables "full": tuples, for both channels of pairs."""
+    """Load cos and sin of rows o_r. Where m_r is False, cos is 1 and sin is 0.
+
+    If V.tables is "full", cos and sin are tuples with a tile for each channel of a pair.
+    """
     _, _, c0 = tables
     if V.tables == "pairs":
         cos, sin = _load_span(tables, o_r, m_r, c0, first=0, V=V)
@@ -120,7 +123,7 @@ def load_cos_sin(tables, o_r, m_r, V: tl.constexpr):
 
 @triton.jit
 def _apply_sign(sin, V: tl.constexpr):
-    """Negate sin if V.inverse. A minus sign would compile to a subtraction from 0."""
+    """Negate sin if V.inverse is set. A unary minus would compile to a subtraction from 0."""
     if V.inverse:
         return sin * -1.0
     else:
@@ -138,7 +141,7 @@ def split_pair_entries(t, V: tl.constexpr):
 
 @triton.jit
 def zero_cos_sin(V: tl.constexpr):
-    """Return zeros with the structure of cos and sin from :func:`load_cos_sin` or from angles."""
+    """Return zeros with the same structure as cos (or sin) from :func:`load_cos_sin` or from angles."""
     BLOCK_N: tl.constexpr = V.block_n
     BLOCK_C: tl.constexpr = V.block_c
     zero = tl.zeros([BLOCK_N, BLOCK_C], dtype=tl.float64 if V.wide else tl.float32)

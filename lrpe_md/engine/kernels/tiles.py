@@ -1,7 +1,7 @@
-"""Loads and stores of a tile (tokens, channels) of tensors with any strides.
+"""Load and store tiles (tokens, channels) of tensors with any strides.
 
-If everything is aligned to 8 elements, strides come in units of 8. Loads are then 16 bytes wide for any head_dim that
-is a multiple of 8.
+If all pointers and strides are aligned to 8 elements, strides are passed in units of 8. Loads are then 16 bytes wide
+for any head_dim that is a multiple of 8.
 """
 
 import triton
@@ -18,7 +18,7 @@ def zeros(V: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _step(o, stride, V: tl.constexpr):
-    """Return o · stride in 64 bits; neither may be negative. For unsigned 32-bit factors this is one instruction."""
+    """Return o · stride in 64 bits for non-negative factors. For 32-bit factors, this takes one instruction."""
     if V.long:
         return tl.cast(o, tl.int64) * stride
     else:
@@ -28,11 +28,10 @@ def _step(o, stride, V: tl.constexpr):
 
 @triton.jit
 def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
-    """Return a pointer to token n0 of head h of sample b, of q or k, and the strides of a token and a channel.
+    """Return a pointer to token n0 of head h of sample b, in q or in k, and the token and channel strides.
 
-    tensors: pointer and strides (b, h, n, d) of q and of k; k's are ignored unless V.has_k. V.long: strides need 64
-    bits, even in units of 8.
-
+    ``tensors`` holds the pointer and the strides (b, h, n, d) of q and of k. The values for k are ignored unless
+    V.has_k is set. V.long means that strides need 64 bits, even in units of 8.
     """
     UNIT: tl.constexpr = 8 if V.aligned else 1
     p_q, q_strides, p_k, k_strides = tensors
@@ -47,7 +46,7 @@ def point_to_row(tensors, is_k, b, h, n0, V: tl.constexpr):
         stride_d = tl.where(is_k, k_stride_d, stride_d)
     p = p + (_step(b, stride_b, V) + _step(h, stride_h, V) + _step(n0, stride_n, V)) * UNIT
     if V.aligned:
-        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel's argument
+        p = tl.multiple_of(p, 16)  # applied to the sum, because the compiler ignores it on a kernel argument
     return p, stride_n, stride_d
 
 
@@ -81,16 +80,15 @@ def point_at(row, o_n, o_d, V: tl.constexpr):
 
 @triton.jit
 def first_channel(V: tl.constexpr):
-    """Return c0, the first channel or pair of a variant's tile. It is 0 unless the map has several tiles."""
+    """Return c0, the first channel or pair of a tile. c0 is 0 unless the map has several tiles."""
     return tl.full([1, 1], V.first, dtype=tl.int32)
 
 
 @triton.jit
 def mask_channels(m_n, c0, width: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Return the mask of channels c0 .. c0 + BLOCK of tokens m_n. Channels exist below ``width``.
+    """Return the mask of channels [c0, c0 + BLOCK) of tokens m_n. Only channels below ``width`` exist.
 
     A tile either begins at channel FIRST, or is one of several that divide the width evenly.
-
     """
     if width >= FIRST + BLOCK:
         return m_n[:, None]
@@ -112,7 +110,7 @@ def store_at(row, value, o_n, o_d, mask, V: tl.constexpr):
 
 @triton.jit
 def load(row, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1):
-    """Load a block of tokens from channel lo + c0 on. TIMES multiplies V.block_c and V.num_channels."""
+    """Load a tile of a block of tokens, starting at channel lo + c0. TIMES multiplies V.block_c and V.num_channels."""
     o_d = c0 + tl.arange(0, TIMES * V.block_c)[None, :]
     mask = mask_channels(m_n, c0, TIMES * V.num_channels, TIMES * V.block_c, FIRST=TIMES * V.first)
     return load_at(row, o_n, lo + o_d, mask, V)
@@ -128,7 +126,7 @@ def store(row, value, o_n, m_n, c0, lo, V: tl.constexpr, TIMES: tl.constexpr = 1
 
 @triton.jit
 def load_tile(row, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
-    """Load all of tile i of a row, for a block of tokens."""
+    """Load tile i of a row, for a block of tokens."""
     o_d = first_channel(V=V) + tl.arange(0, V.blocks[i])[None, :]
     return load_at(row, o_n, V.begins[i] + o_d, mask_channels(m_n, first_channel(V=V), V.widths[i], V.blocks[i]), V)
 
@@ -142,10 +140,10 @@ def store_tile(row, value, o_n, m_n, i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def upcast(x, V: tl.constexpr):
-    """Convert to the compute dtype.
+    """Convert x to the compute dtype.
 
-    A bfloat16 is the upper half of a float32. Converting a packed pair takes two instructions; the compiler uses three.
-
+    A bfloat16 is the upper half of a float32. The assembly converts a packed pair in two instructions, whereas the
+    compiler would use three.
     """
     if V.functions > 0 and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -157,10 +155,11 @@ def upcast(x, V: tl.constexpr):
 
 @triton.jit
 def load_flags(p, m_n, WIDE: tl.constexpr):
-    """Load one boolean per token; False where m_n is False.
+    """Load one boolean per token. The result is False where m_n is False.
 
-    WIDE: for operands of matrix products. Triton 3.6 gives an operand loaded from single bytes a layout for 32 rows, so
-    each token of a product over 16 counts twice (triton-lang/triton#11691). A sum over two copies avoids that layout.
+    Set WIDE if the result affects operands of matrix products. Triton 3.6 gives an operand that was loaded from single
+    bytes a layout for 32 rows, so each token of a product over 16 tokens counts twice (triton-lang/triton#11691). A sum
+    over two copies avoids that layout.
     """
     flags = tl.load(p, mask=m_n, other=0)
     if WIDE:
@@ -171,7 +170,10 @@ def load_flags(p, m_n, WIDE: tl.constexpr):
 
 @triton.jit
 def find_pairs(c0, V: tl.constexpr):
-    """Return both channels of pairs c0 .. c0 + block_c: adjacent, half the width apart, or half a section apart."""
+    """Return the indices of both channels of pairs [c0, c0 + V.block_c).
+
+    The channels of a pair are adjacent, half the width apart, or half a section apart.
+    """
     o_c = c0 + tl.arange(0, V.block_c)[None, :]
     if V.pairs == "interleaved":
         a = V.rotary_start + 2 * o_c
@@ -194,7 +196,7 @@ def find_pairs(c0, V: tl.constexpr):
 
 @triton.jit
 def locate_channels(i: tl.constexpr, V: tl.constexpr):
-    """Return the channels (1, channels) of tile i of a row, and their mask."""
+    """Return the channel indices (1, channels) of tile i of a row, and their mask."""
     if V.halves == 2 and i < V.num_mapped:
         T: tl.constexpr = V.map_tiles[i // 2] if V.num_map_tiles > 1 else V
         o_a, o_b = find_pairs(first_channel(V=T), T)
@@ -208,7 +210,7 @@ def locate_channels(i: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_pairs(row, o_n, m_n, c0, V: tl.constexpr):
-    """Load both channels of each pair. Interleaved pairs come as one tile, twice; :func:`split_pairs` splits it."""
+    """Load both channels of each pair. Interleaved pairs are loaded as one tile, which :func:`split_pairs` splits."""
     if V.pairs == "interleaved":
         a = load(row, o_n, m_n, 2 * c0, V.rotary_start, V, TIMES=2)
         b = a
@@ -236,7 +238,7 @@ def split_pairs(a, b, V: tl.constexpr):
 
 @triton.jit
 def store_pairs(row, a, b, o_n, m_n, c0, V: tl.constexpr):
-    """Store both channels of each pair, undoing :func:`load_pairs` and :func:`split_pairs`."""
+    """Store both channels of each pair. This is the inverse of :func:`load_pairs` and :func:`split_pairs`."""
     if V.pairs == "interleaved":
         BLOCK_N: tl.constexpr = V.block_n
         WIDTH: tl.constexpr = 2 * V.block_c

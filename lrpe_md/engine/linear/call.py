@@ -1,4 +1,4 @@
-"""Values that describe a call of linear attention, like :mod:`lrpe_md.engine.core.call` for the encoding."""
+"""Data classes that describe a call to linear attention, as :mod:`lrpe_md.engine.core.call` does for encodings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MapOrNone = Literal["cosine", "rotate"] | None
 NormalizerName = Literal["unrotated", "encoded", "none"]
 Rule = Literal["add", "delta"]
 Directions = Literal["forward", "both"]
-State = tuple[Tensor, Tensor | None]  # S and Σ, None for normalizer "none"
+State = tuple[Tensor, Tensor | None]  # S and Σ; Σ is None for normalizer "none"
 
 
 class LinearOptions(NamedTuple):
-    """The user's choices, as passed, without tensors and positions."""
+    """Options that the user passed, excluding tensors and positions."""
 
     map: MapOrNone = "cosine"
     act: Act = "relu"
@@ -56,13 +56,13 @@ class LinearOptions(NamedTuple):
 
     @property
     def encoding(self) -> Options:
-        """The options of the map, the activation and the norm."""
+        """Options of the map, the activation and the norm."""
         name: Any = self.map or "none"
         return Options(name, self.act, self.dim, self.pairs, self.rotary_dim, self.order, self.impl, self.norm)
 
 
 class Description(NamedTuple):
-    """An encoding's part of a call: keyword arguments of :func:`lrpe_md.linear_attention`."""
+    """Keyword arguments of :func:`lrpe_md.linear_attention` that an encoding supplies."""
 
     map: MapOrNone
     omega: Tensor | None = None
@@ -74,11 +74,11 @@ class Description(NamedTuple):
     amplitude: float | Tensor | None = None
     order: Order = "cos_sin"
     impl: Impl = "auto"
-    norm: Norm | None = None  # the norm of the encoding's call
+    norm: Norm | None = None  # the norm that the encoding was called with
 
 
 class Sides(NamedTuple):
-    """Frequencies and positions of q and k, as passed. positions and phase may be a pair."""
+    """Frequencies and positions as the user passed them. ``positions`` and ``phase`` may be pairs (for q, for k)."""
 
     omega: Tensor | None = None
     positions: Any = None
@@ -87,10 +87,10 @@ class Sides(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """A validated call without q, k, v, the gate, the state and the decay."""
+    """A validated call, without the tensors in :class:`Operands`."""
 
     attention: Attention
-    spec: Spec  # map=None is "none", with frequencies of shape (1, 0, 0)
+    spec: Spec  # map=None becomes "none", with frequencies of shape (1, 0, 0)
     q_layout: Layout
     k_layout: Layout  # equal to q's in self-attention
     q_tables: Tables
@@ -102,11 +102,11 @@ class LinearCall(NamedTuple):
 
     @property
     def has_one_side(self) -> bool:
-        """True if q and k share positions and tables."""
+        """Return whether q and k share positions and tables."""
         return self.k_tables is self.q_tables and self.k_layout.is_same(self.q_layout)
 
     def state_sizes(self, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-        """Return the shapes of S and Σ, or only of S without a normaliser. For both directions, list them twice."""
+        """Return the shapes of S and, if there is a normaliser, of Σ. With both directions, the list is repeated."""
         num_seqs = k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         width, normalizer = self.spec.out_dim(k.shape[3]), self.attention.normalizer
         sizes: list[tuple[int, ...]] = [(num_seqs, k.shape[1], width, v.shape[3])]
@@ -116,23 +116,23 @@ class LinearCall(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Arguments of the registered operators that belong to no other part of a call."""
+    """Arguments of the registered operators that aren't in the other parts of a call."""
 
     cu_seqlens: Tensor | None
     one_side: bool
 
 
 class Results(NamedTuple):
-    """Flags for the results that a forward returns in addition to o."""
+    """Flags that select what a forward pass returns in addition to o."""
 
     return_state: bool = False
-    keep: bool = False  # return what the backward would otherwise recompute
+    keep: bool = False  # also return tensors that the backward would otherwise recompute
 
 
 class Operands(NamedTuple):
-    """Tensors that are not in the call.
+    """Tensor arguments that are not part of :class:`LinearCall`.
 
-    state: (S, Σ), (S,) or (). With both directions, there are twice as many: see
+    ``state`` is (S, Σ), (S,) or (). With both directions, there are twice as many tensors, as described in
     :func:`lrpe_md.reference_linear.attend`.
     """
 
@@ -145,12 +145,12 @@ class Operands(NamedTuple):
 
 
 class LinearNeeds(NamedTuple):
-    """Gradients that a backward computes in addition to dq, dk and dv, in the order of the results."""
+    """Flags for the gradients that a backward pass returns after dq, dk and dv, in this order."""
 
     gate: bool = False
     omega: bool = False  # summed over q and k
     phase_q: bool = False  # q's share of dφ
     phase_k: bool = False  # k's share of dφ, separate even if q and k share a phase
-    norm: bool = False  # γ and β, all that exist
+    norm: bool = False  # γ and β, if they exist
     state: bool = False  # S and Σ
     decay: bool = False

@@ -1,4 +1,4 @@
-"""Choose the path of a call of linear attention: kernels or reference, whole tensors or shards."""
+"""Validate calls to linear attention, or look them up in the cache, and run them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["as_state", "run_encoded", "run_linear_attention"]
 
 
 def as_state(state: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a state (S, Σ), (S, None) or None, as a tuple."""
+    """Convert a state (S, Σ), (S, None) or None to a tuple of its tensors."""
     if state is None:
         return ()
     if not isinstance(state, (tuple, list)) or not 1 <= len(state) <= 2 or not isinstance(state[0], Tensor):
@@ -53,7 +53,7 @@ def as_state(state: Any) -> tuple[Tensor, ...]:
 def run_linear_attention(
     options: LinearOptions, arguments: TensorArguments, sides: Sides, norm: Norm | None = None
 ) -> Any:
-    """Run :func:`lrpe_md.linear_attention`; return o, or o and the state."""
+    """Implement :func:`lrpe_md.linear_attention`. Return o, or (o, state) if options.return_state is set."""
     if type(sides.positions) is Packed:
         arguments, positions = _split_packed(arguments, sides.positions)
         sides = sides._replace(positions=positions)
@@ -74,7 +74,7 @@ def run_linear_attention(
             cached_call = LinearCall(call.attention, call.spec, layout, layout, NO_TABLES, NO_TABLES, None, {})
             call = call._replace(launches=cache_call(key, cached_call).launches)
     else:
-        if cu_seqlens is not None:  # the key doesn't cover its values
+        if cu_seqlens is not None:  # the cache key doesn't contain the values of cu_seqlens
             check_offsets(cu_seqlens, q.shape[2])
         attention, spec, layout, _, _, _, _, launches, _ = cached_call
         origin = None if positions is None or positions.origin is None else positions.origin_row
@@ -90,7 +90,7 @@ def run_linear_attention(
 
 
 def _split_packed(arguments: TensorArguments, packed: Packed) -> tuple[TensorArguments, Coordinates]:
-    """Return the arguments with the cu_seqlens of packed sequences, and the positions."""
+    """Move cu_seqlens of packed sequences into the arguments. Return the arguments and the positions."""
     if arguments.cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens: expected None if positions come from lrpe_md.pack, which already contains cu_seqlens, got both"
@@ -105,10 +105,10 @@ def run_encoded(
     positions: Any,
     norm: Norm | None = None,
 ) -> Any:
-    """Run linear attention on q̂ and k̂ from any other encoding: ``encoding(q, k, positions=positions)``.
+    """Run linear attention on the outputs q̂ and k̂ of ``encoding(q, k, positions=positions)``.
 
-    With normalizer "unrotated", this runs the reference, because the operators don't accept q̄ and k̄. A norm is
-    applied first, with PyTorch operators.
+    If there is a norm, PyTorch operators apply it to q and k first. With normalizer "unrotated", the reference runs,
+    because the operators don't accept both q̄ and q̂.
     """
     if type(positions) is Packed:
         arguments, positions = _split_packed(arguments, positions)
@@ -169,11 +169,11 @@ def pack_state(tensors: Sequence[Tensor]) -> State:
 def _call_key(
     options: LinearOptions, arguments: TensorArguments, sides: Sides, has_one_phase: bool
 ) -> tuple[bool, Hashable | None]:
-    """Return the result of :func:`is_direct`, and the cache key: everything that validation depends on.
+    """Return the result of :func:`is_direct`, and a cache key of everything that validation depends on.
 
-    The key is None for calls that are validated each time: if tensors are not plain, if positions are not a Grid, if
-    there is a pair of positions or phases, and if validation creates tensors. The key does not include the values of
-    cu_seqlens and decay.
+    The key is None if the call must be validated every time. This is the case for calls that aren't direct, positions
+    other than a Grid, pairs of positions or phases, and arguments from which validation creates tensors. The values of
+    cu_seqlens and decay aren't part of the key.
     """
     omega, positions, phase, amplitude = sides
     q, k, v, gate, cu_seqlens, state, weights, decay = arguments

@@ -1,4 +1,4 @@
-"""Launch the kernels of linear attention: derive variants and numbers from shapes and strides, allocate, and launch."""
+"""Launch the kernels of linear attention. Variants and arguments are derived from shapes and strides."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from .plan import (
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
 NO_NEEDS = LinearNeeds()
-COLUMNS = 128  # from this many features on, o of a causal block is faster with tokens as columns
-WARPGROUP_ROWS = 64  # fewest rows of the first factor on Hopper's matrix units
+COLUMNS = 128  # with at least this many features, o of a causal block is faster with tokens as columns
+WARPGROUP_ROWS = 64  # minimum number of rows of the first factor on Hopper's matrix units
 FORWARD = (LinearPass.FORWARD, LinearPass.STATE, LinearPass.OUTPUT, LinearPass.CAUSAL)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call."""
+    """Sizes and dtypes of a call."""
 
     batch: int
     groups: int  # H_k
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
     v_dim: int
     num_features: int
     num_sums: int  # channels of the normaliser's sums over tokens
-    raw: bool  # features are the rows as they are in memory
+    raw: bool  # features are the rows of q and k, unchanged
     one_side: bool  # q and k share positions and tables
     acc: torch.dtype  # dtype of sums
     operand: torch.dtype  # dtype of matrix operands; interpreters round float32 to bfloat16 values
@@ -84,12 +84,12 @@ class Sizes(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Number of elements of a head's S and Z."""
+        """Number of elements in S and Z of one head."""
         return self.v_dim * self.num_features + self.num_sums
 
 
 def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
-    """Derive the sizes from shapes."""
+    """Derive the sizes and dtypes from a call and its operands."""
     batch, heads, num_queries, head_dim = operands.q.shape
     _, groups, num_keys, v_dim = operands.v.shape
     features = call.spec.out_dim(head_dim)
@@ -109,9 +109,9 @@ def derive_sizes(call: LinearCall, operands: Operands) -> Sizes:
 
 
 class Pieces(NamedTuple):
-    """Pieces of the tokens, one for each program of a head, and the number of slots."""
+    """Division of the tokens into slots and pieces. Each program of a head processes one piece."""
 
-    table: Tensor | None  # (P, 4): begin, end, slot and sequence; None: pieces of equal length and one slot
+    table: Tensor | None  # (P, 4): begin, end, slot and sequence. None for one slot with equal pieces
     length: int
     num_pieces: int
     num_slots: int
@@ -123,7 +123,7 @@ class Pieces(NamedTuple):
 
 
 class PieceLengths(NamedTuple):
-    """Number of tokens in a piece and in each of its parts. With a causal mask, each piece is a slot."""
+    """Number of tokens in a piece, and in each part of a piece. With a causal mask, each piece is a slot."""
 
     length: int
     part: int
@@ -136,8 +136,8 @@ class PieceLengths(NamedTuple):
 def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout, makes_table: bool = True) -> Pieces:
     """Divide the tokens into pieces.
 
-    All tokens of a slot see the same state. A slot is the whole sample, a block, a sequence or, with a causal mask, a
-    piece. makes_table: also create the table. Traces that only count pieces must not, as tables are cached forever.
+    All tokens of a slot see the same state. A slot is a sample, a block, a packed sequence or, with a causal mask, a
+    piece. Tables are cached forever, so set ``makes_table`` to False if you only need the number of pieces.
     """
     mask, device = call.attention.mask, call.q_tables.omega.device
     walk, state = choose_walk(mask == "causal", sizes.raw), sizes.v_dim * sizes.num_features
@@ -161,16 +161,17 @@ def make_pieces(call: LinearCall, num_tokens: int, sizes: Sizes, layout: Layout,
 
 
 class Parts(NamedTuple):
-    """Parts of causal pieces. A program computes the state of each part that is needed."""
+    """Parts of the pieces of a causal call. One program computes the state of each needed part."""
 
     all_parts: Pieces
-    needed_parts: Pieces  # the first parts or, backward, the last ones
+    needed_parts: Pieces  # the first parts or, in the backward, the last ones
+    per_piece: int = 1
 
 
 def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, backward: bool = False) -> Parts:
-    """Divide causal pieces into parts, so that enough programs compute their states.
+    """Divide each piece of a causal call into parts, whose states are computed in parallel.
 
-    needs_all: all pieces need a state. Otherwise, all but the last one do (backward: all but the first one).
+    If ``needs_all`` is False, no state is needed for the last piece or, with ``backward``, for the first piece.
     """
     num_unneeded = 0 if needs_all else 1
     heads = sizes.rows * (sizes.repeats if backward else 1)
@@ -189,19 +190,18 @@ def cut_causal(call: LinearCall, pieces: Pieces, sizes: Sizes, needs_all: bool, 
     table = _tabulate_range(pieces.num_tokens, piece_lengths, call.q_tables.omega.device)
     parts = pieces._replace(table=table, num_pieces=len(table))
     if needs_all:
-        return Parts(parts, parts)
-    if backward:
-        needed_table = table[piece_lengths.parts :]
-        return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)))
-    return Parts(parts, parts._replace(num_pieces=(pieces.num_pieces - 1) * piece_lengths.parts))
+        return Parts(parts, parts, piece_lengths.parts)
+    needed_table = table[piece_lengths.parts :] if backward else table[: (pieces.num_pieces - 1) * piece_lengths.parts]
+    return Parts(parts, parts._replace(table=needed_table, num_pieces=len(needed_table)), piece_lengths.parts)
 
 
 def _tabulate_sequences(cu_seqlens: Tensor, count: int, piece_lengths: PieceLengths, has_piece_slots: bool) -> Tensor:
-    """Build the table of parts on the device, without waiting for the lengths.
+    """Build the table of parts on the device, without synchronising to read the sequence lengths.
 
-    It has as many rows as there can be parts, and some may be empty. The caller must clamp cu_seqlens to the tokens.
+    The table has ``count`` rows, which must be enough for any lengths, so some rows may be empty. The caller must clamp
+    cu_seqlens to the number of tokens.
     """
-    # Decreasing offsets would make more pieces than there is room for.
+    # Decreasing offsets would create more pieces than the table has rows for.
     cu_seqlens = cu_seqlens.long().cummax(0).values
     begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
     lengths = ends - begins
@@ -257,7 +257,7 @@ def _count_blocks(num_tokens: int, ends: tuple[int, int], block: int, length: in
 
 
 def bound_blocks(num_tokens: int, ends: tuple[int, int], block: int) -> list[int]:
-    """List the first token of each block, and the end of the last one. Prefix and suffix are separate blocks."""
+    """Return the first token of each block, and the end of the last one. Prefix and suffix are separate blocks."""
     prefix, suffix = ends
     return sorted({0, *range(prefix, num_tokens - suffix, block), num_tokens - suffix, num_tokens})
 
@@ -271,7 +271,7 @@ def make_table(rows: list[Any], device: torch.device) -> Tensor:
 
 
 class LaunchInputs:
-    """Inputs in the form that kernels read, and values that all kernels of a call share."""
+    """Inputs of a call in the form that kernels read, along with values that all kernels of the call share."""
 
     def __init__(
         self, call: LinearCall, operands: Operands, do: Tensor | None = None, needs: LinearNeeds = NO_NEEDS
@@ -297,7 +297,10 @@ class LaunchInputs:
         self.weights = call.weights
         if call.spec.norm != "none":
             self.weights = Weights(*(None if t is None else lay_weight(t) for t in call.weights))
-        self.log_decay: Tensor | None = None  # (B, H_k, N), with a causal mask
+        self.log_decay: Tensor | None = None  # log g (B, H_k, N), with a causal mask
+        self.decay_per_head = (
+            call.attention.mask == "causal" and operands.decay is not None and operands.decay.ndim == 1
+        )
         self.need_dangles = needs.omega or needs.phase_q or needs.phase_k
         tensors = [t for t in (self.q, self.k, self.v, self.do) if t is not None]
         address, strides = 0, []
@@ -311,7 +314,7 @@ class LaunchInputs:
     def describe(
         self, stage: LinearPass, side: Call, outs: Sequence[Tensor] = (), **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Return the variant and the compiler options of a kernel that reads one side's positions and tables."""
+        """Return the variant and the compiler options of a kernel that reads the positions and tables of q or of k."""
         key = stage, side is self.q_side, *changes.values()
         config = self.cache.get(key)
         if config is None:
@@ -321,7 +324,10 @@ class LaunchInputs:
     def describe_both(
         self, stage: LinearPass, outs: Sequence[Tensor], **changes: Any
     ) -> tuple[Variant, dict[str, Any]]:
-        """Return them for a kernel that reads both sides. The variant is k's, and includes q's if they differ."""
+        """Return the variant and the compiler options of a kernel that reads the positions and tables of q and k.
+
+        The variant describes k. If q needs a different variant, the field ``queries`` holds that variant.
+        """
         key = stage, "both", *changes.values()
         config = self.cache.get(key)
         if config is None:
@@ -377,7 +383,7 @@ class LaunchInputs:
             output_transposed=output_transposed,
             has_no_gqa=causal and sizes.repeats == 1,
             need_dweight=self.needs.norm,
-            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may not be 0
+            keeps_zero=_keeps_zero(spec.act) and self.weights.bias is None,  # act(β) may differ from 0
             normalizer=self.call.attention.normalizer, gated=self.gate is not None,
             operand=name_operand(self.dtype),
             one_side=self.q_side is self.k_side, v_dim=sizes.v_dim, v_begins=v_begins, v_widths=v_widths,
@@ -390,7 +396,7 @@ class LaunchInputs:
                 self.call.attention.normalizer
             ],
             num_sums=sizes.num_sums, state_size=sizes.state, causal=causal,
-            memory="sum" if self.log_decay is None else "add",
+            memory="sum" if self.log_decay is None else "add", decay_per_head=self.decay_per_head,
             need_ddecay=need_ddecay,
         )  # fmt: skip
         return replace_fields(variant, changes), {"num_warps": tile.num_warps, **limit_registers(tile.max_registers)}
@@ -410,7 +416,7 @@ class LaunchInputs:
         return call_pieces
 
     def parts(self, needs_all: bool, backward: bool = False) -> Parts:
-        """Return the parts of keys (backward: of queries) whose states are summed. See :func:`cut_causal`."""
+        """Return the :class:`Parts` of the keys or, with ``backward``, those of the queries."""
         pieces = self.pieces(of_queries=backward)
         if self.call.attention.mask != "causal":
             return Parts(pieces, pieces)
@@ -423,13 +429,13 @@ class LaunchInputs:
         return call_parts
 
     def flatten_keys(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """Return the kernels' arguments for k. partial: partial sums of the gradients of the norm's weights."""
+        """Return the kernel arguments for k. ``partial`` receives partial sums for the gradients of norm weights."""
         weights, layout = self.weights, self.call.k_layout
         norm = self._flatten_norm(weights.weight_k, weights.bias_k, partial, layout)
         return self._flatten(self.k_side, variant), norm
 
     def flatten_queries(self, variant: Variant, partial: Tensor | None = None) -> tuple:
-        """Return the kernels' arguments for q, like :meth:`flatten_keys`."""
+        """Return the kernel arguments for q, as :meth:`flatten_keys` does for k."""
         weights, layout = self.weights, self.call.q_layout
         norm = self._flatten_norm(weights.weight, weights.bias, partial, layout)
         return self._flatten(self.q_side, variant.queries or variant), norm
@@ -453,12 +459,12 @@ class LaunchInputs:
         return t.omega, t.phase, t.coords, t.origin, t.affine, t.rotated, t.amplitude, numbers
 
     def counts(self, pieces: Pieces) -> tuple[int, ...]:
-        """Pack the counts for kernels over queries."""
+        """Pack the numbers of heads, pieces and samples for kernels that process queries."""
         return pack_numbers(self.sizes.groups, self.sizes.repeats, pieces.num_pieces, self.sizes.batch)
 
 
 def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
-    """Replace fields of a variant and of the tiles of its map."""
+    """Return a variant with some of its fields replaced. The variants of its map tiles change in the same way."""
     variant = variant._replace(**changes)
     if variant.num_map_tiles == 1:
         return variant
@@ -474,18 +480,18 @@ def replace_fields(variant: Variant, changes: dict[str, Any]) -> Variant:
 
 
 def name_operand(dtype: torch.dtype) -> str:
-    """Return how kernels round the factors of a product: see ``to_operand`` in kernels/features.py."""
+    """Return the name of the rounding that ``to_operand`` in kernels/features.py applies to factors of a product."""
     return "same" if dtype.itemsize > 2 else "rounded" if INTERPRETING else "bfloat16"
 
 
 def _share_sums(block_c: int, tile: LinearTile) -> int:
-    """Return how many tokens of a channel share a thread, which loads up to 8 elements of each token."""
+    """Return how many tokens one thread holds for each channel. A thread loads up to 8 elements of each token."""
     elements = tile.block_n * block_c // (32 * tile.num_warps)
     return max(1, elements // 8)
 
 
 def _has_tokens_as_n(causal: bool, single_layout: bool, block_n: int) -> bool:
-    """Return whether tokens are the columns of products with a state."""
+    """Return whether products with a state have tokens as columns."""
     return block_n < WARPGROUP_ROWS or (causal and not single_layout)
 
 
@@ -503,7 +509,7 @@ def _keeps_zero(act: str) -> bool:
 
 
 def _add_zero_phase(side: Call) -> Call:
-    """Return the side with a phase of 0 if it has none."""
+    """Return the side with a phase of 0 if it has no phase."""
     tables = side.tables
     if tables.phase is not None:
         return side
@@ -536,7 +542,7 @@ def gates_with_strides(inputs: LaunchInputs) -> tuple:
 
 
 def count_side(side: Call, variant: Variant) -> tuple:
-    """Return the packed token counts of q or k, the strides of its tables, and the numbers of its grid."""
+    """Return packed numbers for q or k: the token counts, the strides of the tables, and the numbers of the grid."""
     steps, grid = find_table_strides(side, variant), count_grid(side.layout)
     return (
         pack_numbers(side.layout.num_tokens, grid["first_index"], grid["num_grid"]),
@@ -554,7 +560,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
     The tile that fits is cached for later launches. Recorded launches always use the first tile.
 
     Raises:
-        OutOfResources: no tile fits.
+        OutOfResources: if no tile fits.
     """
     if not programs:
         return
@@ -590,7 +596,7 @@ def launch_with_fallback(kernel: Any, programs: int, args: tuple, config: tuple[
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o; with return_state, the state after the last token; and with keep, tensors for the backward."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
     inputs, state = LaunchInputs(call, operands), operands.state
     sizes, eps = inputs.sizes, call.attention.eps
     o = like_in_memory(inputs.q, sizes.v_dim)
@@ -620,24 +626,24 @@ def is_one_pass(call: LinearCall, sizes: Sizes, has_state: bool) -> bool:
 
 
 def fits_one_pass(num_tokens: int, v_dim: int, num_features: int) -> bool:
-    """Return whether one pass over this many tokens is faster than two. v_dim is padded to a power of two."""
+    """Return whether one pass over ``num_tokens`` tokens is faster than two passes."""
     state = max(NARROWEST, 1 << (v_dim - 1).bit_length()) * (-(-num_features // NARROWEST) * NARROWEST)
     longest = plans.ONE_PASS if state <= plans.ONE_PASS_STATE else min(plans.ONE_PASS, plans.ONE_PASS_LARGE)
     return num_tokens <= longest
 
 
-SlotStates = tuple[Any, ...]  # the states that tokens see, by slot: S as operands and Z, or () if there is none
+SlotStates = tuple[Any, ...]  # the state that the tokens of each slot see: S (as operands) and Z, or () without a state
 
 
 def sum_states(inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool) -> tuple[SlotStates, list[Tensor]]:
-    """Sum the states that the tokens of each slot see. Also return the state after the last token."""
-    pieces, needed_pieces = inputs.parts(returns_final)
+    """Return the state that the tokens of each slot see and, if ``returns_final``, the state after the last token."""
+    pieces, needed_pieces, _ = inputs.parts(returns_final)
     states = form_states(inputs, needed_pieces, returns_final)
     return scan_states(inputs, states, pieces, state, returns_final)
 
 
 def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Return the states of pieces of the keys, (P, B H_k, size). is_exact: see :func:`refine`."""
+    """Compute the states (P, B H_k, size) of pieces of the keys. For ``is_exact``, see :func:`refine`."""
     sizes = inputs.sizes
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
@@ -652,14 +658,17 @@ def form_states(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
 
 
 def refine(inputs: LaunchInputs, is_exact: bool) -> dict[str, Any]:
-    """Return variant changes for more precise sums, if ``is_exact``, for example for a state returned in float32."""
+    """Return variant fields for more precise sums if ``is_exact`` is set.
+
+    States that are returned in float32 need this precision.
+    """
     return {"functions": int(has_ptx(inputs.dtype)), "accumulate_outside_mma": True} if is_exact else {}
 
 
 def sum_causal_states(
     inputs: LaunchInputs, state: Sequence[Tensor], returns_final: bool
 ) -> tuple[SlotStates, list[Tensor]]:
-    """Implement :func:`sum_states` for a causal mask. If one program has all tokens of a head, return no states."""
+    """Implement :func:`sum_states` for a causal mask. Return no states if none are needed."""
     if not state and not returns_final and inputs.pieces(of_queries=False).num_pieces == 1:
         return (), []
     return sum_states(inputs, state, returns_final)
@@ -673,9 +682,9 @@ def scan_states(
     returns_final: bool,
     backward: bool = False,
 ) -> tuple[SlotStates, list[Tensor]]:
-    """Sum the states of pieces, starting from ``initial_state``. backward: from the last piece to the first.
+    """Sum the states of pieces, starting from ``initial_state``. With ``backward``, start with the last piece.
 
-    states: (P, B H_k R, size), of which R heads are summed. Pieces whose state no token sees may be missing.
+    ``states`` has shape (P, B H_k R, size) and is also summed over R heads. States that no token sees may be missing.
     """
     sizes = inputs.sizes
     num_states = sizes.batch if inputs.call.cu_seqlens is None else len(inputs.call.cu_seqlens) - 1
@@ -732,7 +741,7 @@ def launch_causal_outputs(inputs: LaunchInputs, o: Tensor, slot_states: SlotStat
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of the tensors that forward keeps, given those of a call."""
+    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward."""
     sizes = derive_sizes(call, operands)
     has_state = bool(operands.state) or return_state
     if is_one_pass(call, sizes, has_state):
@@ -751,9 +760,9 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
     """Choose how many channels of one half of the map's output are adjacent in a tile of features.
 
     A thread holds every eighth pair of columns of a product, or every sixty-fourth pair of rows. With runs of 8 or
-    (better) 64 channels, it holds both halves of a channel, so their gradient needs no communication. Runs of 64 also
-    avoid bank conflicts in stores. If sums over channels follow, alternating halves are better. state_stays: the kernel
-    doesn't write its state.
+    (better) 64 channels, a thread holds both halves of its channels, and computes their gradients without
+    communication. Runs of 64 also avoid bank conflicts in stores. Alternating halves are better for kernels that sum
+    over channels. Set ``state_stays`` if the kernel doesn't write its state to memory.
     """
     channels = spec.num_channels
     if spec.map == "none" or not (causal or (state_stays and channels % 64 == 0)):
@@ -762,7 +771,7 @@ def choose_run(spec: Spec, causal: bool, state_stays: bool = False) -> int:
 
 
 def order_features(spec: Spec, head_dim: int, run: int = 1) -> list[int]:
-    """List the channels of q̂ in the order of the kernels' tiles: the map's output, then the other channels."""
+    """Return the channels of q̂ in the order of the kernels' tiles: the map's output, then the other channels."""
     if spec.map == "none":
         return list(range(head_dim))
     width = 2 * spec.num_channels
@@ -789,13 +798,16 @@ def _make_permutation(spec: Spec, head_dim: int, run: int, device: torch.device,
 
 
 def find_permutation(inputs: LaunchInputs, inverse: bool) -> Tensor | None:
-    """Return the permutation of features from the user's order to the kernels', or its inverse; None if they agree."""
+    """Return the permutation of features from the user's order to the kernels' order, or its inverse.
+
+    Return None if both orders are the same.
+    """
     run = choose_run(inputs.call.spec, inputs.call.attention.mask == "causal")
     return _make_permutation(inputs.call.spec, inputs.sizes.head_dim, run, inputs.device, inverse)
 
 
 def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
-    """Join (S, Σ) into one row per head: Sᵀ with features in the kernels' order, then the sums."""
+    """Convert (S, Σ) to one row per head: Sᵀ with features in the kernels' order, followed by Σ."""
     sizes = inputs.sizes
     order = find_permutation(inputs, False)
     matrix, *sums = state
@@ -808,7 +820,7 @@ def join_state(inputs: LaunchInputs, state: Sequence[Tensor]) -> Tensor:
 
 
 def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
-    """Undo :func:`join_state`."""
+    """Inverse of :func:`join_state`."""
     sizes = inputs.sizes
     order = find_permutation(inputs, True)
     size = sizes.v_dim * sizes.num_features
@@ -820,7 +832,7 @@ def split_state(inputs: LaunchInputs, final_state: Tensor) -> list[Tensor]:
 
 
 def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
-    """Copy a state, with its features reordered. Compiled code needs aligned outputs that don't share memory."""
+    """Copy a state and reorder its features. Compiled code needs aligned outputs that don't share memory."""
     return state.clone(memory_format=torch.contiguous_format) if order is None else state.index_select(2, order)
 
 
@@ -828,7 +840,7 @@ def _copy_features(state: Tensor, order: Tensor | None) -> Tensor:
 
 
 class Grads(NamedTuple):
-    """Gradients that the kernels of a backward write."""
+    """Output tensors for the kernels of a backward pass."""
 
     dq: Tensor
     dk: Tensor
@@ -849,10 +861,13 @@ def backward(
     outs: Sequence[Tensor] = (),
     differentiate_as: Callable[..., list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Return dq, dk and dv, then, if needed: dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
+    """Return dq, dk and dv and, if they are needed, dβ, dω, q's dφ, k's dφ, the norm's gradients, dS and dΣ.
 
-    grads: of o, or of o, S and Σ. outs: where to write dq, dk and dv. differentiate_as: replaces
-    :func:`differentiate`; its additional gradients follow those of the state.
+    Args:
+        grads: gradients of o, or of o, S and Σ.
+        outs: tensors to write dq, dk and dv to. By default, they are allocated.
+        differentiate_as: replacement for :func:`differentiate`. The replacement may return further gradients after dS
+            and dΣ.
     """
     do, *dstate = grads
     gate, state = operands.gate, operands.state
@@ -894,7 +909,7 @@ def backward(
 def _allocate_weight_sums(
     inputs: LaunchInputs, q_rows: int, k_rows: int, one_pass: bool
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Allocate partial sums for the norm's weights of q and of k. The rows of a head's programs are adjacent."""
+    """Allocate partial sums for the gradients of q's and k's norm weights. Rows of the same head are adjacent."""
     if not inputs.needs.norm:
         return None, None
     q_rows *= inputs.sizes.repeats if one_pass else 1
@@ -922,7 +937,7 @@ def differentiate_one_pass(inputs: LaunchInputs, grads: Grads) -> None:
 def differentiate(
     inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
-    """Run the backward in two passes. Return the gradient of the state if it is needed."""
+    """Run the backward pass with separate kernels for states, queries and keys. Return dS and dΣ if they are needed."""
     slot_states = saved or sum_states(inputs, state, False)[0]
     pieces = inputs.pieces(of_queries=True)
     dstates = differentiate_queries(inputs, grads, slot_states)
@@ -932,7 +947,7 @@ def differentiate(
 
 
 def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq, and return dS and dZ of each piece and query head."""
+    """Write dq to ``grads``. Return dS and dZ for each piece and query head."""
     sizes, eps = inputs.sizes, inputs.call.attention.eps
     pieces = inputs.pieces(of_queries=True)
     stage = LinearPass.QUERIES_OMEGA if inputs.need_dangles else LinearPass.QUERIES
@@ -953,7 +968,7 @@ def differentiate_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotS
 
 
 def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates) -> None:
-    """Write dk, dv and dβ."""
+    """Write dk, dv and dβ to ``grads``."""
     sizes = inputs.sizes
     pieces = inputs.pieces(of_queries=False)
     outs = [grads.dk, grads.dv]
@@ -970,7 +985,7 @@ def differentiate_keys(inputs: LaunchInputs, grads: Grads, dslot_states: SlotSta
 def sum_query_states(
     inputs: LaunchInputs, slot_states: SlotStates, scales: Tensor | None, dstates: Tensor, pieces: Pieces
 ) -> None:
-    """Compute dS for each piece and query head and, with a causal mask, dZ. Write both to dstates."""
+    """Write dS and, with a causal mask, dZ of each piece and query head to ``dstates``."""
     sizes = inputs.sizes
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, inputs.needs.state))
     variant, _ = config
@@ -986,7 +1001,7 @@ def sum_query_states(
 def differentiate_causal(
     inputs: LaunchInputs, grads: Grads, state: Sequence[Tensor], dstate: Sequence[Tensor], saved: SlotStates
 ) -> list[Tensor]:
-    """Run the backward in two passes with a causal mask. Return the gradient of the state if it is needed."""
+    """Implement :func:`differentiate` for a causal mask."""
     sizes = inputs.sizes
     slot_states = saved or sum_causal_states(inputs, state, False)[0]
     pieces = inputs.pieces(of_queries=True)
@@ -994,7 +1009,7 @@ def differentiate_causal(
     scales = differentiate_causal_queries(inputs, grads, slot_states)
     dslot_states, state_gradients = (), []
     if pieces.num_pieces > 1 or dstate or inputs.needs.state:
-        parts, needed_pieces = inputs.parts(inputs.needs.state, backward=True)
+        parts, needed_pieces, _ = inputs.parts(inputs.needs.state, backward=True)
         dstates = torch.empty(needed_pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
         sum_query_states(inputs, (None, None), scales, dstates, needed_pieces)
         dslot_states, state_gradients = scan_states(inputs, dstates, parts, dstate, inputs.needs.state, backward=True)
@@ -1003,7 +1018,7 @@ def differentiate_causal(
 
 
 def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states: SlotStates) -> Tensor:
-    """Write dq. Return 1/z, dz and, with a decay, each query's products for dg: (2 or 4, B H_q, N)."""
+    """Write dq to ``grads``. Return a tensor (2 or 4, B H_q, N) of 1/z, dz and, with a decay, two sums for dg."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     heads = sizes.rows * sizes.repeats
     rows = 2 if inputs.log_decay is None else 4
@@ -1023,7 +1038,10 @@ def differentiate_causal_queries(inputs: LaunchInputs, grads: Grads, slot_states
 def differentiate_causal_keys(
     inputs: LaunchInputs, grads: Grads, dslot_states: SlotStates, scales: Tensor, products: Tensor | None = None
 ) -> None:
-    """Write dk, dv and dβ. With a decay, also write each key's products for dg to ``products``, (B, H_k, N)."""
+    """Write dk, dv and dβ to ``grads``.
+
+    With a decay, also write a term of dg for each key to ``products`` (B, H_k, N).
+    """
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=True)
     outs = [grads.dk, grads.dv]
     config = inputs.describe_both(
@@ -1040,14 +1058,14 @@ def differentiate_causal_keys(
 
 
 def join_partials(q_part: Tensor | None, k_part: Tensor | None) -> Any:
-    """Return q's and k's partial sums as one view. They are adjacent parts of one tensor."""
+    """Return a single view of q's and k's partial sums, which are adjacent in memory."""
     if q_part is None or k_part is None:
         return None
     return torch.as_strided(q_part, (len(q_part) + len(k_part), q_part.shape[1]), q_part.stride())
 
 
 def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Compute dω, q's dφ and k's dφ, if needed."""
+    """Return dω, q's dφ and k's dφ if they are needed."""
     needs, channels = inputs.needs, inputs.call.spec.num_channels
     q_part, k_part = grads.q_partial, grads.k_partial
     if q_part is None or k_part is None:
@@ -1070,7 +1088,7 @@ def reduce_angle_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
 
 
 def reduce_weight_sums(inputs: LaunchInputs, grads: Grads) -> list[Tensor]:
-    """Compute dγ and dβ of the norm, of q and then of k, if needed."""
+    """Return the gradients of the norm weights, first those of q and then those of k, if they are needed."""
     q_sums, k_sums = grads.q_weights, grads.k_weights
     if q_sums is None or k_sums is None:
         return []

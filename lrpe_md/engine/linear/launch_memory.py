@@ -1,6 +1,6 @@
-"""Launch linear attention with memory that forgets.
+"""Launch the kernels of linear attention with decay, the delta rule or both directions.
 
-It forgets from block to block (kernels/memory.py) or, with a causal mask, from token to token (kernels/decay.py).
+The kernels for block masks are in kernels/memory.py, and those for causal masks in kernels/decay.py.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from .plan import LinearPass
 
 __all__ = ["backward", "find_saved_shapes", "forward"]
 
-ROWS = 32  # rows of a transposed state per program of a scan
-COLUMNS = 64, 32  # columns per tile of these rows on matrix units, and of other products
+ROWS = 32  # rows of a transposed state that a program scans
+COLUMNS = 64, 32  # columns per tile of these rows, with TF32 products and without
 SCAN_WARPS = 8
-ROWS_OF_GRADIENT = 16  # rows of states per product of A's gradient
-UNIT = 4  # elements, 16 bytes; the kernels have the same constant
+ROWS_OF_GRADIENT = 16  # rows of states per product in the gradient of A
+UNIT = 4  # elements (16 bytes); the kernels define the same constant
 
 
 class MemoryStates(NamedTuple):
-    """Results of the forward scans that the backward uses."""
+    """Results of the forward scans that the backward pass uses."""
 
     slot_states: Tensor  # S that the tokens of each block see, as operands: (F, B H_k, D_v Ê)
     sums: Tensor  # the normaliser's sums
-    series: Tensor  # states before each block and after the last: (F + 1, B H_k, size)
-    backward_series: Tensor | None = None  # states of the backward scan, each at the next index
+    series: Tensor  # states before each block and after the last one: (F + 1, B H_k, size)
+    backward_series: Tensor | None = None  # backward scan: the state that enters block f is at f + 1
     transitions: Tensor | None = None  # A of each block
 
 
@@ -80,7 +80,7 @@ class Extent(NamedTuple):
 
 
 def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool) -> list[Tensor]:
-    """Return o; with return_state, the state after the last token; and with keep, tensors for the backward."""
+    """Return o and, if requested, the state after the last token and the tensors that the backward needs."""
     inputs = LaunchInputs(call, operands)
     o = like_in_memory(inputs.q, inputs.sizes.v_dim)
     with current_device(inputs.q):
@@ -99,7 +99,7 @@ def forward(call: LinearCall, operands: Operands, return_state: bool, keep: bool
 
 
 def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = False) -> MemoryStates:
-    """Compute B of all pieces and A of all blocks, and scan them."""
+    """Compute B of each piece and A of each block, and scan over the blocks."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=False)
     parts = form_states(inputs, pieces, is_exact=returns_state)
     transitions = form_transitions(inputs, pieces, is_exact=returns_state) if attention.rule == "delta" else None
@@ -118,7 +118,7 @@ def form_memory(inputs: LaunchInputs, operands: Operands, returns_state: bool = 
 
 
 def join_states(inputs: LaunchInputs, state: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the initial states of the forward and of the backward scan, in the kernels' layout."""
+    """Return the initial states of the forward scan and of the backward scan, in the kernels' layout."""
     count = len(state) // 2 if inputs.call.attention.has_both_directions else len(state)
     forward_state, backward_state = (
         join_state(inputs, part) if part else None for part in (state[:count], state[count:])
@@ -131,13 +131,13 @@ def add_scans(forward: Tensor, backward: Tensor | None) -> Tensor:
 
 
 def split_sums(inputs: LaunchInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Split states (.., size) into S, as operands, and the normaliser's sums."""
+    """Split states (.., size) into S, in the operands' dtype, and the normaliser's sums."""
     matrix, sums = states.split([inputs.sizes.v_dim * inputs.sizes.num_features, inputs.sizes.num_sums], dim=-1)
     return matrix.to(inputs.operand).contiguous(), sums.contiguous()
 
 
 def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Tensor:
-    """Return A of each block, (F, B H_k, ..)."""
+    """Compute A (F, B H_k, elements) for each block."""
     sizes, call = inputs.sizes, inputs.call
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, is_exact))
     variant, _ = config
@@ -160,12 +160,12 @@ def form_transitions(inputs: LaunchInputs, pieces: Pieces, is_exact: bool) -> Te
 
 
 def count_transition(sizes: Sizes, call: LinearCall) -> int:
-    """Count the elements of A, including the normaliser's."""
+    """Return the number of elements in A of a block, including the separate A of unrotated sums."""
     return sizes.num_features**2 + (sizes.num_sums**2 if call.attention.normalizer == "unrotated" else 0)
 
 
 def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
-    """Return the parts of a state to scan: S (plus a row of encoded sums), and unrotated sums, which may be none."""
+    """Return the two parts of a state to scan: S, with any encoded sums as its last row, and any unrotated sums."""
     sizes, normalizer = inputs.sizes, inputs.call.attention.normalizer
     width = sizes.num_features
     return (
@@ -175,7 +175,7 @@ def list_extents(inputs: LaunchInputs) -> tuple[Extent, Extent]:
 
 
 def lay_out_decay(inputs: LaunchInputs, decay: Tensor | None, pieces: Pieces) -> Tensor:
-    """Return the decay of each block, (F, B H_k). It is 1 for prefix and suffix."""
+    """Return the decay (F, B H_k) of each block. The decay of the prefix and of the suffix is 1."""
     sizes = inputs.sizes
     shape = (pieces.num_slots, sizes.batch, sizes.groups)
     block_decay = torch.ones(shape, dtype=inputs.acc, device=inputs.device)
@@ -192,7 +192,7 @@ def place_blocks(inputs: LaunchInputs) -> tuple[int, int]:
 
 
 def locate_blocks(inputs: LaunchInputs, pieces: Pieces) -> Tensor:
-    """Return the index of the first piece of each block, and the total number of pieces."""
+    """Return the index of each block's first piece, followed by the number of pieces."""
     call = inputs.call
     return _locate_blocks(pieces.num_tokens, call.k_layout.ends, call.attention.block, pieces.length, inputs.device)
 
@@ -209,7 +209,7 @@ def _locate_blocks(
 
 
 class Scan(NamedTuple):
-    """The scans of a call, which share A and the decay."""
+    """Inputs that all scans of a call share."""
 
     inputs: LaunchInputs
     offsets: Tensor  # first piece of each block
@@ -225,7 +225,10 @@ class Scan(NamedTuple):
         adds_first: bool = False,
         partner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a scan; return its series and, with a partner, dg (F, B H_k). See :func:`linear_memory_scan_kernel`."""
+        """Run a scan. Return its series of states and, if ``partner`` is passed, dg (F, B H_k).
+
+        The arguments are described in :func:`linear_memory_scan_kernel`.
+        """
         inputs, sizes, call = self.inputs, self.inputs.sizes, self.inputs.call
         num_blocks, device = len(self.decay), inputs.device
         series = torch.empty(num_blocks + 1, sizes.rows, sizes.state, dtype=inputs.acc, device=device)
@@ -254,9 +257,9 @@ class Scan(NamedTuple):
 
 
 def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
-    """Return fields of a variant for products of states: precision, tiles of columns, and alignment.
+    """Return the precision, tile width and alignment of a variant that multiplies states.
 
-    With ``aligned``, kernels get sizes of states in units of UNIT elements, so that loads are wide.
+    If ``aligned`` is set, the sizes of states are passed in units of UNIT elements, so that loads can be wide.
     """
     fast, sizes = inputs.narrow and launch.has_ptx(inputs.dtype), inputs.sizes
     columns = min(COLUMNS[0 if fast else 1], max(16, triton.next_power_of_2(sizes.num_features)))
@@ -270,7 +273,7 @@ def describe_products(inputs: LaunchInputs) -> dict[str, Any]:
 def find_saved_shapes(
     call: LinearCall, operands: Operands, return_state: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
-    """Return the shapes and dtypes of the tensors that forward keeps, given those of a call."""
+    """Return the shapes and dtypes of the tensors that :func:`forward` returns for the backward."""
     sizes = derive_sizes(call, operands)
     pieces = make_pieces(call, sizes.num_keys, sizes, call.k_layout, makes_table=False)
     shape = (pieces.num_slots, sizes.rows)
@@ -301,7 +304,7 @@ def backward(
     needs: LinearNeeds,
     outs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of :func:`engine.linear.launch.backward` and, if needed, the gradient of the decay."""
+    """Return the same gradients as :func:`engine.linear.launch.backward` and, if needed, the decay's gradient."""
     differentiate_as = differentiate_causal if call.attention.mask == "causal" else differentiate
     return launch.backward(call, grads, operands, saved, needs, outs, differentiate_as)
 
@@ -309,7 +312,7 @@ def backward(
 def differentiate(
     inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Write dq, dk, dv and dβ. Return the gradients of the state and the decay, if they are needed."""
+    """Write dq, dk, dv and dβ to ``grads``. Return the gradients of the state and of the decay if they are needed."""
     attention, pieces = inputs.call.attention, inputs.pieces(of_queries=True)
     memory = restore(inputs, saved) if saved else form_memory(inputs, operands)
     parts = differentiate_queries(inputs, grads, (memory.slot_states, memory.sums))
@@ -350,7 +353,7 @@ def restore(inputs: LaunchInputs, saved: Sequence[Tensor]) -> MemoryStates:
 
 
 class Pair(NamedTuple):
-    """States at the start of each block, in scan order, and their gradients: (F, B H_k, size)."""
+    """States that enter each block in a scan, and the gradients of these states. Both have shape (F, B H_k, size)."""
 
     states: Tensor
     gradients: Tensor
@@ -363,7 +366,7 @@ def differentiate_delta(
     scans: tuple[Pair, Pair | None],
     decay: Tensor,
 ) -> None:
-    """Write dk, dv and dβ for the delta rule."""
+    """Write dk, dv and dβ to ``grads``, for the delta rule."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     forward, backward = scans
     width = sizes.num_features
@@ -403,7 +406,7 @@ def differentiate_delta(
 
 
 def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> Tensor:
-    """Sum the gradient to the shape and dtype of the decay that was passed."""
+    """Reduce the gradient of the blocks' decays to the shape and dtype of ``decay``."""
     first, count = place_blocks(inputs)
     block_gradients = (
         ddecay[first : first + count].unflatten(1, (inputs.sizes.batch, inputs.sizes.groups)).permute(1, 2, 0)
@@ -417,7 +420,7 @@ def reduce_block_decay(inputs: LaunchInputs, ddecay: Tensor, decay: Tensor) -> T
 
 
 def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
-    """Return log g of each token of each head, (B, H_k, N)."""
+    """Return log g (B, H_k, N) for each token of each head."""
     sizes, decay = inputs.sizes, operands.decay
     assert decay is not None
     logs = decay.detach().to(inputs.acc).log()
@@ -426,36 +429,39 @@ def form_log_decay(inputs: LaunchInputs, operands: Operands) -> Tensor:
 
 
 def sum_causal_states(inputs: LaunchInputs, operands: Operands, has_state: bool) -> tuple[SlotStates, Tensor | None]:
-    """Return the states before each piece, and their series; nothing if one program handles all tokens."""
+    """Return the states before each piece, and the series of all states, or ((), None) if no states are needed."""
     sizes, pieces = inputs.sizes, inputs.pieces(of_queries=False)
     if not operands.state and not has_state and pieces.num_pieces == 1:
         return (), None
+    parts = inputs.parts(has_state)
+    needed = parts.needed_parts
     config = inputs.describe(LinearPass.STATE, inputs.k_side, **refine(inputs, has_state))
     variant, _ = config
-    states = torch.empty(pieces.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
+    states = torch.empty(needed.num_pieces, sizes.rows, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.k, variant), with_strides(inputs.v, variant), gates_with_strides(inputs),
-        inputs.flatten_keys(variant), states, pieces.numbers,
-        pack_numbers(sizes.groups, pieces.num_pieces, sizes.batch),
+        inputs.flatten_keys(variant), states, needed.numbers,
+        pack_numbers(sizes.groups, needed.num_pieces, sizes.batch),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * pieces.num_pieces, args, config)
-    series, _ = scan_pieces(inputs).run(states, join_state(inputs, operands.state) if operands.state else None)
-    return split_sums(inputs, series[:-1]), series
+    launch.launch_with_fallback(kernels.linear_decay_state_kernel, sizes.rows * needed.num_pieces, args, config)
+    series, _ = scan_parts(inputs, needed).run(states, join_state(inputs, operands.state) if operands.state else None)
+    return split_sums(inputs, series[:: parts.per_piece][: pieces.num_pieces]), series
 
 
-def scan_pieces(inputs: LaunchInputs) -> Scan:
-    """Return a scan over the states of pieces, with the total decay of each piece."""
-    pieces, sizes = inputs.pieces(of_queries=False), inputs.sizes
+def scan_parts(inputs: LaunchInputs, parts: Pieces) -> Scan:
+    """Return a scan over parts of the tokens instead of blocks. A part's decay is the product of its tokens' decays."""
+    sizes = inputs.sizes
     assert inputs.log_decay is not None
-    assert pieces.table is not None
-    begins, ends = (pieces.table[:, i].long() for i in (0, 1))
-    if sizes.num_keys and inputs.log_decay.stride(2) == 0:  # one decay per head
-        logs = inputs.log_decay[..., :1].double() * (ends - begins)
+    assert parts.table is not None
+    begins, ends = parts.table[:, 0], parts.table[:, 1]
+    if sizes.num_keys and inputs.decay_per_head:
+        logs = (ends - begins)[:, None, None] * inputs.log_decay[..., 0].double()
     else:
         sums = torch.nn.functional.pad(inputs.log_decay.double().cumsum(-1), (1, 0))
-        logs = sums[..., ends] - sums[..., begins]
-    factors = logs.exp().permute(2, 0, 1).reshape(-1, sizes.rows)
-    return Scan(inputs, _count_up(pieces.num_pieces, inputs.device), None, factors.to(inputs.acc).contiguous())
+        logs = (sums[..., ends] - sums[..., begins]).permute(2, 0, 1)
+    factors = torch.empty(logs.shape, dtype=inputs.acc, device=inputs.device)
+    torch.exp(logs, out=factors)
+    return Scan(inputs, _count_up(parts.num_pieces, inputs.device), None, factors.flatten(1))
 
 
 @cache
@@ -463,15 +469,26 @@ def _count_up(count: int, device: torch.device) -> Tensor:
     return make_table([*range(count + 1)], device)
 
 
+@cache
+def _index_pieces(num_pieces: int, num_parts: int, per_piece: int, has_first: bool, device: torch.device) -> Tensor:
+    """Return indices into a series over the needed parts: the start of the first piece, then the end of each piece.
+
+    If the parts of the first piece are missing, the start of this piece gets index 0.
+    """
+    skipped = 0 if has_first else 1
+    indices = [min(max(p - skipped, 0) * per_piece, num_parts) for p in range(num_pieces + 1)]
+    return make_table(indices, device)
+
+
 def differentiate_causal(
     inputs: LaunchInputs, grads: Grads, operands: Operands, dstate: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Implement :func:`differentiate` for a causal mask.
 
-    The gradient of log g_n is g_n (dS_n · S_{n−1}). It has three parts. The first is the product of the state before
-    the piece with its gradient. The second is a running sum over the tokens of the piece: each key's contribution to
-    later blocks, minus each query's reads from earlier blocks. The third sums all pairs of an earlier key and a later
-    query within a block.
+    The gradient of log g_n is g_n (dS_n · S_{n−1}). The gradient is a sum of three terms. The first term is the product
+    of the state before the piece and the gradient of that state. The second term is a running sum over the tokens of
+    the piece: what each key adds to later blocks, minus what each query reads from earlier blocks. The third term is a
+    sum over all pairs of an earlier key and a later query in the same block.
     """
     sizes, pieces, needs_ddecay = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs.decay
     inputs.log_decay = form_log_decay(inputs, operands)
@@ -480,8 +497,13 @@ def differentiate_causal(
     dslot_states, gradients = (), None
     needs_first = inputs.needs.state or (needs_ddecay and bool(operands.state))
     if pieces.num_pieces > 1 or dstate or needs_first:
-        parts = sum_query_states(inputs, scales)
-        gradients, _ = scan_pieces(inputs).run(parts, join_state(inputs, dstate) if dstate else None, backward=True)
+        parts = inputs.parts(needs_first, backward=True)
+        needed = parts.needed_parts
+        series, _ = scan_parts(inputs, needed).run(
+            sum_query_states(inputs, scales, needed), join_state(inputs, dstate) if dstate else None, backward=True
+        )
+        ends = _index_pieces(pieces.num_pieces, needed.num_pieces, parts.per_piece, needs_first, inputs.device)
+        gradients = series.index_select(0, ends)  # gradients of the state before each piece and after the last one
         dslot_states = split_sums(inputs, gradients[1:])
     products = None
     if needs_ddecay:
@@ -498,12 +520,11 @@ def sum_decay_gradients(
     inputs: LaunchInputs, slot_states: SlotStates, gradients: Tensor | None, scales: Tensor, products: Tensor,
     ends_in_zero: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the gradient of log g, (B, H_k, N), from the kernels' sums. See :func:`differentiate_causal`.
+    """Compute the gradient of log g (B, H_k, N) from the kernels' sums, as :func:`differentiate_causal` describes.
 
-    For each token, the running sum starts at the end of the piece with smaller terms on the way. Otherwise, tokens
-    after the state has decayed would inherit the rounding errors of the large terms before.
-
-    ends_in_zero: no gradient reaches the state after the last piece.
+    The running sum of a token starts at the first or at the last token of the piece, depending on which side has
+    smaller terms. If it always started at the first token, the rounding errors of large terms would persist after the
+    state has decayed. Set ``ends_in_zero`` if no gradient reaches the state after the last piece.
     """
     sizes, length = inputs.sizes, inputs.pieces(of_queries=True).length
     if not sizes.num_keys:
@@ -514,7 +535,7 @@ def sum_decay_gradients(
         torch.nn.functional.pad(x, (0, num_pieces * length - sizes.num_keys)).unflatten(-1, (num_pieces, length))
         for x in (products.double(), query_products)
     )
-    changes = torch.stack((keys - queries, keys.abs() + queries.abs()))  # and the magnitude of their terms
+    changes = torch.stack((keys - queries, keys.abs() + queries.abs()))  # also the magnitudes of their terms
     before = changes.cumsum(-1) - changes
     after = changes.flip(-1).cumsum(-1).flip(-1)
     begin = before.new_zeros(before.shape[1:-1])
@@ -531,23 +552,23 @@ def sum_decay_gradients(
     return running.flatten(-2)[..., : sizes.num_keys] + crossing
 
 
-def sum_query_states(inputs: LaunchInputs, scales: Tensor) -> Tensor:
-    """Return dS and dZ before each piece, for each query head."""
-    sizes, pieces, needs = inputs.sizes, inputs.pieces(of_queries=True), inputs.needs
+def sum_query_states(inputs: LaunchInputs, scales: Tensor, parts: Pieces) -> Tensor:
+    """Return the contribution of each part to dS and dZ before the part, for each query head."""
+    sizes, needs = inputs.sizes, inputs.needs
     config = inputs.describe(LinearPass.QUERY_STATE, inputs.q_side, **refine(inputs, needs.state or needs.decay))
     variant, _ = config
     heads = sizes.rows * sizes.repeats
-    parts = torch.empty(pieces.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
+    states = torch.empty(parts.num_pieces, heads, sizes.state, dtype=inputs.acc, device=inputs.device)
     args = (
         with_strides(inputs.q, variant), with_strides(inputs.do, variant), gate_with_strides(inputs.log_decay),
-        inputs.flatten_queries(variant), scales, parts, pieces.numbers, inputs.counts(pieces),
+        inputs.flatten_queries(variant), scales, states, parts.numbers, inputs.counts(parts),
     )  # fmt: skip
-    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * pieces.num_pieces, args, config)
-    return parts
+    launch.launch_with_fallback(kernels.linear_decay_query_state_kernel, heads * parts.num_pieces, args, config)
+    return states
 
 
 def reduce_decay(dlogs: Tensor, decay: Tensor) -> Tensor:
-    """Convert the gradient of log g (B, H_k, N) to the gradient of the decay that was passed."""
+    """Convert the gradient of log g (B, H_k, N) to the gradient of ``decay``."""
     if decay.ndim == 1:
         dlogs = dlogs.sum((0, 2))
     return (dlogs.sum_to_size(decay.shape) / decay).to(decay.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""The operator of linear attention."""
+"""Operator of linear attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _make_angles(call: LinearCall, layout: Layout, tables: Tables, omega: Tensor
 class Attend(Operator):
     """Operator whose rows are q, k and v.
 
-    Learned tensors: the gate, omega, the phases of q and k, the weights of a norm, the state and the decay.
+    Its learned tensors are the gate, omega, the phases of q and k, the weights of a norm, the state and the decay.
     """
 
     num_rows = 3
@@ -119,7 +119,7 @@ class Attend(Operator):
     ) -> tuple[Tensor, ...]:
         """Run the reference. Return o and the state after the last token.
 
-        operand_dtype: the argument ``operands`` of :func:`lrpe_md.reference_linear.attend`.
+        ``operand_dtype`` is passed to :func:`lrpe_md.reference_linear.attend` as ``operands``.
         """
         q, k, v, gate, state, decay = inputs
         omega = reference.widen(call.q_tables.omega)
@@ -181,7 +181,7 @@ class Attend(Operator):
     def keep_for_backward(
         self, call: LinearCall, inputs: Operands, options: Results, direct: bool
     ) -> tuple[Results, int]:
-        """Save states only if all sizes are known and the kernels run. Otherwise, the backward recomputes them."""
+        """Save states only if the kernels run and all sizes are known. Otherwise, the backward recomputes them."""
         keep = direct or (inputs.q.is_cuda and all(has_static_value(size) for x in inputs[:3] for size in x.shape))
         num_states = len(call.state_sizes(*inputs[1:3])) if options.return_state else 0
         return Results(options.return_state, keep), 1 + num_states
@@ -197,9 +197,9 @@ class Attend(Operator):
 def _fits_kernels(impl: str, call: LinearCall, operands: Operands) -> bool:
     """Return whether the kernels support a call. If impl is "triton", raise an error instead of returning False.
 
-    On a GPU, Triton has no float64 products, and a state must fit into a program. The gradient of a per-head decay
-    sums, over all tokens, sums over later tokens. The causal kernels' rounding errors would add up in it, so on a GPU
-    the reference computes it.
+    On a GPU, Triton has no float64 products, and a state must fit into a program. With a causal mask, the gradient of a
+    per-head decay is a double sum over tokens, in which the rounding errors of the kernels would add up. So on a GPU,
+    the reference computes this gradient.
     """
     q, v, decay, attention = operands.q, operands.v, operands.decay, call.attention
     forgets, features, reason = attention.memory != "sum", 0, ""

@@ -1,4 +1,4 @@
-"""Choose how linear attention splits its work: tile sizes, one pass or two, and how tokens are cut into pieces."""
+"""Choose tile sizes, the number of passes and the length of pieces for linear attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LinearPass(Enum):
     QUERIES_OMEGA = "queries_omega"  # q, do → dq and the sums for dω and dφ
     QUERY_STATE = "query_state"  # q, do → gradient of the state, also with a causal mask
     KEYS = "keys"  # k, v, gradient of the state → dk, dv
-    DELTA_KEYS = "delta_keys"  # the same for the delta rule
+    DELTA_KEYS = "delta_keys"  # KEYS with the delta rule
     CAUSAL = "causal"  # two passes with a causal mask: → o
     CAUSAL_QUERIES = "causal_queries"  # → dq
     CAUSAL_KEYS = "causal_keys"  # → dk, dv
@@ -42,11 +42,11 @@ class LinearTile(NamedTuple):
     max_registers: int | None = None
 
 
-# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md.
-# Causal kernels pad their state, so no state has 16,384 to 24,576 elements, and their rows have one entry less. The
-# delta rule has no larger states than 16,384 elements.
-# With 128 registers, 4 programs of 4 warps fit on a multiprocessor. PROGRAMS assumes that.
-# Heads with few channels use 2 warps, because 4 would have too little work. Twice as many programs then run at once.
+# Pass -> tiles for states of up to 2,048, 4,096, 8,192, 16,384, 24,576 and more elements. See docs/tuning.md. Causal
+# kernels pad their states, so no state has between 16,384 and 24,576 elements, and causal rows have one entry fewer.
+# With the delta rule, states have at most 16,384 elements. With 128 registers, 4 programs of 4 warps fit on a
+# multiprocessor. PROGRAMS assumes that. Heads with few channels use 2 warps, because 4 warps would have too little
+# work. Twice as many programs can then run at once.
 _16_SMALL = LinearTile(16, 2, 4, 128)
 _16, _16_DEEP, _32 = LinearTile(16, 4, 3, 128), LinearTile(16, 4, 4, 128), LinearTile(32, 4, 3, 128)
 _32_FREE, _64, _64_SHALLOW = LinearTile(32, 4, 3), LinearTile(64, 4, 3), LinearTile(64, 4, 2)
@@ -69,23 +69,24 @@ TILES: dict[LinearPass, tuple[LinearTile, ...]] = {
     LinearPass.CAUSAL_KEYS_NORMALIZED: (_32_SHALLOW, _32_SHALLOW, LinearTile(16, 4, 3), _32_TWO, LinearTile(64, 8, 1)),
 }  # fmt: skip
 BOUNDS = (2048, 4096, 8192, 16384, 24576)
-NARROWEST = 16  # fewest channels of a tile that matrix units accept
-# Widths that are cut into several tiles; others are padded to a power of two. SUMS is for channels (or pairs) of q and
-# k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile of less than
-# 64 costs more than it saves.
+NARROWEST = 16  # minimum number of channels of a tile on matrix units
+# Widths that are split into several tiles. Other widths are padded to a power of two. SUMS is for channels (or pairs)
+# of q and k, where forming features takes most instructions. VALUE_SUMS is for channels of v, where a second tile only
+# pays off for large widths.
 SUMS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 VALUE_SUMS = {160: (128, 32), 192: (128, 64)}
-WIDEST_OF_OMEGA = 80  # channels; for more, sums for dω leave no registers for a second tile
-LARGEST = 2 * 32768  # bytes of a state as operands
+WIDEST_OF_OMEGA = 80  # channels; with more, sums for dω leave no registers for a second tile
+LARGEST = 2 * 32768  # maximum number of bytes of a state, as operands
 PIECE = 128  # tokens; a multiple of every block_n
-SHORTEST = 256  # fewest tokens of a piece, if there is work for all multiprocessors
+SHORTEST = 256  # minimum number of tokens in a piece, if there is work for all multiprocessors
 FEW_PROGRAMS = 256  # just under two per multiprocessor
 LARGE_STATE = 4096  # elements; for larger states, short pieces don't pay off
-STATE_TO_PART = 4  # elements of a state per token of a part
-# Elements of a state that a program of a scan sums, and pieces that it loads ahead: for many programs, and for few.
+STATE_TO_PART = 4  # a part has at least one token for this many elements of a state
+# State elements that a program of a scan sums, and pieces that the program loads ahead: with many programs, and with
+# few.
 SCAN_TILE, SCAN_TILE_OF_FEW = (1024, 1), (512, 16)
-ONE_PASS = 384  # most tokens that one program processes in one pass
-# A larger state leaves too few registers for the rest, so fewer tokens are worth one pass.
+ONE_PASS = 384  # maximum number of tokens that one program processes in one pass
+# States larger than ONE_PASS_STATE leave few registers for the rest. One pass then only pays off for fewer tokens.
 ONE_PASS_STATE, ONE_PASS_LARGE = 8192, 128
 MULTIPROCESSORS = 132  # on the largest GPUs
 PROGRAMS = MULTIPROCESSORS * 4  # programs that run at once; fixed, so that all GPUs sum in the same order
@@ -109,11 +110,13 @@ def choose_value_widths(width: int) -> tuple[int, ...]:
 
 
 def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool, regular: bool = True) -> LinearTile:
-    """Choose the tile of a pass. It doesn't depend on batch, heads or tokens, so these never cause recompilation.
+    """Choose the tile of a pass.
 
-    regular: rows are 16-byte aligned, and D_v and each tile of features have at least 64 channels. In other causal
-    kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an operand in shared memory. Their
-    tiles are smaller, because products with fewer than 64 rows don't use Hopper's warpgroup instructions.
+    The tile doesn't depend on the batch size or the numbers of heads and tokens, so changing these never causes
+    recompilation. ``regular`` means that rows are 16-byte aligned, and that D_v and each tile of features have at least
+    64 channels. In irregular causal kernels, products of 64 tokens make ptxas 12.8 (Triton 3.6) lose the address of an
+    operand in shared memory. So these kernels use smaller tiles: products with fewer than 64 rows don't use Hopper's
+    warpgroup instructions.
     """
     if interpreting:
         return LinearTile(64, 4, 1)
@@ -127,26 +130,26 @@ def choose_tile(stage: LinearPass, state: int, itemsize: int, interpreting: bool
 
 
 def choose_scan_tile(rows: int, state: int) -> tuple[int, int]:
-    """Choose how many elements a program of a scan sums, and how many pieces it loads ahead. rows: heads."""
+    """Choose how many elements a scan program sums, and how many pieces it loads ahead. ``rows`` counts key heads."""
     is_few = rows * -(-state // SCAN_TILE[0]) < PROGRAMS
     return SCAN_TILE_OF_FEW if is_few else SCAN_TILE
 
 
 def fits_kernels(v_dim: int, num_features: int, itemsize: int, delta: bool = False) -> bool:
-    """Return whether a state fits into a program: into registers and, as operands, into shared memory.
+    """Return whether a state fits into the registers and, as operands, into the shared memory of a program.
 
-    delta: a matrix (features, features) must also fit.
+    With ``delta``, a matrix (features, features) must also fit.
     """
     return (sum(pad_width(v_dim)) + (num_features if delta else 0)) * num_features <= LARGEST // itemsize
 
 
 def shrink(tile: LinearTile) -> list[LinearTile]:
-    """List smaller tiles to try on a GPU with too little shared memory for ``tile``."""
+    """Return smaller tiles to try on a GPU with too little shared memory for ``tile``."""
     return [tile._replace(stages=1), LinearTile(16, tile.num_warps, 1)]
 
 
 class Walk(Enum):
-    """Kind of loop over the tokens of a piece. PROGRAMS divided by its value is how many programs run at once."""
+    """Kind of loop over the tokens of a piece. PROGRAMS / value is the number of programs that run at once."""
 
     SUM = 1
     CAUSAL = 2  # needs twice the registers
@@ -158,10 +161,10 @@ def choose_walk(causal: bool, raw: bool) -> Walk:
 
 
 def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int, int]:
-    """Return the number of pieces and their length, so that the GPU is fully used and each program has a long walk.
+    """Return the number and the length of pieces. Pieces are as long as possible while they keep the whole GPU busy.
 
-    state: elements of a state, which each piece writes. For short pieces, writing large states costs more than using
-    the whole GPU gains.
+    ``state`` is the number of elements of a state, which each piece writes. Large states get longer pieces, because
+    writing more states would cost more time than using the whole GPU saves.
     """
     length = _share_tokens(num_tokens, rows, walk.value)
     if length < 2 * SHORTEST and state > LARGE_STATE:
@@ -170,7 +173,10 @@ def cut_pieces(num_tokens: int, rows: int, state: int, walk: Walk) -> tuple[int,
 
 
 def cut_outputs(num_tokens: int, heads: int, length: int) -> tuple[int, int]:
-    """Implement :func:`cut_pieces` for programs without states. If ``length`` gives few pieces, they are shorter."""
+    """Return the number and the length of pieces for programs that write no state.
+
+    Pieces have ``length`` tokens, or fewer if that would give too few programs.
+    """
     if heads * -(-num_tokens // length) < FEW_PROGRAMS:
         length = min(length, _share_tokens(num_tokens, heads, 1))
     return max(1, -(-num_tokens // length)), length
@@ -183,10 +189,11 @@ def _share_tokens(num_tokens: int, rows: int, divisor: int) -> int:
 
 
 def cut_parts(length: int, programs: int, state: int) -> int:
-    """Return the tokens of a part, if ``programs`` would compute the states of whole pieces of ``length`` tokens.
+    """Return the number of tokens in a part of a piece of ``length`` tokens.
 
-    These programs need fewer registers than causal walks, so more of them fit than there are pieces. state: elements of
-    a state. It is written and read for each part, so the tokens of a part must have several times as much data.
+    ``programs`` is the number of programs for whole pieces. These programs need fewer registers than causal kernels, so
+    more of them can run at once. A part writes a state of ``state`` elements, so the part must be long enough to read
+    several times as many.
     """
     parts_per_piece = max(1, PROGRAMS // max(1, programs))
     shortest = max(SHORTEST, state // STATE_TO_PART)

@@ -1,9 +1,9 @@
-"""Linear attention on DTensors: each rank runs the same call on its shard, and ranks with different tokens sum states.
+"""Run linear attention on DTensors. Each rank runs the same call on its shard.
 
-If tokens are sharded, each rank first computes the state of its keys, in a call without queries. Without a mask, the
-rank's queries then read the sum of all ranks' states, in a call without keys. With a causal or block mask, the rank
-runs its tokens with the sum of the previous ranks' states as the initial state. For memory that forgets, see
-:mod:`engine.linear.sharding_memory`.
+If tokens are sharded, each rank first computes the state of its keys in a call without queries. Without a mask, the
+rank's queries then read the sum of all ranks' states in a call without keys. With a causal or block mask, the rank
+instead runs its tokens with the sum of the previous ranks' states as the initial state. States with decay or the delta
+rule are handled in :mod:`engine.linear.sharding_memory`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,20 @@ __all__ = ["run_shards"]
 def run_shards(
     run_local: Callable[..., Any], call: LinearCall, operands: Operands, return_state: bool
 ) -> tuple[Tensor, ...]:
-    """Run a call on the local shards. Return o with q's placements and, with ``return_state``, the state.
+    """Run a call on the local shards.
 
-    The state is sharded like k along batch and heads, and replicated otherwise. As in the encoding
+    Return o, which has q's placements. If ``return_state`` is set, also return the state.
+
+    The state is sharded like k along batch and heads, and replicated otherwise. As for encodings
     (:mod:`engine.encode.sharding`), batch, heads and tokens may be sharded, plain tensors count as replicated, and
-    gradients cover the whole computation. k and v are sharded like q, or replicated in two cases: if q's heads are
-    sharded and there is one key head, or if the tokens of q are sharded in cross-attention.
+    gradients are those of the unsharded computation. k and v must be sharded like q. They may also be replicated in two
+    cases: if q's heads are sharded and there is one key head, or if q's tokens are sharded in cross-attention.
 
     Raises:
-        TypeError: plain tensors among DTensors.
-        ValueError: any error from sharding the encoding, tokens sharded over several mesh axes or with cu_seqlens, key
-            heads that can't be divided among the ranks, or a block that is split between shards.
+        TypeError: if plain tensors are mixed with DTensors.
+        ValueError: if the placements would be invalid for an encoding, if tokens are sharded over several mesh axes or
+            together with cu_seqlens, if the number of key heads isn't a multiple of the number of ranks, or if a block
+            is split between shards.
     """
 
     def run(call: LinearCall, operands: Operands, return_state: bool) -> tuple[Tensor, State]:
@@ -66,11 +69,11 @@ def run_shards(
     _check_placements(call, *placed)
     local = _localize(call, q, k)
     _check_blocks_of_ranks(call, q)
-    apart = _axes_apart(q, k)
+    partial_axes = _find_partial_axes(q, k)
     here = Operands(
-        _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, apart),
-        tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, apart) for t in state),
-        decay if decay is None else _local_decay(decay, (call, local), k, apart),
+        _local(q, q), _local(k, q), _local(v, q), gate if gate is None else _local_gate(gate, k, partial_axes),
+        tuple(_share_gradient(take_local(t, k, {BATCH: 0, HEADS: 1}), k, partial_axes) for t in state),
+        decay if decay is None else _local_decay(decay, (call, local), k, partial_axes),
     )  # fmt: skip
     over_tokens = [i for i, p in enumerate(placed[1].placements) if p.is_shard(TOKENS)]
     if over_tokens:
@@ -86,7 +89,10 @@ def run_shards(
 
 
 def _run_tokens(run: Run, call: LinearCall, operands: Operands, group: Any) -> tuple[Tensor, State]:
-    """Run with tokens sharded over the group. Return the local part of o and the state after all tokens."""
+    """Run a call whose tokens are sharded over the group.
+
+    Return the local shard of o, and the state after all tokens.
+    """
     q, k, v, gate, before, _ = operands
     alone, given = without_queries(call, operands)
     alone = alone._replace(attention=call.attention._replace(mask="full", block=0))
@@ -109,7 +115,7 @@ def _add(state: State, before: State) -> State:
 
 
 class _SumRanks(torch.autograd.Function):
-    """Sum over the ranks of a group. Its backward sums the ranks' partial gradients."""
+    """Sum a tensor over the ranks of a group. The backward sums the ranks' partial gradients."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -124,7 +130,7 @@ class _SumRanks(torch.autograd.Function):
 
 
 class _SumBefore(torch.autograd.Function):
-    """Sum over the ranks of a group that come before this one, or over those after it."""
+    """Sum a tensor over the ranks before this one or, if ``is_reversed`` is set, over the ranks after it."""
 
     @staticmethod
     def forward(ctx, t, group, is_reversed):
@@ -141,7 +147,7 @@ class _SumBefore(torch.autograd.Function):
 
 
 class _ChangeGradient(torch.autograd.Function):
-    """Identity whose backward applies a function to the gradient and a group."""
+    """Identity function whose backward returns ``change(gradient, group)``."""
 
     @staticmethod
     def forward(ctx, t, change, group):
@@ -154,7 +160,7 @@ class _ChangeGradient(torch.autograd.Function):
 
 
 def _keep_first(grad: Tensor, group: Any) -> Tensor:
-    """Return the gradient on the first rank and zeros on all others, because all ranks have the same gradient."""
+    """Return the gradient on the first rank and zeros on the others, because all ranks have the same gradient."""
     return grad if dist.get_rank(group) == 0 else torch.zeros_like(grad)
 
 
@@ -204,8 +210,8 @@ def _check_blocks_of_ranks(call: LinearCall, q: Any) -> None:
         check_edges(part, layout.start + num_tokens, call.attention.block)
 
 
-def _axes_apart(q: Any, k: Any) -> list[int]:
-    """Return the mesh axes along which q is sharded but k is not. Each rank then has only part of k's gradient."""
+def _find_partial_axes(q: Any, k: Any) -> list[int]:
+    """Return the mesh axes along which q is sharded but k is not, so that ranks compute partial gradients of k."""
     return [
         i for i, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)) if a.is_shard() and b.is_replicate()
     ]  # fmt: skip
@@ -221,22 +227,22 @@ def _local(x: Any, q: Any) -> Tensor:
     """Return this rank's shard of q, k or v."""
     from torch.distributed.tensor import Partial
 
-    apart = _axes_apart(q, x)
-    grads = [Partial() if i in apart else p for i, p in enumerate(x.placements)]
-    # Needed even if no data moves, because its backward gives the summed gradient the placements of x.
+    partial_axes = _find_partial_axes(q, x)
+    grads = [Partial() if i in partial_axes else p for i, p in enumerate(x.placements)]
+    # This is needed even if no data moves, because its backward gives the summed gradient the placements of x.
     return x.redistribute(x.device_mesh, x.placements).to_local(grad_placements=grads)
 
 
-def _local_gate(gate: Any, k: Any, apart: list[int]) -> Tensor:
+def _local_gate(gate: Any, k: Any, partial_axes: list[int]) -> Tensor:
     dims = {BATCH: 0, TOKENS: 2} if gate.shape[1] == 1 else {BATCH: 0, HEADS: 1, TOKENS: 2}
-    return _share_gradient(take_local(gate, k, dims), k, apart)
+    return _share_gradient(take_local(gate, k, dims), k, partial_axes)
 
 
-def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, apart: list[int]) -> Tensor:
-    """Return the decays of this rank's samples, heads and blocks. calls: the whole call and the local one."""
+def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, partial_axes: list[int]) -> Tensor:
+    """Return the decays of this rank's samples, heads and blocks. ``calls`` is (global call, local call)."""
     sizes = {HEADS: 0} if decay.ndim == 1 else {BATCH: 0, HEADS: 1}
     dims = {dim: place for dim, place in sizes.items() if decay.shape[place] > 1}
-    found = _share_gradient(take_local(decay, k, dims), k, apart)
+    found = _share_gradient(take_local(decay, k, dims), k, partial_axes)
     if decay.ndim == 1 or count_ranks(k, TOKENS) == 1:
         return found
     (start, length), block = local_part(k, TOKENS), calls[0].attention.block
@@ -249,10 +255,12 @@ def _local_decay(decay: Any, calls: tuple[LinearCall, LinearCall], k: Any, apart
 def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
     """Return the call for this rank's samples, heads and tokens."""
     q_layout, q_tables = k_layout, k_tables = _local_side(call, call.q_layout, call.q_tables, q)
-    apart = _axes_apart(q, k)
-    if apart or call.k_tables is not call.q_tables:
+    partial_axes = _find_partial_axes(q, k)
+    if partial_axes or call.k_tables is not call.q_tables:
         k_layout, k_tables = _local_side(call, call.k_layout, call.k_tables, k)
-        phase, coords = (t if t is None else _share_gradient(t, k, apart) for t in (k_tables.phase, k_tables.coords))
+        phase, coords = (
+            t if t is None else _share_gradient(t, k, partial_axes) for t in (k_tables.phase, k_tables.coords)
+        )
         # q and k share one tensor of frequencies, so that autograd adds their gradients before ranks communicate.
         k_tables = k_tables._replace(
             omega=q_tables.omega, amplitude=q_tables.amplitude, phase=phase, coords=coords
@@ -260,7 +268,7 @@ def _localize(call: LinearCall, q: Any, k: Any) -> LinearCall:
     in_rows = call.spec.map != "none"  # without a map, the layout of a shard keeps its prefix and suffix
     of_q = local_weights(of_tensor(call.weights, 0), call.q_layout, q, in_rows)
     of_k = local_weights(of_tensor(call.weights, 1), call.k_layout, k, in_rows)
-    weight_k, bias_k = (None if t is None else _share_gradient(t, k, apart) for t in of_k[:2])
+    weight_k, bias_k = (None if t is None else _share_gradient(t, k, partial_axes) for t in of_k[:2])
     cu_seqlens: Any = call.cu_seqlens
     return call._replace(
         q_layout=q_layout, k_layout=k_layout, q_tables=q_tables, k_tables=k_tables, launches=None,
@@ -285,7 +293,7 @@ def _whole_state(t: Tensor, q: Any, k: Any) -> Tensor:
         placements.append(theirs if cut else Replicate())
         if ours.is_shard() and not cut:
             t = _ChangeGradient.apply(t, _keep_first, q.device_mesh.get_group(axis))
-    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples, or of sequences
+    batch = k.shape[0] if count_ranks(k, BATCH) > 1 else t.shape[0]  # number of samples or of packed sequences
     shape = torch.Size((batch, k.shape[1], *t.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

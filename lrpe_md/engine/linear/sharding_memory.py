@@ -1,13 +1,13 @@
-"""Memory that forgets, with tokens sharded over ranks: a scan over the ranks.
+"""Scan over ranks, for linear attention with decay or the delta rule on sharded tokens.
 
-The tokens of a rank map the state S that precedes them to T S + B. In the reverse direction, they map the state of the
-tokens that follow. Each rank computes its T and B without queries and gathers those of all ranks. It then applies the
-maps of the preceding ranks (the following ones, in the reverse direction) in order, and runs its own tokens from the
-result.
+The tokens of a rank turn the preceding state S into T S + B. In the reverse direction, S is the following state. Each
+rank computes its T and B in a call without queries, and gathers T and B of all ranks. The rank then applies T and B of
+all preceding ranks in order. In the reverse direction, it applies those of all following ranks. The result is the
+initial state of the rank.
 
-With rule "add", T is the product of the rank's decays, and B is a sum of its keys, weighted by the decays of the blocks
-that follow. With rule "delta", T = Π_f g_f (I − A_f), which is the rank's final state if it starts from the identity
-and all values are 0. A_f is symmetric, so the reverse direction has the transpose of T.
+With rule "add", T is the product of the rank's decays, and B is a sum over its keys, weighted by the decays of later
+blocks. With rule "delta", T = Π_f g_f (I − A_f). This T is the rank's final state if its initial state is the identity
+matrix and its values are 0. A_f is symmetric, so the reverse direction uses the transpose of T.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Run = Callable[[LinearCall, Operands, bool], tuple[Tensor, State]]  # returns o 
 def run_memory(
     run: Run, call: LinearCall, operands: Operands, group: Any, return_state: bool
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Run the local tokens, starting from the other ranks' states. Return o and the state after all tokens."""
+    """Run the local tokens with an initial state from the other ranks. Return o and the state after all tokens."""
     both, k = call.attention.has_both_directions, operands.k
     with no_autocast(k):
         if call.attention.rule == "add":
@@ -64,9 +64,10 @@ def run_memory(
 
 
 def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
-    """Return the state before each rank and after the last one.
+    """Return the state before each of the R ranks and after the last one.
 
-    parts: B, (R, B, H, ..). transitions: T, (R, B, H, E, E), or factors (R, B, H).
+    ``parts`` (R, B, H, ..) holds B of each rank. ``transitions`` holds T of each rank, as matrices (R, B, H, E, E) or
+    as decay factors (R, B, H).
     """
     series = [first]
     for part, transition in zip(parts, transitions, strict=True):
@@ -83,9 +84,9 @@ def _scan(first: Tensor, parts: Tensor, transitions: Tensor) -> list[Tensor]:
 
 
 def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and the product of the decays, for rule "add".
+    """Return B and T for rule "add", where T is the product of the decays.
 
-    In each direction, the decays weight the keys, like a gate. B is a sum over all keys, so it needs no scan.
+    In each direction, B is a sum over all keys, in which the decays act like gates. So B needs no scan.
     """
     _, k, _, gate, _, decay = operands
     dtype, both = accumulator(k.dtype), call.attention.has_both_directions
@@ -108,7 +109,7 @@ def _map_by_decay(run: Run, call: LinearCall, operands: Operands) -> tuple[State
 
 
 def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
-    """Repeat the values of the prefix, the blocks and the suffix (.., F + 2) for each of their tokens."""
+    """Repeat each slot's value, (.., F + 2), once per token. The slots are the prefix, the blocks and the suffix."""
     prefix, suffix = ends
     return torch.cat(
         [
@@ -120,7 +121,7 @@ def _expand_slots(values: Tensor, ends: tuple[int, int], block: int) -> Tensor:
 
 
 def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[State, State]:
-    """Return B and T. For an unrotated normaliser whose features differ from k̂, also return the T of its sums."""
+    """Return B and T for rule "delta". If the normaliser sums features other than k̂, also return T of these sums."""
     call, operands = without_queries(call, operands)
     _, parts = run(call, operands, True)
     normalizer = call.attention.normalizer
@@ -137,9 +138,9 @@ def _map_by_delta_rule(run: Run, call: LinearCall, operands: Operands) -> tuple[
 
 
 def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
-    """Return T (B, H_k, E, E): the final state if the initial state is the identity and all values are 0.
+    """Return T (B, H_k, E, E), which is the final state if the initial state is the identity and all values are 0.
 
-    If a kernel can't process the whole identity, each call processes as many of its columns as v has channels.
+    If the identity matrix is too large for the kernels, each run handles as many of its columns as v has channels.
     """
     k, v = operands.k, operands.v
     width = call.spec.out_dim(k.shape[3])
@@ -153,14 +154,17 @@ def _run_on_identity(run: Run, call: LinearCall, operands: Operands) -> Tensor:
 
 
 def without_queries(call: LinearCall, operands: Operands) -> tuple[LinearCall, Operands]:
-    """Return a call that only forms the state of its keys."""
+    """Return a call and operands without queries or an initial state.
+
+    Use them to compute only the state of the keys.
+    """
     q_layout, q_tables = without_tokens(call.q_layout, call.q_tables)
     q = operands.q.new_empty((*operands.q.shape[:2], 0, operands.q.shape[3]))
     return call._replace(q_layout=q_layout, q_tables=q_tables), operands._replace(q=q, state=())
 
 
 def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
-    """Return a layout and tables for no tokens, with the same frequencies. Both are new, so q and k aren't one side."""
+    """Return a layout and tables for zero tokens. They are new objects, so that q and k no longer share them."""
     tables = Tables(*tables)
     if tables.coords is None:
         return layout._replace(num_tokens=0), tables
@@ -172,7 +176,7 @@ def without_tokens(layout: Layout, tables: Tables) -> tuple[Layout, Tables]:
 
 
 def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
-    """Gather tensors (B, H, ..) of all ranks to (R, B, H, ..), with a single all-gather."""
+    """Gather tensors (B, H, ..) from R ranks into tensors (R, B, H, ..), with a single all-gather."""
     parts, transitions = given
     tensors = (*parts, *transitions)
     rows = torch.cat([t.flatten(2) if t.ndim > 2 else t.unsqueeze(2) for t in tensors], dim=2)
@@ -182,7 +186,7 @@ def _gather(given: tuple[State, State], group: Any) -> tuple[State, State]:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """All-gather over the ranks of a group, to (R, ..)."""
+    """All-gather a tensor (..) over the R ranks of a group. The result has shape (R, ..)."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -197,7 +201,7 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumForRank(torch.autograd.Function):
-    """Reduce-scatter over the ranks of a group: from (R, ..), return the sum of all ranks' entries for this rank."""
+    """Reduce-scatter a tensor (R, ..) over the R ranks of a group. Each rank gets its own sum (..)."""
 
     @staticmethod
     def forward(ctx, t, group):

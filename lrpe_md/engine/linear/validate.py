@@ -49,7 +49,7 @@ class TensorArguments(NamedTuple):
 
 
 def validate_linear(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> LinearCall:
-    """Check every argument, and return the validated call."""
+    """Check all arguments, and return the validated call."""
     attention = _make_attention(options, arguments)
     q, k, v = arguments.q, arguments.k, arguments.v
     has_position_pair = type(sides.positions) is tuple
@@ -159,7 +159,7 @@ def check_decay_range(decay: Tensor | None) -> None:
 
 
 def check_normalizer(normalizer: Any, act: str) -> None:
-    """Check the normaliser. "unrotated" needs an activation that is never negative."""
+    """Check the normaliser. "unrotated" needs an activation whose values are never negative."""
     if normalizer not in NORMALIZER_NAMES:
         raise ValueError(f"normalizer: expected one of {NORMALIZER_NAMES}, got {normalizer!r}")
     if normalizer == "unrotated" and act not in NEVER_NEGATIVE:
@@ -176,7 +176,7 @@ def check_eps(eps: Any) -> None:
 
 
 def check_sequence_softmax(options: LinearOptions, arguments: TensorArguments, sides: Sides) -> None:
-    """Raise an error for arguments that don't work with softmax over the sequence, which needs all tokens."""
+    """Raise an error for arguments that don't work with softmax over the sequence. This softmax needs all tokens."""
     reasons = {
         "is_causal": (options.is_causal, "lets tokens see later tokens"),
         "block": (options.block is not None, "lets tokens see later tokens"),
@@ -341,14 +341,14 @@ def _with_norm(options: LinearOptions, spec: Spec) -> Spec:
 
 
 def make_empty_frequencies(q: Tensor) -> Tensor:
-    """Return empty frequencies (1, 0, 0), in place of omega without a map."""
+    """Return empty frequencies of shape (1, 0, 0), which stand in for omega if there is no map."""
     return torch.empty((1, 0, 0), dtype=torch.float32, device=q.device)
 
 
 def _place_without_map(
     options: LinearOptions, arguments: TensorArguments, sides: Sides
 ) -> tuple[Spec, _SidePositions, _SidePositions]:
-    """Return both sides without angles. Only the prefix and suffix of a grid matter, for the blocks."""
+    """Return the spec and both sides for map=None. Positions only determine the numbers of prefix and suffix tokens."""
     check_unused(options, "pairs", "rotary_dim", "order")
     for name, value in (("omega", sides.omega), ("phase", sides.phase), ("amplitude", sides.amplitude)):
         if value is not None:

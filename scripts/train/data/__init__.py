@@ -1,1 +1,1 @@
-"""Training data: images, videos, captioned images, text."""
+"""Training data, such as images, videos, captioned images and text."""

@@ -1,4 +1,4 @@
-"""Buckets of samples by aspect ratio. The samples of a batch come from one bucket, so they have one shape."""
+"""Buckets of samples by aspect ratio. All samples of a batch come from one bucket, so that they have the same shape."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STEPS = 16  # short sides of neighbouring buckets differ by the size divided by 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Shapes of samples.
+    """Assignment of samples to buckets, and the shapes of the buckets.
 
     Args:
-        shapes: shape of each bucket, by size.
-        of: bucket of each sample, (N,).
+        shapes: shapes of all buckets, by size.
+        of: bucket (N,) of each sample.
     """
 
     shapes: dict[int, list[Shape]]
@@ -35,7 +35,7 @@ class Buckets:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Number of each sample within its bucket, (N,)."""
+        """Index (N,) of each sample within its bucket."""
         rows = np.empty(len(self.of), np.int64)
         for bucket in range(self.number):
             members = self.members(bucket)
@@ -48,20 +48,20 @@ class Buckets:
         return len(next(iter(self.shapes.values())))
 
     def members(self, bucket: int) -> np.ndarray:
-        """Return the samples of a bucket, in order."""
+        """Return the sorted indices of a bucket's samples."""
         return np.flatnonzero(self.of == bucket)
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the steps of a training run. The samples of a step have one size and come from one bucket.
+        """Return the steps of a training run, in each of which all samples have the same size and bucket.
 
-        A sample's number in a step is its index + N · (index of the step's size).
+        A step contains the numbers index + N · (index of the step's size) of its samples.
         """
         parts = [self.members(bucket) for bucket in np.unique(self.of)]
         groups = [part + i * len(self.of) for i in range(len(self.shapes)) for part in parts]
         return order_groups(groups, batch, seed)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, Shape]:
-        """Return the samples of a batch and their shape. numbers: those that :meth:`order` yields."""
+        """Convert numbers from :meth:`order` to sample indices, and return these with the samples' shape."""
         turn, indices = int(numbers[0]) // len(self.of), numbers % len(self.of)
         return indices, list(self.shapes.values())[turn][self.find(indices)]
 
@@ -69,7 +69,7 @@ class Buckets:
         """Return the bucket of a batch.
 
         Raises:
-            ValueError: the samples belong to several buckets.
+            ValueError: if the samples belong to several buckets.
         """
         found = np.unique(self.of[indices])
         if len(found) != 1:
@@ -79,13 +79,13 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes for training and testing. A size is the square root of an image's area, in pixels.
+    """Sizes for training and testing. A size is the square root of an image's area in pixels.
 
     Args:
-        train: sizes to train at; each batch has one of them.
-        test: other sizes to test at.
+        train: training sizes, one of which is used for each batch.
+        test: additional test sizes.
         multiple: divisor of all heights and widths.
-        max_ratio: largest ratio of the sides; 1 crops images to squares.
+        max_ratio: largest ratio of the sides. With 1, images are cropped to squares.
     """
 
     train: tuple[int, ...]
@@ -95,7 +95,7 @@ class Sizes:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """All sizes, the training sizes first."""
+        """All sizes, starting with the training sizes."""
         return tuple(dict.fromkeys((*self.train, *self.test)))
 
     def shapes(self, size: int) -> list[Shape]:
@@ -115,7 +115,7 @@ class Sizes:
     def sort(self, sides: np.ndarray) -> Buckets:
         """Sort images into the buckets of the closest aspect ratio.
 
-        sides: heights and widths, (N, 2).
+        ``sides`` (N, 2) contains their heights and widths.
         """
         shapes = np.array(self.shapes(self.train[0]))
         ratios, wanted = np.log(sides[:, 0] / sides[:, 1]), np.log(shapes[:, 0] / shapes[:, 1])
@@ -125,7 +125,7 @@ class Sizes:
 
 
 def parse_mixed(text: str, size: int, multiple: int) -> tuple[int, ...]:
-    """Return ``size`` and the sizes of --mix-sizes: "24,48" → (size, 24, 48)."""
+    """Return ``size`` and the sizes of --mix-sizes, such as (size, 24, 48) for "24,48"."""
     found = [size]
     for part in filter(None, (part.strip() for part in text.split(","))):
         if not part.isdecimal() or not int(part) or int(part) % multiple:

@@ -1,4 +1,4 @@
-"""Read folders and zips of images: their names, captions and other fields of a table, and their pixels."""
+"""Read images from folders and zips, with their captions and other fields of a table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def list_files(path: Path) -> dict[str, Read]:
 
 
 def pair_up(path: Path, files: dict[str, Read], without: str, field: str = "text") -> dict[str, str]:
-    """Map the name of each image to its caption, or to another field of the table."""
+    """Map each image's name to its caption, or to another field of the table."""
     images = {name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES}
     if not images:
         raise typer.BadParameter(f"--data {path}: no images among its {len(files)} files; {REMEDY}")
@@ -152,7 +152,7 @@ def _name_some(names: list[str]) -> str:
 
 @contextmanager
 def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
-    """Raise an error that names the image that can't be read."""
+    """Convert errors that occur while reading an image to errors that name the image."""
     try:
         yield
     except (*UNREADABLE, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -160,7 +160,7 @@ def _refuse_unreadable(name: str, path: Path) -> Iterator[None]:
 
 
 def decode(name: str, read: Read, path: Path) -> Image.Image:
-    """Return an image of ``path``, upright, in RGB; transparent pixels become white."""
+    """Read an image of ``path`` as upright RGB, with transparent pixels in white."""
     with _refuse_unreadable(name, path), Image.open(io.BytesIO(read())) as image:
         rgba = ImageOps.exif_transpose(image).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
@@ -168,13 +168,13 @@ def decode(name: str, read: Read, path: Path) -> Image.Image:
 
 
 def measure(name: str, read: Read, path: Path) -> tuple[int, int]:
-    """Return height and width of an image of ``path``, upright, without decoding it."""
+    """Return the height and width of an upright image of ``path``, without decoding it."""
     with _refuse_unreadable(name, path):
         return measure_image(read())
 
 
 def crop(image: Image.Image, shape: tuple[int, int]) -> np.ndarray:
-    """Return the largest central part of an image with the aspect ratio of a shape, resized to (*shape, 3)."""
+    """Crop an image to the largest central part with a shape's aspect ratio, and resize it to (*shape, 3)."""
     (height, width), (across, down) = shape, image.size
     across, down = min(across, round(down * width / height)), min(down, round(across * height / width))
     left, top = (image.size[0] - across) // 2, (image.size[1] - down) // 2

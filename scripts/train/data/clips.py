@@ -1,4 +1,4 @@
-"""Labelled videos in memory, from one folder per class. The draw of a clip determines its frames."""
+"""Labelled videos in memory, from one folder per class. A random number per clip determines its frames."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Sampling:
     """Choice of the frames of a clip.
 
     Args:
-        kind: "dense" takes every ``every``-th frame, starting with a random frame; "uniform" divides the video into
-            ``frames`` equal parts and takes one frame from each part.
+        kind: "dense" uses every ``every``-th frame, starting with a random frame. "uniform" divides the video into
+            ``frames`` equal parts, and uses one frame from each part.
         frames: number of frames.
-        every: distance between frames, for "dense".
+        every: distance between frames for "dense".
     """
 
     kind: str
@@ -40,13 +40,13 @@ class Sampling:
 
     @property
     def span(self) -> int:
-        """Return the minimum number of frames that a video needs so that a clip repeats no frame."""
+        """Minimum length of a video, in frames, whose clips repeat no frame."""
         return self.frames if self.kind == "uniform" else (self.frames - 1) * self.every + 1
 
     def choose_frames(self, lengths: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return frame numbers (B, frames) for videos of these lengths and places (B,) in [0, 1).
+        """Return frame numbers (B, frames) for videos with the given lengths, at random places (B,) in [0, 1).
 
-        A video that is too short repeats its last frame ("dense"), or several frames ("uniform").
+        If a video is too short, "dense" repeats its last frame, and "uniform" repeats several frames.
         """
         steps = np.arange(self.frames)
         if self.kind == "uniform":
@@ -59,13 +59,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LabelledVideos:
-    """Frames of all videos, concatenated.
+    """Concatenated frames of labelled videos.
 
     Args:
-        frames: uint8 (F, 3, S, S).
-        firsts, lengths: first frame and number of frames of each video, (V,).
-        labels: class of each video, (V,).
-        held_out: which videos are held out for testing, (V,) bool.
+        frames: all frames, uint8 (F, 3, S, S).
+        firsts, lengths: first frame and number of frames of each video, each (V,).
+        labels: class (V,) of each video.
+        held_out: mask (V,) of the videos that are held out for testing.
         names: names of the classes.
     """
 
@@ -78,14 +78,14 @@ class LabelledVideos:
 
     @property
     def digest(self) -> int:
-        """Hash the training and test data."""
+        """Hash of the training and test data."""
         value = zlib.crc32(repr(self.names).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
         for each in (self.lengths, self.labels, self.held_out):
             value = zlib.crc32(np.ascontiguousarray(each).tobytes(), value)
         return value
 
     def clips(self, videos: np.ndarray, places: np.ndarray, sampling: Sampling, size: int) -> Tensor:
-        """Return clips (B, 3, frames, size, size) in [-1, 1]."""
+        """Return clips (B, 3, frames, size, size) of some videos, in [-1, 1]."""
         index = self.firsts[videos][:, None] + sampling.choose_frames(self.lengths[videos], places)
         x = self.frames[sent(index.ravel(), self.frames.device)].float()
         if x.shape[-1] != size:
@@ -100,14 +100,14 @@ def load_labelled(paths: Sequence[Path], size: int, *, parts: int, cache: Path |
     """Decode the videos of a folder with one subfolder per class.
 
     Args:
-        paths: one folder.
+        paths: a single folder.
         size: height and width after cropping to the central square and resizing.
-        parts: if there is no test folder, one video in ``parts`` is held out, chosen by a hash of its name.
-        cache: folder for decoded frames, shared by runs.
+        parts: if there is no test folder, one in ``parts`` videos is held out, based on a hash of its name.
+        cache: folder for decoded frames, which runs share.
 
     Raises:
-        VideoError: no such folder, too few classes, a class without training videos, a video that can't be read, or no
-            held-out videos.
+        VideoError: if there is no such folder, there are too few classes, a class has no training videos, a video can't
+            be read, or no videos are held out.
     """
     if len(paths) != 1 or not paths[0].is_dir():
         got = f"{len(paths)} paths" if len(paths) != 1 else "a file" if paths[0].exists() else "a missing folder"

@@ -1,4 +1,4 @@
-"""Videos for generative training, with captions, with class labels, or without conditions."""
+"""Videos for generative training, with captions, class labels or no conditions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_footage(path: Path) -> bool:
     """Return whether a path is a video or a folder of videos.
 
     Raises:
-        typer.BadParameter: a folder with both videos and images.
+        typer.BadParameter: for a folder that contains both videos and images.
     """
     if not path.is_dir():
         return path.suffix.lower() in SUFFIXES
@@ -35,16 +35,16 @@ def is_footage(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Films:
-    """Records of videos, and their lengths in frames."""
+    """Records and lengths of videos."""
 
     records: Records
     lengths: list[int]
 
     def clips(self, span: int, segment: int, split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return clips of ``span`` frames: their first frames, the numbers of their videos, and which are held out.
+        """Return the first frames of all clips of ``span`` frames, the indices of their videos, and a held-out mask.
 
-        Videos are cut into segments of ``segment`` frames, with a gap between training and held-out segments, as
-        :func:`.videos.segments` does.
+        As in :func:`.videos.segments`, videos are cut into segments of ``segment`` frames, with a gap between training
+        and held-out segments.
         """
         check_segments(self.lengths, segment, split.parts, split.fold, span, span)
         cut = segments(self.lengths, segment, split.parts, split.fold, span)
@@ -56,9 +56,9 @@ class Films:
 
 
 def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Records]:
-    """Return the videos of a file or a folder, and their records.
+    """Find the videos of a file or a folder, and return them with their records.
 
-    Captions are in NAME.txt next to NAME.mp4. Otherwise, if there are several folders, each folder is a class.
+    The caption of NAME.mp4 is in NAME.txt. If there are no captions but several folders, each folder is a class.
     """
     found = find_videos([path])
     files = [found[i] for i in choose_subset(len(found), split.limit)]
@@ -66,7 +66,7 @@ def find_films(path: Path, split: Split, condition: str) -> tuple[list[Path], Re
 
 
 def sort_films(files: list[Path], sizes: Sizes) -> Buckets:
-    """Sort videos into buckets by their aspect ratio."""
+    """Sort videos into buckets by aspect ratio."""
     return sizes.sort(np.ones((len(files), 2)) if sizes.max_ratio == 1 else np.array([measure(file) for file in files]))
 
 
@@ -74,8 +74,8 @@ def open_films(path: Path, sizes: Sizes, split: Split, condition: str) -> tuple[
     """Decode the videos of a file or a folder.
 
     Returns:
-        The records and lengths of the videos, the buckets of all frames, and the frames of each bucket at the largest
-        size, uint8 (F, 3, height, width).
+        the records and lengths of the videos, the buckets of all frames, and the frames of each bucket at the largest
+        size, as uint8 (F, 3, height, width).
     """
     files, records = find_films(path, split, condition)
     films = sort_films(files, sizes)

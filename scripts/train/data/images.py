@@ -1,4 +1,4 @@
-"""Labelled images for training: idx files (as in MNIST), class folders and timm datasets in memory, or streams."""
+"""Labelled images for training, from idx files (as in MNIST), class folders and timm datasets, or as streams."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MEMORY = 24 * 2**30  # bytes that decoded images may take
 
 
 class ImageError(typer.BadParameter):
-    """Images that are missing or can't be read."""
+    """Error for images that are missing or can't be read."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, C, H, W) uint8 and labels (N,) int64."""
+    """Images, uint8 (N, C, H, W), and labels, int64 (N,)."""
 
     images: Tensor
     labels: Tensor
@@ -57,7 +57,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Training images, in memory or as a stream, test images, the number of classes, and their names if known."""
+    """Training images (in memory or as a stream), test images, the number of classes, and their names if known."""
 
     train: Images | LabelledStream
     test: Images
@@ -66,7 +66,7 @@ class Labelled:
 
     @property
     def digest(self) -> int:
-        """Hash the training and test data."""
+        """Hash of the training and test data."""
         value = 0 if isinstance(self.train, Images) else self.train.digest
         for part in (self.train, self.test):
             if isinstance(part, Images):
@@ -75,7 +75,7 @@ class Labelled:
 
     @property
     def labels(self) -> np.ndarray:
-        """Classes of the training images, then of the test images, (N,)."""
+        """Classes (N,) of the training images, followed by those of the test images."""
         train = self.train.labels.numpy() if isinstance(self.train, Images) else self.train.classes
         return np.concatenate([train, self.test.labels.numpy()])
 
@@ -84,24 +84,24 @@ class Labelled:
         return self.test.images.shape[1]
 
     def to(self, device: torch.device) -> Labelled:
-        """Move images in memory to the device; streams move theirs batch by batch."""
+        """Move images that are in memory to the device. Streams move their images batch by batch."""
         train = self.train.to(device) if isinstance(self.train, Images) else self.train
         return replace(self, train=train, test=self.test.to(device))
 
 
 def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None = None) -> Labelled:
-    """Return the training and test images of ``path``, in memory.
+    """Load the training and test images of ``path`` into memory.
 
     Args:
-        path: a folder; see ``REMEDY``.
-        size: height and width after cropping to the central square and resizing; images in idx files stay
-            unchanged.
-        dataset: a name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. It must
-            already be downloaded.
-        limit: maximum number of training images and of test images; the random choice is the same in every call.
+        path: folder of images; see ``REMEDY``.
+        size: height and width after cropping to the central square and resizing. Images in idx files stay unchanged.
+        dataset: name for ``timm.data.create_dataset``, such as "torch/cifar10", with ``path`` as its root. The dataset
+            must already be downloaded.
+        limit: maximum number of training images and of test images. They are chosen randomly, but in the same way in
+            every call.
 
     Raises:
-        ImageError: no such images, an image that can't be read, or images that don't fit into memory.
+        ImageError: if there are no images, an image can't be read, or images don't fit into memory.
     """
     check_folder(path)
     classes = ()
@@ -121,7 +121,7 @@ def load_images(path: Path, size: int, *, dataset: str = "", limit: int | None =
 
 
 def check_folder(path: Path) -> None:
-    """Raise an error with the supported layouts if a folder is missing."""
+    """Raise an error that lists the supported layouts if a folder is missing."""
     if not path.is_dir():
         raise ImageError(f"--data {path}: no such folder; {REMEDY}")
 
@@ -145,8 +145,8 @@ def _idx_file(folder: Path, name: str, needed: bool = True) -> list[Path]:
 def read_idx(path: Path) -> np.ndarray:
     """Read an idx file of bytes, gzipped or not (http://yann.lecun.com/exdb/mnist).
 
-    It contains two zeros, the type (8: uint8), the number of axes, their sizes (32-bit big-endian integers), and the
-    data.
+    It contains two zeros, the type (8 for uint8), the number of axes, their sizes (as 32-bit big-endian integers), and
+    the data.
     """
     try:
         raw = path.read_bytes()
@@ -179,7 +179,7 @@ def _idx(folder: Path, prefix: str, limit: int | None) -> Images:
 
 
 def list_folder(path: Path) -> tuple[FileSource, FileSource]:
-    """Return the training and test files: from train/CLASS and val/CLASS, or from CLASS, which is split."""
+    """Return the training and test files, from train/CLASS and val/CLASS, or by splitting the files of CLASS."""
     check_folder(path)
     tests = [path / name for name in TEST_FOLDERS if (path / name).is_dir()]
     roots = [path / "train", tests[0]] if (path / "train").is_dir() and tests else [path]
@@ -222,12 +222,12 @@ def _folders(path: Path, size: int, limit: int | None) -> tuple[Images, Images, 
 
 
 def load_stream(path: Path, size: int, *, label: str = "", limit: int | None = None) -> Labelled:
-    """Return training images as a stream, and test images in memory.
+    """Open training images as a stream, and load test images into memory.
 
     Args:
-        path: shards or a Hugging Face dataset, see :func:`.streams.open_source`, or class folders.
+        path: class folders, shards or a Hugging Face dataset; see :func:`.streams.open_source`.
         size, limit: see :func:`load_images`.
-        label: field that holds the class. Default: .cls in shards, the ClassLabel of a dataset.
+        label: field that contains the class. The default is .cls in shards, or the ClassLabel of a dataset.
     """
     source, test = open_source(path) if is_stream(path) else list_folder(path)
     train, test, num_classes, classes = number_classes(*split_source(source, test, STREAM_PARTS), label or "label")
@@ -251,7 +251,7 @@ def _timm(name: str, root: Path, split: str, size: int, limit: int | None) -> Im
 
 
 def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, size: int) -> Images:
-    """Return labels and RGB squares of sample(0) to sample(num - 1), which are images or their files."""
+    """Return the labels and RGB squares of sample(0) to sample(num - 1), which return images or their files."""
     if (needed := num * 3 * size**2) > MEMORY:
         raise ImageError(
             f"--data: {num:,} images of {size}×{size} take {needed / 2**30:.0f} GiB, more than the "
@@ -269,7 +269,7 @@ def _decoded(sample: Callable[[int], tuple[Path | Image.Image, int]], num: int, 
 
 
 def read_square(source: Path | Image.Image, size: int) -> Tensor:
-    """Return the central square of an image, resized: uint8 (3, size, size)."""
+    """Return the resized central square of an image, as uint8 (3, size, size)."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
@@ -282,7 +282,7 @@ def read_square(source: Path | Image.Image, size: int) -> Tensor:
 
 
 def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 (B, C, H, W) to float (B, C, *size) in [-1, 1], bilinearly with antialiasing."""
+    """Resize uint8 images (B, C, H, W) to floats (B, C, *size) in [-1, 1], bilinearly with antialiasing."""
     x = x.float()
     if tuple(x.shape[-2:]) != size:
         x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
@@ -292,7 +292,7 @@ def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
 def shifted(x: Tensor, draws: np.ndarray, *, shift: int, flip: bool) -> Tensor:
     """Shift each image (B, C, H, W) by up to ``shift`` pixels in each direction, and mirror half of the images.
 
-    An image's draw determines both. Uncovered pixels are black.
+    A random number per image (``draws``) determines both. Uncovered pixels are black.
     """
     height, width, ways = x.shape[-2], x.shape[-1], 2 * shift + 1
     mirrored, draws = draws % 2 == 1, draws // 2

@@ -1,4 +1,4 @@
-"""Images for generative training, decoded on demand, with captions, with class labels, or without conditions."""
+"""Images for generative training, decoded on demand, with captions, class labels or no conditions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ARRAYS = {"images": ("images", "arr_0", "x"), "labels": ("labels", "arr_1", "y")
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images and their records.
+    """Images that are decoded on demand, and their records.
 
     Args:
         records: names and conditions of the images.
-        open: returns the image with a number, in RGB.
-        measure: returns height and width of the image with a number.
-        content: hash of a stream's description of its content.
+        open: function that returns the RGB image with a given index.
+        measure: function that returns the height and width of the image with a given index.
+        content: for a stream, hash of the description of its content.
     """
 
     records: Records
@@ -46,16 +46,16 @@ class Pictures:
 
     @property
     def digest(self) -> int:
-        """Hash the names, the captions or classes, and a stream's description of its content."""
+        """Hash of the names, the captions or classes, and the content of a stream."""
         return zlib.crc32(repr((self.records.names, self.records.digest, self.content)).encode())
 
     def __len__(self) -> int:
         return len(self.records.names)
 
     def read(self, size: int | Shape, indices: Sequence[int] | np.ndarray | None = None) -> Tensor:
-        """Decode images (by default, all) and crop them to the central part: uint8 (N, 3, height, width).
+        """Decode images (default: all), and crop them to their central part, as uint8 (N, 3, height, width).
 
-        size: height and width, or one number for both.
+        ``size`` is the height and width, or one number for both.
         """
         height, width = (size, size) if isinstance(size, int) else size
         chosen = range(len(self)) if indices is None else indices
@@ -69,7 +69,7 @@ class Pictures:
         return torch.from_numpy(np.stack(parts)).permute(0, 3, 1, 2).contiguous()
 
     def sort(self, sizes: Sizes) -> Buckets:
-        """Sort the images into buckets by their aspect ratio."""
+        """Sort the images into buckets by aspect ratio."""
         if sizes.max_ratio == 1:
             return sizes.sort(np.ones((len(self), 2)))
         with ThreadPoolExecutor(8) as pool:
@@ -94,16 +94,16 @@ def open_pictures(
     """Open the images of a folder, a zip, an .npz, shards or a Hugging Face dataset.
 
     Args:
-        path: images with captions (see ``REMEDY`` of :mod:`.captions`); CLASS/*.png, or train/CLASS/*.png and
-            val/CLASS/*.png; idx files, as in MNIST; an .npz with images (N, H, W[, 3]) and labels (N,); only images; or
+        path: images with captions (see ``REMEDY`` of :mod:`.captions`), CLASS/*.png, train/CLASS/*.png and
+            val/CLASS/*.png, idx files as in MNIST, an .npz with images (N, H, W[, 3]) and labels (N,), only images, or
             a path for :func:`.streams.open_source`.
-        split: choice of images.
-        condition: one of ``CONDITIONS``. "auto": captions if the data has them, otherwise classes if it has them.
-        without: boolean field of the caption table; rows where it is true are left out.
-        label: field of a table or a stream that holds the class.
+        split: choice of the images.
+        condition: one of ``CONDITIONS``. "auto" uses captions if there are any, or else classes if there are any.
+        without: boolean field of the caption table. Rows in which it is true are left out.
+        label: field of a table or a stream that contains the class.
 
     Raises:
-        typer.BadParameter: no such images.
+        typer.BadParameter: if there are no such images.
     """
     if path.suffix == ".npz" and path.is_file():
         found = _from_npz(path)
@@ -120,9 +120,9 @@ def open_pictures(
 def load_classes(
     path: Path, size: int, *, label: str, parts: int = 5, without: str = "", limit: int | None = None
 ) -> Labelled:
-    """Load the images of a table into memory. One of its fields is the class.
+    """Load the images of a table into memory, with one of its fields as the class.
 
-    An image is in the test set if the hash of its file name is 0 modulo ``parts``.
+    An image is in the test set if a hash of its file name is 0 modulo ``parts``.
     """
     found = _from_files(path, "labels", without, label)
     found = found.take(choose_subset(len(found), limit))

@@ -1,14 +1,14 @@
 """Clips of symbols with questions about the contents of earlier frames, generated from numbers.
 
-A clip is a grid of F frames × H × W tokens. In each frame some tokens **write**: they hold a key and a value. Others
-**ask**, and the rest are blank:
+A clip is a grid of F frames with H × W tokens each. In each frame, some tokens **write**, which means that they contain
+a key and a value. Others **ask** one of two kinds of questions, and the rest are blank:
 
-- **by key**: the token holds a key, and the answer is the value of its latest write, in this frame or an earlier one,
-  at any place. A later write replaces an earlier one. A frame writes each key at most once.
-- **by place**: the token holds one of :data:`OFFSETS` (Δt, Δh, Δw), and the answer is the value written Δt frames
-  earlier, Δh tokens further down and Δw further right.
+- **by key**: the token contains a key, and the answer is the value that was last written with this key, in this frame
+  or an earlier one, at any place. A frame writes each key at most once.
+- **by place**: the token contains one of :data:`OFFSETS` (Δt, Δh, Δw), and the answer is the value written Δt frames
+  earlier, Δh tokens further down and Δw tokens further right.
 
-No answer depends on a later frame. The number of writes and questions of a frame is the same for all sizes.
+No answer depends on a later frame. The numbers of writes and questions per frame are the same for all sizes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DRAWS = 4  # random numbers per token: its role, its key, its value (or the key 
 
 @dataclass(frozen=True)
 class Symbols:
-    """Numbers of symbols, and of the tokens of a frame that write or ask.
+    """Number of symbols, and number of tokens per frame that write or ask.
 
     Args:
-        keys, values: number of different keys and values.
-        writes: tokens of a frame that write, at most ``keys``.
-        questions: number of questions of each kind per frame. A frame has fewer questions by place if fewer writes can
-            be asked for, and no questions by key before the first write.
+        keys, values: number of different keys, and of different values.
+        writes: number of tokens per frame that write, at most ``keys``.
+        questions: number of questions of each kind per frame. There are fewer questions by place if they have fewer
+            possible answers, and no questions by key before the first write.
     """
 
     keys: int
@@ -50,13 +50,13 @@ class Symbols:
 
 
 class Clips(NamedTuple):
-    """Clips of symbols, each (B, F, H, W) int64; -1: none.
+    """Clips of symbols. All tensors are int64 (B, F, H, W), with -1 for none.
 
     Args:
-        keys: key that a token writes or asks for.
-        values: value that a token writes.
-        offsets: index into :data:`OFFSETS` that a token asks for.
-        answers: value that answers a token's question.
+        keys: key that each token writes or asks for.
+        values: value that each token writes.
+        offsets: index into :data:`OFFSETS` that each token asks for.
+        answers: value that answers each token's question.
     """
 
     keys: np.ndarray
@@ -65,14 +65,14 @@ class Clips(NamedTuple):
     answers: np.ndarray
 
     def kind(self, number: int) -> np.ndarray:
-        """Return where the questions of ``KINDS[number]`` are, (B, F, H, W) bool."""
+        """Return a mask (B, F, H, W) of the questions of kind ``KINDS[number]``."""
         return (self.answers >= 0) & ((self.offsets >= 0) == (number == 1))
 
 
 def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) -> Clips:
-    """Return a clip of this size (frames, height, width) for each draw (B,) int64.
+    """Generate a clip of size (frames, height, width) from each random number in ``draws`` (B,).
 
-    The same draw gives the same clip in any batch.
+    The same number generates the same clip in any batch.
     """
     frames, height, width = size
     shape = len(draws), frames, height * width
@@ -102,7 +102,7 @@ def draw_clips(symbols: Symbols, size: tuple[int, int, int], draws: np.ndarray) 
 
 
 def _distinct(symbols: Symbols, random: np.ndarray, frames: tuple[int, int]) -> np.ndarray:
-    """Return the keys of the writes of each frame, (B, F, writes), all different."""
+    """Choose different keys (B, F, writes) for the writes of each frame."""
     seeds = random[..., : symbols.writes]
     keys = np.arange(symbols.keys)[None, None].repeat(frames[0], 0).repeat(frames[1], 1)
     for i in range(symbols.writes):  # the first steps of a Fisher-Yates shuffle
@@ -114,7 +114,7 @@ def _distinct(symbols: Symbols, random: np.ndarray, frames: tuple[int, int]) -> 
 
 
 def _latest(symbols: Symbols, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value that each key has after each frame, (B, F, K); -1: not written yet."""
+    """Return the value (B, F, K) of each key after each frame, or -1 if it has not been written yet."""
     latest = np.full((*keys.shape[:2], symbols.keys), -1)
     sample, frame, place = np.nonzero(values >= 0)
     latest[sample, frame, keys[sample, frame, place]] = values[sample, frame, place]
@@ -124,7 +124,7 @@ def _latest(symbols: Symbols, keys: np.ndarray, values: np.ndarray) -> np.ndarra
 
 
 def _targets(values: np.ndarray) -> np.ndarray:
-    """Return the value that each token would get for each offset, (O, B, F, H, W); -1: nothing was written there."""
+    """Return the answer (O, B, F, H, W) for each offset at each token, or -1 if nothing was written there."""
     found = np.full((len(OFFSETS), *values.shape), -1)
     for each, (t, h, w) in zip(found, OFFSETS, strict=True):
         shifts = (-t, h, w)
@@ -136,14 +136,14 @@ def _targets(values: np.ndarray) -> np.ndarray:
 
 
 def _choose(possible: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Return the index of one possible column for each row (n, columns), or -1 for rows without any."""
+    """Choose a random possible column for each row (n, columns). Return its index, or -1 if there is none."""
     number = possible.sum(-1)
     wanted = (random * number).astype(np.int64)[:, None]
     return np.where(number > 0, (possible & (possible.cumsum(-1) == wanted + 1)).argmax(-1), -1)
 
 
 def encode_clips(symbols: Symbols, clips: Clips) -> tuple[Tensor, Tensor]:
-    """Return the model's input (B, keys + values + offsets, F, H, W), one-hot float32, and labels (B, F H W)."""
+    """Return one-hot inputs (B, keys + values + offsets, F, H, W) in float32, and labels (B, F H W)."""
     parts = zip(clips[:3], (symbols.keys, symbols.values, len(OFFSETS)), strict=True)
     planes = [F.one_hot(torch.from_numpy(each) + 1, number + 1)[..., 1:] for each, number in parts]
     labels = torch.from_numpy(np.where(clips.answers >= 0, clips.answers, NO_ANSWER))

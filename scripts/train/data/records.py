@@ -1,4 +1,4 @@
-"""Records of samples: names, captions or classes, and which are held out."""
+"""Names of samples, their captions or classes, and the choice of held-out samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTED = 20  # largest number of classes to list
 
 @dataclass(frozen=True)
 class Split:
-    """Choice of samples: the ``fold``-th of ``parts`` parts is held out. limit: maximum number of samples."""
+    """Choice of at most ``limit`` samples, of which the ``fold``-th of ``parts`` parts is held out."""
 
     parts: int
     fold: int = 0
@@ -28,7 +28,7 @@ class Split:
 
 
 def choose_subset(num: int, limit: int | None) -> np.ndarray:
-    """Return the numbers of the chosen samples, in order. The choice is random, but the same in every call."""
+    """Return sorted indices of randomly chosen samples, with the same choice in every call."""
     if limit is None or limit >= num:
         return np.arange(num)
     return np.sort(np.random.default_rng(0).permutation(num)[:limit])
@@ -38,10 +38,10 @@ def describe_held_out(noun: str, held_out: np.ndarray, labels: np.ndarray, class
     """Return how many samples of each class are held out for tests.
 
     Args:
-        noun: name of a sample.
-        held_out: (N,) bool.
-        labels: class of each sample, (N,).
-        classes: names of the classes; without them, or with too many to list, only the total is returned.
+        noun: word for a sample, such as "image".
+        held_out: mask (N,) of held-out samples.
+        labels: class (N,) of each sample.
+        classes: names of the classes. If there are none or too many to list, only the total is returned.
     """
     text = f"Held out {held_out.sum()} of {plural(len(held_out), noun)} for tests"
     if not 0 < len(classes) <= LISTED:
@@ -55,11 +55,11 @@ class Records:
     """Names of samples, and their captions or classes.
 
     Args:
-        names: a unique name for each sample.
-        captions: a caption for each sample, or None.
-        labels: (N,) int64, or None without classes.
+        names: unique name of each sample.
+        captions: caption of each sample, or None if there are none.
+        labels: class of each sample, int64 (N,), or None if there are no classes.
         classes: names of the classes.
-        tests: (N,) bool, True for the test part of data that has one.
+        tests: mask (N,) of the samples in the data's test set, if it has one.
     """
 
     names: list[str]
@@ -79,7 +79,7 @@ class Records:
         )
 
     def with_condition(self, condition: str, path: Path) -> Records:
-        """Return the records with only this condition, one of ``CONDITIONS``; "auto" changes nothing."""
+        """Return the records with only the given one of ``CONDITIONS``, or unchanged for "auto"."""
         if condition == "auto":
             return self
         if condition != "none" and getattr(self, condition) is None:
@@ -89,15 +89,15 @@ class Records:
         return replace(self, captions=captions, labels=labels, classes=classes)
 
     def held_out(self, path: Path, split: Split) -> np.ndarray:
-        """Return which samples are held out, (N,) bool: the data's test set if it has one.
+        """Return a mask (N,) of the held-out samples. If the data has a test set, these are its samples.
 
-        Otherwise a sample is held out if the hash of its caption (without captions, of its name) is ``fold`` modulo
-        ``parts``. Equal captions stay together. Equal images with different captions do not, and neither do captions
+        Otherwise, a sample is held out if a hash of its caption (or of its name, if there are no captions) is ``fold``
+        modulo ``parts``. Equal captions stay together. Equal images with different captions may not, nor may captions
         that only differ after the maximum text length. If a small dataset has no such sample, the sample with the
         smallest hash is held out.
 
         Raises:
-            typer.BadParameter: all samples are held out, or the data's test part is empty.
+            typer.BadParameter: if all samples are held out, or the data's test set is empty.
         """
         keys = self.names if self.captions is None else self.captions
         found = self.tests
@@ -117,13 +117,13 @@ class Records:
 
     @property
     def digest(self) -> int:
-        """Hash the captions, labels and classes."""
+        """Hash of the captions, labels and classes."""
         return zlib.crc32(
             repr((self.captions, None if self.labels is None else self.labels.tolist(), self.classes)).encode()
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values that :meth:`from_json` reads."""
+        """Return JSON values that :meth:`from_json` can read."""
         arrays = {name: None if (a := getattr(self, name)) is None else a.tolist() for name in ("labels", "tests")}
         return {"names": self.names, "captions": self.captions, "classes": self.classes, **arrays}
 
@@ -137,5 +137,5 @@ class Records:
 
 
 def _mix(name: bytes) -> int:
-    """Hash a name. A CRC is linear, so all names of a numbered series could have the same last bits."""
+    """Return a hash of a name. A plain CRC is linear, so numbered names could all have the same last bits."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")

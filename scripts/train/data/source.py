@@ -1,4 +1,4 @@
-"""Data for generative training: the common options, and functions that open ``--data``."""
+"""Data for generative training, with its common options."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GenerativeTraining(Training):
 
     @property
     def train_sizes(self) -> tuple[int, ...]:
-        """Training sizes, in pixels; latents have fixed sizes."""
+        """Training sizes in pixels. Latents have fixed sizes."""
         return parse_mixed(self.mix_sizes, self.size, 1)
 
     @property
@@ -72,12 +72,12 @@ class Source:
     """Samples of a training run.
 
     Args:
-        values: what the model generates.
-        condition: the model's condition for each sample.
-        train, held_out: numbers of the samples.
+        values: values that the model learns to generate.
+        condition: condition of each sample.
+        train, held_out: indices of the training and held-out samples.
         digest: hash of the data.
-        latents: content of latents.json, if the values are latents.
-        num_train_sizes: number of training sizes, which are the first sizes of the values.
+        latents: content of latents.json if the values are latents, or None.
+        num_train_sizes: number of training sizes, which come first in the sizes of the values.
     """
 
     values: Values
@@ -94,22 +94,22 @@ class Source:
         return self.values.sizes[: self.num_train_sizes]
 
     def order(self, batch: int, seed: int) -> Steps:
-        """Return the samples of each step, all of one size and one bucket, for :meth:`train_batch`."""
+        """Return the steps for :meth:`train_batch`, in each of which all samples have the same size and bucket."""
         buckets = Buckets({size: [] for size in self.train_sizes}, self.values.buckets(self.train))
         return buckets.order(batch, seed)
 
     def train_batch(self, numbers: np.ndarray, draws: np.ndarray) -> tuple[Tensor, Any]:
-        """Return values and conditions of training samples; numbers from ``len(train)`` on stand for the next size."""
+        """Return the values and conditions of training samples. Numbers from ``len(train)`` on mean the next size."""
         turn = int(numbers[0]) // len(self.train)
         return self.batch(self.train[numbers % len(self.train)], self.train_sizes[turn], draws)
 
     @property
     def is_streamed(self) -> bool:
-        """True if worker processes prepare the batches on the CPU."""
+        """Whether worker processes prepare the batches on the CPU."""
         return isinstance(self.values, Decoded)
 
     def describe_held_out(self) -> str:
-        """Return how many samples are held out, by class if they have one."""
+        """Describe how many samples are held out, by class if they have classes."""
         numbers = np.concatenate([self.train, self.held_out])
         held_out = np.arange(len(numbers)) >= len(self.train)
         if isinstance(self.condition, Labels):
@@ -124,7 +124,7 @@ class Source:
             )
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> tuple[Tensor, Any]:
-        """Return values and conditions of these samples (see :meth:`.values.Values.batch`)."""
+        """Return the values and conditions of some samples; see :meth:`.values.Values.batch`."""
         return self.values.batch(indices, size, draws), self.condition.inputs(indices, self.values.device)
 
     def names(self, indices: np.ndarray) -> list[str]:
@@ -137,8 +137,8 @@ class Encoding(NamedTuple):
     """Encoders of the conditions.
 
     Args:
-        size: size of the caption encoder; class embeddings have the same width.
-        features: folder of ``train features``, instead of a caption encoder.
+        size: size of the caption encoder. Class embeddings have the same width.
+        features: output folder of ``train features``, to use instead of a caption encoder.
     """
 
     size: EncoderSize
@@ -146,7 +146,7 @@ class Encoding(NamedTuple):
 
 
 def make_condition(records: Records, encoding: Encoding) -> Condition:
-    """Return the condition of samples: their captions, their labels, or none."""
+    """Return the condition for records with captions, with labels, or without either."""
     size, features = encoding
     if features is not None:
         if records.captions is None:
@@ -174,7 +174,7 @@ def load_source(
         encoding: encoders of the conditions.
 
     Raises:
-        typer.BadParameter: data that can't be used.
+        typer.BadParameter: if the data can't be used.
     """
     path, split = config.data, config.split
     if (path / LATENTS).is_file():

@@ -1,4 +1,4 @@
-"""Pictures from webdataset shards and Hugging Face datasets, decoded on demand."""
+"""Images from webdataset shards and Hugging Face datasets, decoded on demand."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Streams = Sequence[Stream]
 
 
 def open_streamed(path: Path, condition: str, label: str) -> tuple[Records, Any, Any, int]:
-    """Open a stream. Return the records, functions that return an image and its height and width, and a hash.
+    """Open a stream. Return its records, functions that return images and their sizes, and a hash.
 
     Args:
-        condition: one of :data:`.records.CONDITIONS`. "auto": captions if the data has them,
-            otherwise classes if it has them.
-        label: field that holds the class. Default: .cls in shards, the ClassLabel of a dataset.
+        condition: one of :data:`.records.CONDITIONS`. "auto" uses captions if there are any, or else classes if there
+            are any.
+        label: field that contains the class. The default is .cls in shards, or the ClassLabel of a dataset.
 
     Raises:
-        typer.BadParameter: no images.
+        typer.BadParameter: if there are no images.
     """
     train, test = open_source(path)
     sources = [train] if test is None else [train, test]

@@ -1,7 +1,7 @@
-"""Samples that are read on demand: webdataset shards, Hugging Face datasets, and folders of files.
+"""Samples that are read on demand from webdataset shards, Hugging Face datasets, and folders of files.
 
-Every source knows the number and the location of its samples. The order of the samples therefore depends only on (seed,
-step, process), and a run can resume at any step without reading earlier samples.
+Every source knows how many samples it has and where each of them is. The order of the samples therefore only depends on
+(seed, step, process), and a run can resume at any step without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StreamError(typer.BadParameter):
 
 
 class Source(Protocol):
-    """Samples by number, as dictionaries of fields: image, label, caption, and other fields by name."""
+    """Samples by index. Each is a dictionary with the fields image, label and caption, and other fields by name."""
 
     @property
     def fields(self) -> set[str]:
@@ -53,19 +53,19 @@ class Source(Protocol):
     def read(self, index: int) -> dict[str, Any]: ...
 
     def measure(self, index: int) -> tuple[int, int]:
-        """Return height and width of the image, without decoding it."""
+        """Return the height and width of a sample's image, without decoding it."""
         ...
 
     def locate(self, index: int) -> str:
-        """Return where the sample is, for an error message."""
+        """Describe where a sample is, for an error message."""
         ...
 
     def list_keys(self) -> list[str]:
-        """Return a name for each sample that stays the same when samples are added."""
+        """Return a name for each sample, which stays the same when samples are added."""
         ...
 
     def list_values(self, name: str) -> list[Any]:
-        """Return a field of every sample."""
+        """Return the values of a field for all samples."""
         ...
 
     def class_names(self, name: str) -> tuple[str, ...] | None:
@@ -73,17 +73,17 @@ class Source(Protocol):
         ...
 
     def hash_content(self) -> int:
-        """Hash the names and sizes of the samples."""
+        """Return a hash of the names and sizes of the samples."""
         ...
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Some samples of a source.
+    """Subset of a source's samples.
 
     Args:
-        source: the samples.
-        indices: numbers of the samples in this stream.
+        source: source of the samples.
+        indices: indices of the samples in this stream.
     """
 
     source: Source
@@ -96,12 +96,12 @@ class Stream:
         """Return a sample.
 
         Raises:
-            DataError: the sample can't be read; the message says where it is.
+            DataError: if the sample can't be read. The message says where it is.
         """
         return self._try(self.source.read, index)
 
     def measure(self, index: int) -> tuple[int, int]:
-        """Return height and width of the image of a sample."""
+        """Return the height and width of a sample's image."""
         return self._try(self.source.measure, index)
 
     def _try(self, function: Callable[[int], T], index: int) -> T:
@@ -116,12 +116,12 @@ class Stream:
 
     @property
     def digest(self) -> int:
-        """Hash the names and sizes of the samples."""
+        """Return a hash of the names and sizes of the samples."""
         return zlib.crc32(self.indices.astype(np.int64).tobytes(), self.source.hash_content())
 
 
 def open_image(content: bytes | Path | Image.Image) -> Image.Image:
-    """Return an RGB image, upright; transparent pixels become white."""
+    """Read an image as upright RGB, with transparent pixels in white."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
@@ -133,7 +133,7 @@ def open_image(content: bytes | Path | Image.Image) -> Image.Image:
 
 
 def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
-    """Return height and width of an image, upright, without decoding it."""
+    """Return the height and width of an upright image, without decoding it."""
     image = content if isinstance(content, Image.Image) else Image.open(
         io.BytesIO(content) if isinstance(content, bytes) else content
     )  # fmt: skip
@@ -149,7 +149,7 @@ def measure_image(content: bytes | Path | Image.Image) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Index of a tar: ``offsets`` and ``sizes`` (samples, fields) in bytes, -1 where a sample lacks a field."""
+    """Index of a tar, with ``offsets`` and ``sizes`` (samples, fields) in bytes, or -1 if a sample lacks a field."""
 
     path: Path
     keys: list[str]
@@ -162,7 +162,7 @@ class Shard:
         return self.offsets[sample, self.fields.index(name)] >= 0
 
     def read(self, sample: int, name: str, file: Any = None) -> bytes:
-        """Return the bytes of a field. file: the tar, if it is open."""
+        """Return the bytes of a field. If the tar is already open, pass it as ``file``."""
         offset, size = (int(table[sample, self.fields.index(name)]) for table in (self.offsets, self.sizes))
         with nullcontext(file) if file else self.path.open("rb") as opened:
             opened.seek(offset)
@@ -173,10 +173,10 @@ class Shard:
 
 
 def index_shard(path: Path, cache: Path | None = None) -> Shard:
-    """Find the samples of a tar. cache: folder for indices, shared by runs.
+    """Find the samples of a tar. ``cache`` is a folder for indices, which runs share.
 
     Raises:
-        StreamError: the tar is damaged or incomplete; the message names the last complete sample.
+        StreamError: if the tar is damaged or incomplete. The message names the last complete sample.
     """
     stat = path.stat()
     name = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {INDEX}"
@@ -239,14 +239,14 @@ def _scan(path: Path) -> Shard:
 
 
 def _where(name: str) -> str:
-    """Return where shards store a field, for an error message."""
+    """Describe where shards store a field, for an error message."""
     if name == "caption":
         return "a caption in .txt"
     return "a class in .cls, or --label and that field in .json"
 
 
 class ShardSource:
-    """Samples of webdataset tars: NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy form the sample NAME."""
+    """Samples of webdataset tars, in which NAME.jpg, NAME.cls, NAME.txt, NAME.json and NAME.npy form a sample."""
 
     def __init__(self, paths: Sequence[Path], cache: Path | None = None) -> None:
         self.shards = [index_shard(path, cache) for path in paths]
@@ -331,9 +331,9 @@ class ShardSource:
 
 
 def find_shards(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the training and test tars of a folder, a tar, or a pattern such as train-{000..009}.tar.
+    """Find the training and test tars of a folder, a tar, or a pattern such as train-{000..009}.tar.
 
-    In a folder, shards whose names begin with val, validation or test are test shards.
+    In a folder, shards whose names start with val, validation or test are test shards.
     """
     from webdataset.shardlists import expand_urls
 
@@ -419,7 +419,7 @@ class HubSource:
 
 
 def open_hub(name: str) -> tuple[Source, Source | None]:
-    """Return the training and test splits of a save_to_disk folder, a folder of parquet files, or a hub name."""
+    """Open the training and test splits of a save_to_disk folder, a folder of parquet files, or a hub name."""
     import datasets
 
     try:
@@ -440,7 +440,7 @@ def open_hub(name: str) -> tuple[Source, Source | None]:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Image files, the numbers of their classes, and the names of all classes."""
+    """Image files, with their class numbers and the names of all classes."""
 
     files: list[Path]
     labels: list[int]
@@ -484,7 +484,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class LabelledStream:
-    """A stream, and the class number of each sample, (N,) int64."""
+    """Stream with the class number of each sample, int64 (N,)."""
 
     stream: Stream
     classes: np.ndarray
@@ -493,7 +493,7 @@ class LabelledStream:
         return len(self.stream)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """Return the image and the class of a sample."""
+        """Return a sample's image and class."""
         return self.stream[index]["image"], int(self.classes[index])
 
     @property
@@ -504,7 +504,7 @@ class LabelledStream:
 def number_classes(
     train: Stream, test: Stream, label: str
 ) -> tuple[LabelledStream, LabelledStream, int, tuple[str, ...]]:
-    """Return both streams with the classes in a field, the number of classes, and their names if they are known.
+    """Return both streams with classes from a field, the number of classes, and their names if known.
 
     Class names are sorted, unless the data assigns numbers to them.
     """
@@ -527,7 +527,7 @@ def number_classes(
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether :func:`open_source` reads this: shards, or a Hugging Face dataset."""
+    """Return whether :func:`open_source` can read a path, which requires shards or a Hugging Face dataset."""
     if path.is_dir():
         markers = ("dataset_dict.json", "state.json")
         return (
@@ -539,7 +539,7 @@ def is_stream(path: Path) -> bool:
 
 
 def open_source(path: Path) -> tuple[Source, Source | None]:
-    """Return the training samples, and the test samples if the data separates them."""
+    """Open the training samples, and the test samples if the data separates them."""
     if str(path).startswith(HUB):
         return open_hub(str(path).removeprefix(HUB))
     if path.is_dir() and not any(path.glob("*.tar")):
@@ -550,12 +550,12 @@ def open_source(path: Path) -> tuple[Source, Source | None]:
 
 
 def hold_out(keys: Sequence[str], parts: int) -> np.ndarray:
-    """Return which samples are held out for testing, (N,) bool: the hash of their name is 0 modulo ``parts``."""
+    """Return a mask (N,) of the samples to hold out for testing, whose hash is 0 modulo ``parts``."""
     return np.array([zlib.crc32(key.encode()) % parts == 0 for key in keys], bool)
 
 
 def split_source(source: Source, test: Source | None, parts: int) -> tuple[Stream, Stream]:
-    """Return the training and test streams. Without a test source, one sample in ``parts`` is held out."""
+    """Return the training and test streams. Without a test source, one in ``parts`` samples is held out."""
     if test is not None:
         return Stream(source, np.arange(len(source))), Stream(test, np.arange(len(test)))
     held_out = hold_out(source.list_keys(), parts)

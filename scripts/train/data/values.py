@@ -1,4 +1,4 @@
-"""Values that a diffusion model is trained on: pixels, latents, or clips of either."""
+"""Values that a diffusion model learns to generate: pixels, latents, or clips of either."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Values(Protocol):
     """Interface of the values.
 
     Attributes:
-        sizes: height and width in pixels, or the square root of their product: the training sizes, then possibly a
-            larger test size.
+        sizes: training sizes, possibly followed by a larger test size. A size is the square root of height · width, in
+            pixels.
         channels: number of channels of a sample.
         device: device of the batches.
     """
@@ -45,28 +45,28 @@ class Values(Protocol):
     def device(self) -> torch.device: ...
 
     def buckets(self, indices: np.ndarray) -> np.ndarray:
-        """Return the bucket of each sample. Samples in a bucket have the same shape."""
+        """Return the bucket of each sample. All samples in a bucket have the same shape."""
         ...
 
     def shape(self, size: int, bucket: int = 0) -> tuple[int, ...]:
-        """Return ([frames,] height, width) of the samples of a bucket at a size."""
+        """Return the shape ([frames,] height, width) of a bucket's samples at a size."""
         ...
 
     def batch(self, indices: np.ndarray, size: int, draws: np.ndarray | None = None) -> Tensor:
-        """Return samples of one bucket, (B, channels, [frames,] height, width), float32.
+        """Return samples of one bucket as float32 (B, channels, [frames,] height, width).
 
-        draws: (B,) int64, which determine the augmentation; None: no augmentation, and the mean of latents.
+        The random numbers ``draws`` (B,) determine the augmentation. None disables it, and uses the mean of latents.
         """
         ...
 
 
 def mirrored(draws: np.ndarray) -> np.ndarray:
-    """Return which samples are mirrored, according to their draws."""
+    """Return a mask of the samples to mirror, based on their random numbers."""
     return draws % 2 == 1
 
 
 def resize(images: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Resize uint8 (N, 3, H, W) to (N, 3, *shape), bicubically."""
+    """Resize uint8 images (N, 3, H, W) to (N, 3, *shape), bicubically."""
     if images.shape[2:] == shape:
         return images
     parts = [F.interpolate(p.float(), size=shape, mode="bicubic", antialias=True) for p in images.split(256)]
@@ -78,7 +78,8 @@ class Pixels:
     """Images of one shape in memory.
 
     Args:
-        images: uint8 (N, 3, height, width) for each size, on the device. flip: mirror half of the training samples.
+        images: uint8 images (N, 3, height, width) for each size, on the device.
+        flip: whether to mirror half of the training samples.
     """
 
     images: dict[int, Tensor]
@@ -116,7 +117,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class BucketedPixels:
-    """Images of several shapes in memory. parts: the images of each bucket."""
+    """Images of several shapes in memory. ``parts`` contains the images of each bucket."""
 
     parts: list[Pixels]
     assignment: Buckets
@@ -156,7 +157,7 @@ def load_pixels(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images that worker processes decode on the CPU, on demand."""
+    """Images that worker processes decode on demand, on the CPU."""
 
     pictures: Pictures
     assignment: Buckets
@@ -190,30 +191,31 @@ class Decoded:
 
 
 def array_name(name: str, size: int, bucket: int, is_bucketed: bool) -> str:
-    """Return the file of the latents of a bucket at a size."""
+    """Return the file name of a bucket's latents at a size."""
     return f"{name}-{size}-{bucket}.npy" if is_bucketed else f"{name}.npy"
 
 
 def read_records(path: Path) -> Records:
-    """Return the records of a latents folder, for images or videos."""
+    """Read the records of a folder of latents, for images or videos."""
     return Records.from_json(read_json(path / RECORDS))
 
 
 class Latents:
-    """Latents written by ``train latents``, memory-mapped.
+    """Memory-mapped latents that ``train latents`` wrote.
 
     Args:
-        path: the folder. flip: mirror half of the training samples; the folder must have been written with --flip.
+        path: folder of the latents.
+        flip: whether to mirror half of the training samples. The folder must have been written with --flip.
         device: device of the batches.
 
     Attributes:
         about: content of latents.json.
         records: records of the images or videos.
-        lengths: number of frames of each video; None for images.
-        assignment: buckets of the images or frames, with their shapes in pixels.
+        lengths: number of frames of each video, or None for images.
+        assignment: buckets of the images or frames, with shapes in pixels.
 
     Raises:
-        typer.BadParameter: a damaged folder, or --flip without mirrored latents.
+        typer.BadParameter: for a damaged folder, or --flip without mirrored latents.
     """
 
     def __init__(self, path: Path, flip: bool, device: torch.device) -> None:
@@ -247,7 +249,7 @@ class Latents:
             ) from error
 
     def _array(self, file: str, bucket: int, shape: Shape) -> np.ndarray:
-        """Return an array (N, 1 or 2 views, C, h, w)."""
+        """Map an array (N, 1 or 2 views, C, h, w) of a bucket into memory."""
         factor, number = self.about["factor"], int((self.assignment.of == bucket).sum())
         found = self._load(file)
         wanted = (number, 1 + self.about["flip"], self.about["channels"], *(n // factor for n in shape))
@@ -291,7 +293,7 @@ class Latents:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips of ``length`` frames: every ``every``-th frame, beginning with ``starts``."""
+    """Clips with ``length`` frames each, made from every ``every``-th frame from one of ``starts`` on."""
 
     frames: Pixels | BucketedPixels | Latents
     starts: np.ndarray
@@ -324,7 +326,7 @@ class Clips:
 
 
 def hash_data(parts: Sequence[Tensor], records: Records) -> int:
-    """Hash the training data. parts: the images of each bucket."""
+    """Return a hash of the training data. ``parts`` contains the images of each bucket."""
     value = 0
     for images in parts:
         value = zlib.crc32(images.numpy().tobytes(), value)

@@ -1,4 +1,4 @@
-"""Video files for training, as small frames in memory, cut into segments, with labels from the order of the frames.
+"""Videos for training, as small frames in memory that are cut into segments, with labels from the frames' order.
 
 Training and test clips come from different segments with a gap between them, so no frame is in both.
 """
@@ -41,7 +41,7 @@ class VideoError(typer.BadParameter):
 
 
 def find_videos(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, and the videos in the folders, in the order of their names."""
+    """Return the video files among the paths and in their folders, in the order of their names."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -63,7 +63,7 @@ def find_videos(paths: Sequence[Path]) -> list[Path]:
 
 
 def decoder(name: str | None = None) -> str:
-    """Return an installed decoder."""
+    """Return the name of an installed decoder."""
     names = [name] if name else DECODERS
     for each in names:
         if importlib.util.find_spec(DECODERS[each]):
@@ -75,9 +75,9 @@ def decoder(name: str | None = None) -> str:
 
 
 def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) -> Tensor:
-    """Decode all frames of a file, cropped to their central part: uint8 (F, 3, height, width), RGB.
+    """Decode all frames of a file, cropped to their central part, as RGB in uint8 (F, 3, height, width).
 
-    size: height and width, or one number for both.
+    ``size`` is the height and width, or one number for both.
     """
     shape = (size, size) if isinstance(size, int) else size
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder(with_)](path, shape)
@@ -94,7 +94,7 @@ def decode(path: Path, size: int | tuple[int, int], with_: str | None = None) ->
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """Return height and width of the frames of a file."""
+    """Return the height and width of a file's frames."""
     frames = {"pyav": _pyav, "opencv": _opencv}[decoder()](path, None)
     next(frames)
     for frame in frames:
@@ -103,7 +103,7 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def _scaled(height: int, width: int, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the smallest height and width, in the same proportions, that cover a shape; None keeps the size."""
+    """Return the smallest size with the same proportions that covers a shape. None keeps the size."""
     if shape is None:
         return height, width
     factor = max(shape[0] / height, shape[1] / width)
@@ -116,7 +116,7 @@ def _crop(frame: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the number of frames in the file's header (0 if unknown), then the frames."""
+    """Yield the number of frames according to the file's header (0 if unknown), and then the frames."""
     import av  # pyright: ignore[reportMissingImports]
     from av.error import FFmpegError  # pyright: ignore[reportMissingImports]
 
@@ -137,7 +137,7 @@ def _pyav(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 
 def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
-    """Decode with OpenCV, like :func:`_pyav`."""
+    """Yield the same as :func:`_pyav`, decoded with OpenCV."""
     import cv2  # pyright: ignore[reportMissingImports]
 
     before = os.environ.get("OPENCV_FFMPEG_CAPTURE_OPTIONS")
@@ -163,7 +163,7 @@ def _opencv(path: Path, shape: tuple[int, int] | None) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Frames from start to stop - 1, for training or held out."""
+    """Frames from start to stop - 1, either for training or held out."""
 
     start: int
     stop: int
@@ -172,23 +172,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Footage:
-    """Concatenated videos. frames: uint8 (F, 3, S, S)."""
+    """Concatenated videos, with all frames as uint8 (F, 3, S, S)."""
 
     frames: Tensor
     segments: tuple[Segment, ...]
 
     @property
     def digest(self) -> int:
-        """Hash the training and test data."""
+        """Hash of the training and test data."""
         return zlib.crc32(repr(self.segments).encode(), zlib.crc32(self.frames.cpu().numpy().tobytes()))
 
     def starts(self, span: int, *, held_out: bool) -> np.ndarray:
-        """Return the first frames of all clips of ``span`` frames within one segment."""
+        """Return the first frames of all clips of ``span`` frames that lie within a segment."""
         parts = [np.arange(s.start, s.stop - span + 1) for s in self.segments if s.held_out == held_out]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def clips(self, starts: Tensor, frames: int, every: int, size: int) -> Tensor:
-        """Return the clips at ``starts`` (B,) as float (B, 3, frames, size, size) in [-1, 1]."""
+        """Return the clips from ``starts`` (B,) on, as floats (B, 3, frames, size, size) in [-1, 1]."""
         index = starts[:, None] + every * torch.arange(frames, device=starts.device)
         x = self.frames[index.flatten().to(self.frames.device)].float()
         if x.shape[-1] != size:
@@ -197,9 +197,9 @@ class Footage:
 
 
 def segments(lengths: Sequence[int], segment: int, parts: int, fold: int, gap: int) -> tuple[Segment, ...]:
-    """Cut videos into segments. Every ``parts``-th segment is held out, beginning with the ``fold``-th.
+    """Cut videos into segments. Every ``parts``-th segment is held out, starting with the ``fold``-th.
 
-    A training segment ends ``gap`` frames before a held-out one and begins ``gap`` frames after it.
+    Training segments end ``gap`` frames before a held-out one, and start again ``gap`` frames after it.
     """
     found, first, number = [], 0, 0
     for length in lengths:
@@ -221,11 +221,11 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
     """Reject videos whose segments contain no training clip or no held-out clip.
 
     Args:
-        lengths, segment, parts, fold, gap: of :func:`segments`. A held-out clip has ``gap`` frames.
-        span: frames of a training clip.
+        lengths, segment, parts, fold, gap: arguments of :func:`segments`. A held-out clip has ``gap`` frames.
+        span: number of frames in a training clip.
 
     Raises:
-        VideoError: with the nearest --segment that works, if there is one.
+        VideoError: for such videos, with the nearest possible --segment if there is one.
     """
 
     def works(segment: int) -> bool:
@@ -247,7 +247,7 @@ def check_segments(lengths: Sequence[int], segment: int, parts: int, fold: int, 
 
 
 def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
-    """Return path, bytes and modification time of each file."""
+    """Return the path, size in bytes and modification time of each file."""
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in ((path, path.stat()) for path in paths))
 
 
@@ -255,9 +255,9 @@ def describe_files(paths: Sequence[Path]) -> tuple[tuple[Path, int, int], ...]:
 def decode_all(
     videos: tuple[tuple[Path, int, int], ...], size: int, cache: Path | None
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """Decode all frames, and count the frames of each video. The result is cached until a file changes.
+    """Return all decoded frames and each video's number of frames. The result is cached until a file changes.
 
-    videos: result of :func:`describe_files`.
+    ``videos`` is a result of :func:`describe_files`.
     """
     console, with_ = Console(stderr=True), decoder()
     shown = track(videos, "decoding videos", console=console, transient=True, disable=not console.is_terminal)
@@ -294,13 +294,13 @@ def load_footage(
 
 @dataclass(frozen=True)
 class Task:
-    """Task whose label is the order of a clip's frames.
+    """Task of predicting the order of a clip's frames.
 
     Args:
         num_classes: number of labels.
-        order: function of (label, frames) that returns the order of the clip's frames.
+        order: function (label, frames) that returns the order of the clip's frames.
         multiple: divisor of the number of frames.
-        source: description and reference, for the help.
+        source: description and reference, for the help text.
     """
 
     num_classes: int
@@ -325,7 +325,7 @@ TASKS = {
 
 
 def ordered(x: Tensor, labels: Tensor, task: Task) -> Tensor:
-    """Return clips (B, 3, T, ...) with their frames in the order of their labels."""
+    """Put the frames of clips (B, 3, T, ...) in the orders that their labels define."""
     table = sent(np.array([task.order(label, x.shape[2]) for label in range(task.num_classes)]), x.device)
     index = table[labels.to(x.device)]
     return x[torch.arange(len(x), device=x.device)[:, None], :, index].transpose(1, 2)

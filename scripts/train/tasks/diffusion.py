@@ -3,10 +3,10 @@
     lrpe-md train diffusion --data emoji64.zip --out runs/emoji --encoding rotate --precision bf16
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train diffusion --data FOLDER --out runs/mine --size 64 --patch 4
 
-Writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the folder of
-the run; the same command resumes an interrupted run. `lrpe-md train sample` draws your own prompts or classes.
-For emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and text
-next to its folder img/google/64.
+The command writes checkpoint.pt, history.csv, result.json, samples.npz, samples.png and, for captions, words.txt to the
+run's folder. Run it again to resume an interrupted run. Use `lrpe-md train sample` to draw your own prompts or classes.
+To get emoji with their names, run ``npm pack emoji-datasource-google``, and put a metadata.jsonl with file_name and
+text next to its folder img/google/64.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DiffusionTraining(GenerativeTraining):
     Cost: 20.9 M parameters, 256 patches per image at 32×32. 2,500 steps take three to five minutes on an H200 shared by
     five runs.
 
-    Expect: an initial loss of 1 + the images' mean square (1.66 for emoji), because the model outputs zero at first.
+    Expect: an initial loss of 1 plus the images' mean square (1.66 for emoji), because the model outputs zero at first.
     The final loss on held-out captions is 0.141 to 0.146 (linear attention: 0.171 to 0.175, without positions: 0.303).
     The held-out loss uses the same times and noise for every encoding.
     """
@@ -195,7 +195,7 @@ class DiffusionTraining(GenerativeTraining):
 
     @cached_property
     def num_axes(self) -> int:
-        """3 for videos, 2 for images."""
+        """Number of axes, 3 for videos and 2 for images."""
         is_video = is_footage(self.data) if self.latents is None else self.latents["lengths"] is not None
         return 3 if is_video else 2
 
@@ -209,7 +209,7 @@ class DiffusionTraining(GenerativeTraining):
 
 
 def size_of(name: str) -> dict[str, int]:
-    """Return the options of a published size."""
+    """Return the options for a published size."""
     size, _, patch = name.partition("/")
     choose("--model", [size], SIZES)
     if not patch.isdecimal() or not int(patch):
@@ -229,7 +229,7 @@ def model_arguments(config: DiffusionTraining) -> dict[str, Any]:
 
 
 def build(config: DiffusionTraining, source: Source | None = None) -> DiT:
-    """Build the model for this data (None means captioned images)."""
+    """Build the model for a data source. None means captioned images."""
     if source is None:
         encoder = build_encoder(Captions((), config.text_encoder).settings)
     else:
@@ -251,13 +251,13 @@ def open_source(config: DiffusionTraining, device: torch.device) -> Source:
 
 
 def batch(config: DiffusionTraining, source: Source, indices: np.ndarray, draws: np.ndarray) -> tuple[Any, ...]:
-    """Return values, conditions, and which samples lose their condition."""
+    """Return values, conditions, and a mask of the samples that lose their condition."""
     x, text = source.train_batch(indices, draws)
     return x, text, None if text is None else sent(draws / 2**63 < config.drop_text, source.values.device)
 
 
 def patches(config: DiffusionTraining) -> int:
-    """Count the patches in a step, at the first size."""
+    """Return the number of patches in a step, at the first size."""
     side = config.size if config.latents is None else int(next(iter(config.latents["shapes"])))
     side //= 1 if config.latents is None else config.latents["factor"]
     frames = config.frames if config.num_axes == 3 else 1
@@ -339,7 +339,7 @@ def prepare(config: DiffusionTraining, device: torch.device) -> Work:
 
 
 def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
-    """Let sampling call a sharded model's methods besides ``forward``."""
+    """Allow sampling to call methods of a sharded model other than ``forward``."""
     if config.sharding == "fsdp":
         from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -348,7 +348,7 @@ def allow_sampling(config: DiffusionTraining, trainer: Trainer) -> None:
 
 
 def show(config: DiffusionTraining, evaluation: Evaluation, trainer: Trainer, name: str) -> None:
-    """Write samples as NAME.npz and NAME.png, in the first process."""
+    """Write samples to NAME.npz and NAME.png, in the first process."""
     allow_sampling(config, trainer)
     captions, columns = evaluation.draw(
         trainer.averaged, config.sampling, config.samples, trainer.accelerator.autocast

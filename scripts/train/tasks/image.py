@@ -10,14 +10,14 @@
 DATA is one of:
 - a folder with the four idx files of Fashion-MNIST (Debian's package dataset-fashion-mnist, 31 MB: ``apt-get download``
   and ``dpkg -x``) or MNIST
-- a folder CLASS/*.png, of which one image in 5 is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
+- a folder CLASS/*.png, of which one in 5 images is held out for tests, or train/CLASS/*.png and val/CLASS/*.png
 - with ``--label``, images and a metadata.jsonl with file_name and that field
 - webdataset shards: a folder, or a pattern such as train-{000..099}.tar
 - a Hugging Face dataset: a save_to_disk folder, a folder of parquet files, or hf:OWNER/NAME
 - with ``--dataset``, the root of a downloaded timm dataset
 
-Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same command resumes
-an interrupted run.
+The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's folder. Run it again to
+resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from ..work import Work, train
 
 
 def parse_sizes(text: str, by: int) -> list[tuple[int, int]]:
-    """Return heights and widths: "20,28x40" → [(20, 20), (28, 40)]."""
+    """Parse heights and widths, such as [(20, 20), (28, 40)] from "20,28x40"."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         sides = part.split("x")
@@ -178,7 +178,7 @@ class ImageTraining(Training):
         self.check_encoding(partial(build, self), {**shape_arguments(self), "in_chans": 3, "num_classes": 2})
 
     def _choose_sizes(self) -> None:
-        """Replace the defaults that depend on the data and the model."""
+        """Replace default values that depend on the data and the model."""
         is_small = not self.model and not self.dataset and is_idx(self.data)
         own = find_patch(self.model) if self.model else 0
         if own:
@@ -210,7 +210,7 @@ class ImageTraining(Training):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Test sizes, beginning with the training size."""
+        """Test sizes, starting with the training size."""
         return list(dict.fromkeys([(self.size, self.size), *parse_sizes(self.test_sizes, self.patch)]))
 
 
@@ -218,7 +218,7 @@ def find_patch(name: str) -> int:
     """Return the patch size of a timm vision transformer.
 
     Raises:
-        typer.BadParameter: timm has no such model, or it is not a vision transformer.
+        typer.BadParameter: if timm has no such model, or it is not a vision transformer.
     """
     known, architecture = list_models(), name.partition(".")[0]
     if architecture not in known:
@@ -239,7 +239,7 @@ def find_patch(name: str) -> int:
 
 
 def shape_arguments(config: ImageTraining) -> dict[str, Any]:
-    """Return the arguments of the model that do not depend on the data."""
+    """Return the model's arguments that do not depend on the data."""
     encoding = IMAGES.arguments(config.encoding, config.attention)
     if config.reference:
         encoding["reference"] = config.reference // config.patch
@@ -257,16 +257,16 @@ def model_arguments(config: ImageTraining, data: Labelled) -> dict[str, Any]:
 
 
 def build(config: ImageTraining, arguments: dict[str, Any] | None = None, **more: Any) -> LrpeVisionTransformer:
-    """Return the model of a training run. more: additional arguments."""
+    """Build the model of a training run, with additional arguments ``more``."""
     return build_model({**(arguments or {}), **more}, keep_table=bool(config.weights))
 
 
 def build_model(arguments: dict[str, Any], *, keep_table: bool = False) -> LrpeVisionTransformer:
-    """Return our ViT, or a timm model with the encoding.
+    """Build an LRPE ViT, or a timm model with the encoding.
 
     Args:
-        arguments: arguments of the model; ``model`` names a timm model, and ``reference`` is the model's attribute.
-        keep_table: keep the position table of a timm model, because the initial weights were trained with it.
+        arguments: arguments of the model. ``model`` names a timm model, and ``reference`` sets the model's attribute.
+        keep_table: whether to keep a timm model's position table, because the initial weights were trained with it.
     """
     given = dict(arguments)
     reference = given.pop("reference", None)
@@ -311,10 +311,10 @@ def load(path: Path, size: int, dataset: str, limit: int, label: str, without: s
 
 
 def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Buckets:
-    """Sort training images into buckets by their aspect ratio.
+    """Sort training images into buckets by aspect ratio.
 
     Raises:
-        typer.BadParameter: --max-ratio for images that were cropped to squares.
+        typer.BadParameter: for --max-ratio with images that are cropped to squares.
     """
     if config.max_ratio == 1:
         return config.train_sizes.sort(np.ones((len(train), 2)))
@@ -330,9 +330,9 @@ def sort_images(config: ImageTraining, train: Images | LabelledStream) -> Bucket
 def batch(
     config: ImageTraining, data: tuple[Images, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored according to their draws, and labels (B,).
+    """Return images (B, C, height, width) in [-1, 1], shifted and mirrored randomly, and labels (B,).
 
-    numbers: those of the samples (see :meth:`.buckets.Buckets.locate`).
+    ``numbers`` come from :meth:`.buckets.Buckets.order`. ``draws`` are random numbers.
     """
     train, buckets = data
     indices, shape = buckets.locate(numbers)
@@ -344,7 +344,7 @@ def batch(
 def augmented_batch(
     config: ImageTraining, data: tuple[Images | LabelledStream, Buckets], numbers: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return images like :func:`batch`, decoded and augmented on the CPU, as uint8."""
+    """Return the same as :func:`batch`, but with images that are decoded and augmented on the CPU, as uint8."""
     train, buckets = data
     indices, shape = buckets.locate(numbers)
     x, labels = read_batch(train, transform_of(shape, config.augment, config.crop), indices, draws)
@@ -389,7 +389,7 @@ def build_mixup(config: ImageTraining, num_classes: int) -> Mixup | None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: Any) -> float:
-    """Return the accuracy in %, on images resized to ``size``."""
+    """Return the accuracy in % on images that are resized to ``size``."""
     right = torch.zeros((), dtype=torch.int64, device=test.labels.device)
     for x, labels in zip(test.images.split(500), test.labels.split(500), strict=True):
         with autocast():
@@ -398,7 +398,7 @@ def accuracy(model: nn.Module, test: Images, size: tuple[int, int], autocast: An
 
 
 def evaluate(config: ImageTraining, test: Images, trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return the accuracy at all sizes, for each way to place tokens (see :func:`.outcome.placements`)."""
+    """Return the accuracies at all sizes, for each way to place tokens; see :func:`.outcome.placements`."""
     model: Any = trainer.averaged
     results = {}
     for positions in placements(model):

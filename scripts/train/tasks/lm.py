@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train lm --data TEXT --out runs/lm                on four GPUs
     lrpe-md train sample runs/lm --prompt "**ROMEO**"
 
-TEXT is a file, or a folder of .txt and .md files. docs/text.md says how to get Shakespeare's plays.
-Writes checkpoint.pt, history.csv, evaluation.csv (bits per byte, also at longer lengths) and result.json. The same
-command resumes an interrupted run.
+TEXT is a file, or a folder of .txt and .md files. docs/text.md says how to get Shakespeare's plays. The command writes
+checkpoint.pt, history.csv, result.json and evaluation.csv (bits per byte, also at longer lengths) to the run's folder.
+Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LmTraining(Training):
     Cost: 9.5 M parameters. 1,000 steps of 64 windows of 512 bytes are 2e15 floating-point operations. They take less
     than a minute on an H200, with two or three other runs on it.
 
-    Expect: 1.85 bits per byte on Shakespeare's plays at the training length; for longer texts, see
+    Expect: 1.85 bits per byte on Shakespeare's plays at the training length. For longer texts, see
     docs/results/ablate-lm.md.
     """
 
@@ -139,7 +139,7 @@ class LmTraining(Training):
 
     @property
     def architecture(self) -> dict[str, int]:
-        """Sizes of the model. The width of its MLP and the number of key heads follow from --dim and --heads."""
+        """Sizes of the model, whose MLP width and number of key heads follow from --dim and --heads."""
         base = SIZES[self.size]
         dim, heads = self.dim or base["dim"], self.heads or base["num_heads"]
         return {
@@ -175,10 +175,10 @@ class LmTraining(Training):
 
 
 def rescale(model: nn.Module, scaling: str, factor: float, trained: int, encoding: str) -> None:
-    """Scale the frequencies of a model or encoding in place.
+    """Rescale the frequencies of a model or encoding in place.
 
     Raises:
-        typer.BadParameter: the encoding does not support the scaling.
+        typer.BadParameter: if the encoding does not support the scaling.
     """
     if encoding == "none":
         raise typer.BadParameter(f"--scaling {scaling}: {UNSCALED}")
@@ -203,7 +203,7 @@ def scaled_groups(model: nn.Module, config: LmTraining) -> list[dict[str, Any]]:
 
 
 def batch(config: LmTraining, text: Tensor, indices: np.ndarray, draws: np.ndarray) -> Tensor:
-    """Return windows (B, length + 1), int64."""
+    """Return windows of the text, int64 (B, length + 1)."""
     offsets = torch.arange(config.length + 1, device=text.device)
     return text[sent(indices, text.device)[:, None] + offsets].long()
 
@@ -266,9 +266,9 @@ run = partial(train, prepare)
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: CausalLm, text: Tensor, length: int, limit: int = EVAL_BYTES) -> Tensor:
-    """Return the bits at each position, (length,), averaged over adjacent windows in the first ``limit`` bytes.
+    """Return the bits (length,) at each position, averaged over adjacent windows of the first ``limit`` bytes.
 
-    Lengths that divide the limit are measured on the same bytes.
+    All lengths that divide the limit are measured on the same bytes.
     """
     count = max(min(limit, len(text) - 1) // length, 1)
     starts = torch.arange(count, device=text.device) * length
@@ -292,9 +292,10 @@ def measure(
     accelerator: Accelerator, model: CausalLm, text: Tensor, trained: int, lengths: tuple[int, ...],
     scaling: str | None = None, limit: int = EVAL_BYTES,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the bits per byte at each length (first 0, last length), and at the longest between two positions.
+    """Return the bits per byte at each length, and at the longest length also for ranges of positions.
 
-    A scaling stretches by length / training length if that exceeds 1.
+    A row for a complete length has first 0 and last ``length``. A scaling stretches by length / training length if that
+    exceeds 1.
     """
     rows = []
     text = text.to(accelerator.device)
@@ -324,7 +325,7 @@ def sample_text(
     state: dict[str, Any], prompts: list[str], seed: int, device: torch.device, *, tokens: int, temperature: float,
     top_p: float, scaling: str | None,
 ) -> None:  # fmt: skip
-    """Continue prompts with the model of a checkpoint, and print them."""
+    """Continue prompts with a checkpoint's model, and print the texts."""
     model, trained = restore(build_model(state["settings"]), state), state["settings"]["length"]
     if not all(prompts):
         raise typer.BadParameter("--prompt: expected text to continue, got ''; leave it out to start with a new line")

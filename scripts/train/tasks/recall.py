@@ -1,17 +1,18 @@
-"""Train a small video model on associative recall: which value goes with this key, or was written at that place?
+"""Train a small video model on associative recall, which asks for values by key or by place.
 
     lrpe-md train recall --out runs/recall --attention delta --encoding rotate
     lrpe-md train recall --out runs/recall --data 16x8x8 --depth 4 --attention delta,delta,delta,softmax
 
-Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a dataset.
-Every token sees its own frame and earlier ones. Loss and accuracy only count tokens that ask. The model is trained at
-one size and tested there, at 2, 4 and 8 times the frames, and at twice the height and width.
+Clips of frames × height × width symbols are generated from the seed (:mod:`..data.recall`), without a dataset. Every
+token attends to its own frame and earlier ones. Loss and accuracy only count tokens that ask. The model is trained at
+one size. It is tested at this size, with 2, 4 and 8 times the frames, and with twice the height and width.
 
 - **Questions by key depend on content.** A layer can answer them without positions. In longer videos, the latest value
-  must replace older ones. With "add" they blur; "decay" prefers recent values; "delta" overwrites.
-- **Questions by place depend on positions.** Without them, the answer looks like any other value in view.
+  must replace older ones. "add" blurs them, "decay" prefers recent values, and "delta" overwrites values.
+- **Questions by place depend on positions.** Without them, the answer looks like any other value.
 
-Writes checkpoint.pt, history.csv and result.json to the folder of the run; the same command resumes it.
+The command writes checkpoint.pt, history.csv and result.json to the run's folder. Run it again to resume an interrupted
+run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TEST_SEED = 1  # seeds the test clips, together with their size; no training use
 
 
 def parse_size(name: str, text: str) -> Size:
-    """Return (frames, height, width) of "8x4x4"."""
+    """Parse a size such as "8x4x4" into (frames, height, width)."""
     try:
         size = tuple(int(part) for part in text.split("x"))
     except ValueError:
@@ -59,10 +60,10 @@ class RecallTraining(Training):
 
     Command: lrpe-md train recall --out runs/recall --attention delta --encoding rotate
 
-    Cost: 19,000 parameters; 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
+    Cost: 19,000 parameters. 300 steps of 32 clips of 128 tokens take about half a minute on one CPU core.
 
     Expect: 99% or more by key and 51% to 56% by place at the training size, and 88% to 95% by key at 64 frames (three
-    seeds). Without positions 100% by key and 26% by place (one seed).
+    seeds). Without positions, 100% by key and 26% by place (one seed).
     """
 
     backbone: ClassVar[Backbone] = RECALL
@@ -121,7 +122,7 @@ class RecallTraining(Training):
 
     @property
     def test_sizes(self) -> list[Size]:
-        """The training size, then the others."""
+        """Test sizes, starting with the training size."""
         frames, height, width = self.size
         longer = [(by * frames, height, width) for by in (2, 4, 8)]
         others = [parse_size("--sizes", part) for part in self.sizes.split(",") if part]
@@ -140,7 +141,7 @@ def model_arguments(config: RecallTraining) -> dict[str, Any]:
 
 
 def draw_steps(batch: int, seed: int, start: int = 0) -> Iterator[Chosen]:
-    """Yield endless batches of new clips, starting at step ``start``: zeros (B,) and draws (B,) int64."""
+    """Yield endless batches from step ``start`` on, as unused zeros (B,) and random numbers (B,) for new clips."""
     for step in itertools.count(start):
         yield np.zeros(batch, np.int64), np.random.default_rng((seed, step)).integers(2**63, size=batch)
 
@@ -154,21 +155,21 @@ def batch(
 
 
 def patches(config: RecallTraining) -> int:
-    """Return the tokens of a step."""
+    """Return the number of tokens in a step."""
     return config.batch * math.prod(config.size)
 
 
 def loss(model: nn.Module, clips: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the cross-entropy of the answers, the mean over the questions."""
+    """Return the mean cross-entropy of the answers over all questions."""
     x, labels = clips
     return F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), ignore_index=NO_ANSWER)
 
 
 @torch.no_grad()
 def accuracy(config: RecallTraining, model: nn.Module, size: Size, device: torch.device, autocast: Any) -> list[float]:
-    """Return the accuracy of each kind of question in %, on new clips that are the same for all models.
+    """Return the accuracy in % for each kind of question, on new clips that are the same for all models.
 
-    Only the last frames count, as many as a training clip has. In longer clips, they are beyond the training length.
+    Only as many of the last frames count as a training clip has. In longer clips, they are beyond the training length.
     """
     draws = np.random.default_rng((TEST_SEED, *size)).integers(2**63, size=config.test_clips)
     right, asked = np.zeros(len(KINDS)), np.zeros(len(KINDS))

@@ -3,8 +3,8 @@
     lrpe-md train vae --data FOLDER --size 32 --out runs/vae
     lrpe-md train latents --vae runs/vae --data FOLDER --size 32 --out latents
 
-Writes checkpoint.pt, history.csv, result.json, reconstructions.png and vae/, which diffusers loads, to the folder of
-the run; the same command resumes an interrupted run.
+The command writes checkpoint.pt, history.csv, result.json, reconstructions.png and vae/, which diffusers can load, to
+the run's folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class VaeTraining(GenerativeTraining):
 
     Cost: 1.7 M parameters by default.
 
-    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE: they need a perceptual loss
-    and a discriminator, which this program doesn't have.
+    Expect: sharp reconstructions of simple images. For photographs, use a pretrained VAE, because they need a
+    perceptual loss and a discriminator, which this program doesn't have.
     """
 
     backbone: ClassVar[Backbone] = Backbone(frozenset(), {})
@@ -87,7 +87,7 @@ GROUPS = 8  # number of groups in the group norms
 
 
 class Autoencoder(nn.Module):
-    """Autoencoder whose forward is a whole pass, so that sharding and DDP see one call.
+    """Autoencoder that encodes and decodes in a single forward call, for FSDP2 and DDP.
 
     Args:
         arguments: arguments of diffusers' AutoencoderKL.
@@ -100,9 +100,9 @@ class Autoencoder(nn.Module):
         self.vae: Any = AutoencoderKL(**arguments)
 
     def forward(self, x: Tensor, sampled: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Reconstruct pixels (B, 3, H, W) in [-1, 1]; also return mean and log-variance of the latents.
+        """Reconstruct pixels (B, 3, H, W) in [-1, 1], and also return the mean and log-variance of the latents.
 
-        sampled: reconstruct a sample of the latents, as in training, instead of their mean.
+        With ``sampled``, decode a sample of the latents, as in training. Otherwise, decode their mean.
         """
         found = self.vae.encode(x).latent_dist
         z = found.mean + found.std * torch.randn_like(found.mean) if sampled else found.mean
@@ -119,12 +119,12 @@ def model_arguments(config: VaeTraining) -> dict[str, Any]:
 
 
 def as_frames(x: Tensor) -> Tensor:
-    """Return images (B, 3, H, W) unchanged, and clips (B, 3, frames, H, W) as images."""
+    """Return images (B, 3, H, W) unchanged, and the frames of clips (B, 3, frames, H, W) as images."""
     return x.transpose(1, 2).flatten(0, 1) if x.ndim == 5 else x
 
 
 def batches_of(source: Source, indices: np.ndarray, device: torch.device) -> Iterator[Tensor]:
-    """Yield images at the first size, or the frames of clips, (B, 3, H, W) in [-1, 1]."""
+    """Yield batches (B, 3, H, W) of images at the first size, or of the frames of clips, in [-1, 1]."""
     for part in split_by_bucket(source, indices, BATCH):
         yield as_frames(source.values.batch(part, source.values.sizes[0])).to(device)
 
@@ -137,7 +137,7 @@ def loss(config: VaeTraining, model: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the error on held-out images, and the images to show next to their reconstructions."""
+    """Return the error on held-out images, and some images with their reconstructions."""
     error, shown = 0.0, []
     chosen = source.held_out[: config.test_samples]
     for x in batches_of(source, chosen, trainer.accelerator.device):
@@ -155,7 +155,7 @@ def reconstruct(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[
 
 @torch.no_grad()
 def latent_scale(config: VaeTraining, source: Source, trainer: Trainer) -> tuple[float, float]:
-    """Return mean and standard deviation of the latents of training images, over all channels."""
+    """Return the mean and standard deviation of training images' latents over all channels."""
     values, (total, squares, count) = source.train[: 16 * BATCH], (0.0, 0.0, 0)
     for x in batches_of(source, values, trainer.accelerator.device):
         with trainer.accelerator.autocast():
@@ -206,7 +206,7 @@ def prepare(config: VaeTraining, device: torch.device) -> Work:
 
 
 def save_vae(config: VaeTraining, arguments: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write vae/ in diffusers' format, replacing an earlier one."""
+    """Write vae/ in diffusers' format, and replace an earlier one."""
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     vae: Any = AutoencoderKL(**arguments)

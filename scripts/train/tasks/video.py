@@ -4,9 +4,9 @@
     lrpe-md train video --data FOLDER --out runs/actions --task labels --no-motion --sampling uniform
     torchrun --nproc-per-node 4 -m lrpe_md.scripts.train video --data FOLDER --out runs/arrow --precision bf16
 
-With ``--task labels`` FOLDER holds CLASS/*.mp4, of which one video in --parts is held out, or train/CLASS/*.mp4 and
-val/CLASS/*.mp4. Writes checkpoint.pt, history.csv, result.json and model.safetensors to the folder of the run. The same
-command resumes an interrupted run.
+With ``--task labels``, FOLDER contains CLASS/*.mp4, of which one in --parts videos is held out, or train/CLASS/*.mp4
+and val/CLASS/*.mp4. The command writes checkpoint.pt, history.csv, result.json and model.safetensors to the run's
+folder. Run it again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class VideoTraining(Training):
 
 
 def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, Any]:
-    """Return the arguments of the model. num_classes: number of classes in the data."""
+    """Return the model's arguments for data with ``num_classes`` classes."""
     classes = num_classes if config.task == "labels" else TASKS[config.task].num_classes
     return {
         "img_size": config.size, "patch_size": config.patch, "num_frames": config.frames,
@@ -176,17 +176,17 @@ def model_arguments(config: VideoTraining, num_classes: int = 2) -> dict[str, An
 
 
 def motion(x: Tensor) -> Tensor:
-    """Return the change between frames of clips (B, 3, T, H, W), in units of its standard deviation. It does not reveal
-    their order.
+    """Return how clips (B, 3, T, H, W) deviate from their mean frame, in units of the standard deviation.
 
-    Neighbouring frames are nearly the same and differ by a few percent of the signal.
+    This emphasises motion, because neighbouring frames only differ by a few percent of the signal. It does not reveal
+    the order of the frames.
     """
     x = x - x.mean(2, keepdim=True)
     return x / (x.square().mean((1, 2, 3, 4), keepdim=True).sqrt() + 0.02)  # a still clip stays still
 
 
 def clips(config: VideoTraining, footage: Footage, starts: Tensor, frames: int, size: int) -> Tensor:
-    """Return clips as the model's input, (B, 3, frames, size, size)."""
+    """Return clips (B, 3, frames, size, size) as the model's input."""
     x = footage.clips(starts, frames, config.every, size)
     return motion(x) if config.motion else x
 
@@ -204,8 +204,10 @@ def patches(config: VideoTraining) -> int:
 def batch(
     config: VideoTraining, footage: Footage, starts: Tensor, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (2B, 3, T, H, W) and labels (2B,). Each clip, possibly mirrored, has two labels, so its content says
-    nothing about them."""
+    """Return clips (2B, 3, T, H, W), some of which are mirrored, and labels (2B,).
+
+    Each clip appears with two labels, so that its content does not reveal the label.
+    """
     task, device = TASKS[config.task], footage.frames.device
     mirrored, draws = draws % 2 == 1, draws // 2
     first, draws = draws % task.num_classes, draws // task.num_classes
@@ -227,8 +229,10 @@ def accuracy(
     config: VideoTraining, model: nn.Module, footage: Footage, starts: np.ndarray, frames: int, size: int,
     autocast: Any,
 ) -> float:  # fmt: skip
-    """Return the accuracy in %. Each clip is tested with every label, so a model that can't see the order is exactly at
-    chance."""
+    """Return the accuracy in % on test clips.
+
+    Each clip is tested with every label, so that a model that can't see the order is exactly at chance.
+    """
     task, device, right = TASKS[config.task], footage.frames.device, 0
     for part in torch.from_numpy(starts).split(32):
         x = clips(config, footage, part.to(device), frames, size)
@@ -247,17 +251,17 @@ def held_out_starts(config: VideoTraining, footage: Footage) -> np.ndarray:
 
 
 def space_evenly(values: np.ndarray, number: int) -> np.ndarray:
-    """Return a number of the values, evenly spaced from the first to the last."""
+    """Return ``number`` of the values, evenly spaced from the first to the last."""
     return values[np.linspace(0, len(values) - 1, number).round().astype(int)]
 
 
 def conditions(config: VideoTraining) -> list[tuple[int, int]]:
-    """Return the test lengths and sizes, beginning with the training length and size."""
+    """Return the test lengths and sizes, starting with the training length and size."""
     return [(config.frames, config.size), (2 * config.frames, config.size), (config.frames, config.test_size)]
 
 
 def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[str, Any]:
-    """Return the accuracy on the same clips at the training length and size, twice the frames, and the other size."""
+    """Return the accuracies on the same clips at all test lengths and sizes."""
     model, starts = trainer.averaged, held_out_starts(config, footage)
     video: Any = model
     results: dict[str, Any] = {"test_clips": len(starts)}
@@ -277,7 +281,7 @@ def evaluate(config: VideoTraining, footage: Footage, trainer: Trainer) -> dict[
 def labelled_batch(
     config: VideoTraining, videos: LabelledVideos, train: np.ndarray, indices: np.ndarray, draws: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return clips (B, 3, T, H, W) from random places of their videos, possibly mirrored, and classes (B,)."""
+    """Return clips (B, 3, T, H, W) from random places in their videos, some of them mirrored, and classes (B,)."""
     mirrored, places = draws % 2 == 1, draws // 2 % RESOLUTION / RESOLUTION
     chosen, device = train[indices], videos.frames.device
     x = videos.clips(chosen, places, Sampling(config.sampling, config.frames, config.every), config.size)
@@ -287,7 +291,7 @@ def labelled_batch(
 
 
 def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarray:
-    """Return the numbers of at most --test-samples held-out videos, spaced evenly to cover the classes."""
+    """Return the indices of at most --test-samples held-out videos, evenly spaced to cover all classes."""
     found = np.flatnonzero(videos.held_out)
     return space_evenly(found, min(len(found), config.test_samples))
 
@@ -296,7 +300,7 @@ def find_test_videos(config: VideoTraining, videos: LabelledVideos) -> np.ndarra
 def labelled_accuracy(
     config: VideoTraining, model: nn.Module, videos: LabelledVideos, frames: int, size: int, autocast: Any
 ) -> float:
-    """Return the accuracy in %, on the central clip of each test video."""
+    """Return the accuracy in % on the central clip of each test video."""
     tests, right = find_test_videos(config, videos), 0
     sampling = Sampling(config.sampling, frames, config.every)
     for part in np.array_split(tests, math.ceil(len(tests) / 32)):
@@ -308,7 +312,7 @@ def labelled_accuracy(
 
 
 def read_clip(path: Path, settings: dict[str, Any]) -> Tensor:
-    """Return the central clip of a video, (1, 3, frames, size, size), as the test of a run with these settings does."""
+    """Return a video's central clip (1, 3, frames, size, size), as used in tests of a run with these settings."""
     frames, first = decode(path, max(settings["size"], settings["test_size"])), np.zeros(1, np.int64)
     videos = LabelledVideos(frames, first, np.array([len(frames)]), first, np.array([True]), ("",))
     kind = settings["sampling"] if settings["task"] == "labels" else "dense"
