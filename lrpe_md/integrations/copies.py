@@ -318,18 +318,13 @@ def find_method(cls: type, name: str) -> Any:
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
     """Return methods by name: those in ``entries``, and those they call on the same object."""
     found: dict[str, FunctionType] = {}
-    seen: set[str] = set()
-    waiting = list(entries)
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
+    names = [*entries]
+    for name in names:  # the list grows
         method = find_method(cls, name)
         function = getattr(method, "__func__", method)
         if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
             found[name] = function
-            waiting += [path[0] for path in read_own(function)]
+            names += {path[0] for path in read_own(function)}.difference(names)
     return found
 
 
