@@ -150,9 +150,10 @@ class _Forward:
         self.module, self.adaptation = module, adaptation
         self.original: Any = vars(module).get("forward")  # None: use the class's forward, which may be patched
         self.of_class: Any = None
+        self.copy: Any = None  # for a compiler
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "of_class": None}
+        return {**vars(self), "of_class": None, "copy": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -331,10 +332,6 @@ class _Attention(_Forward):
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
         self.path, self.encoder = path, encoder
-        self.copy: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "copy": None}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.encoder.count_calls()
