@@ -147,7 +147,8 @@ def attend_encoded(
     """
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if torch.compiler.is_compiling() and needed and not is_exporting():
-        return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=_recompute_encoding)
+        contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+        return checkpoint(_attend_plain, encode, attend, q, k, v, use_reentrant=False, context_fn=contexts)
     if (
         not needed
         or torch.compiler.is_compiling()
@@ -172,7 +173,9 @@ class _Again:
     def __init__(self, encode: Any, xs: tuple[Tensor, ...], encoded: tuple[Tensor, ...]) -> None:
         self.encode, self.xs = encode, tuple(x.detach() for x in xs)
         self.versions = [x._version for x in self.xs]
-        self.storages = [y.untyped_storage()._cdata for y in encoded if not _shares_memory(y, xs)]
+        of_inputs = {x.untyped_storage()._cdata for x in xs}
+        storages = [y.untyped_storage()._cdata for y in encoded]
+        self.storages = [storage for storage in storages if storage not in of_inputs]
         self.autocast = torch.is_autocast_enabled(xs[0].device.type), torch.get_autocast_dtype(xs[0].device.type)
         self.made: dict[int, Tensor] = {}  # recomputed tensors that have not been unpacked yet
 
@@ -198,14 +201,6 @@ class _Again:
         enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(self.xs[0].device.type, enabled=enabled, dtype=dtype):
             return self.encode(*self.xs)
-
-
-def _shares_memory(y: Tensor, xs: Sequence[Tensor]) -> bool:
-    return any(y.untyped_storage()._cdata == x.untyped_storage()._cdata for x in xs)
-
-
-def _recompute_encoding() -> Any:
-    return create_selective_checkpoint_contexts(_keep_attention)
 
 
 _KEPT = ("bmm", "mm", "baddbmm", "_softmax", "native_dropout", "rand_like", "bernoulli")

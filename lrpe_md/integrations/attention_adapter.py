@@ -150,9 +150,10 @@ class _Forward:
         self.module, self.adaptation = module, adaptation
         self.original: Any = vars(module).get("forward")  # None: use the class's forward, which may be patched
         self.of_class: Any = None
+        self.copy: Any = None  # for a compiler
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "of_class": None}
+        return {**vars(self), "of_class": None, "copy": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -176,16 +177,6 @@ class _Forward:
         if self.original is None:
             return self.of_class(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
-
-    @property
-    def forward(self) -> Any:
-        return self
-
-    def install(self) -> None:
-        self.module.forward = self.forward
-
-    def is_installed(self) -> bool:
-        return vars(self.module).get("forward") == self.forward
 
     def remove(self) -> None:
         if self.original is None:
@@ -341,14 +332,6 @@ class _Attention(_Forward):
     def __init__(self, module: nn.Module, path: str, encoder: _Encoder) -> None:
         super().__init__(module, encoder.adaptation)
         self.path, self.encoder = path, encoder
-        self.copy: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "copy": None}
-
-    @property
-    def forward(self) -> Any:
-        return self.call  # a method: Dynamo guards on an object's id, and would compile each block separately
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.encoder.count_calls()
@@ -376,12 +359,9 @@ class _Attention(_Forward):
         """Update the copy of the forward, because the original may have been patched."""
         self.look_up()
         copies, forward = self.encoder.copies, self.of_class
-        if self.original is not None:
-            self.copy = None
-        else:
-            if forward not in copies:
-                copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
-            self.copy = copies[forward]
+        if self.original is None and forward not in copies:
+            copies[forward] = copy_forward(self.module, self.encoder.weak_attend())
+        self.copy = copies[forward] if self.original is None else None
         return True
 
 
@@ -481,9 +461,11 @@ def adapt_attention(
     by_layer = EncodingStack(built).by_layer
     encoders = [_Encoder(adaptation, i if by_layer else None) for i in range(len(found) if by_layer else 1)]
     for i, (path, module) in enumerate(found.items()):
-        adaptation.attentions.append(_Attention(module, path, encoders[i if by_layer else 0]))
-        adaptation.attentions[-1].install()
-    _ModelForward(model, adaptation).install()
+        attention = _Attention(module, path, encoders[i if by_layer else 0])
+        adaptation.attentions.append(attention)
+        # Set a method, because Dynamo guards on an object's id, and would compile each block separately.
+        module.forward = attention.call
+    model.forward = _ModelForward(model, adaptation)
     return model
 
 
@@ -497,7 +479,7 @@ def restore_attention(model: Model) -> Model:
     found = [attention for attention in map(_attention_of, model.modules()) if attention is not None]
     chain = list(_forwards_of(model))
     for own in {attention.adaptation for attention in found}:
-        replaced = [attention.path for attention in own.attentions if not attention.is_installed()]
+        replaced = [a.path for a in own.attentions if vars(a.module).get("forward") != a.call]
         if replaced or own not in [forward.adaptation for forward in chain]:
             raise ValueError(
                 f"model: expected the forward methods that adapt_attention set, got a different one in "
@@ -619,14 +601,10 @@ def _build(
 def _read_heads(path: str, module: nn.Module) -> tuple[int, int]:
     """Read head_dim and num_heads from a third-party attention."""
     for source in (module, getattr(module, "config", None)):
-        heads, size, width = (_read_attribute(source, names) for names in (_HEADS, _HEAD_DIM, _WIDTH))
+        groups = [[getattr(source, name, None) for name in names] for names in (_HEADS, _HEAD_DIM, _WIDTH)]
+        heads, size, width = (next((n for n in each if isinstance(n, int) and n > 0), None) for each in groups)
         if heads and (size or width):
             return size or (width or 0) // heads, heads
     raise ValueError(
         f"head_dim, num_heads: expected both as arguments, because {path} does not have them as attributes, got None"
     )
-
-
-def _read_attribute(source: Any, names: Sequence[str]) -> int | None:
-    values = (getattr(source, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -52,49 +52,34 @@ class Lookups(NamedTuple):
     others: frozenset[str]
 
 
-_SHIFTS = {  # flag bits in arguments that are name indices
-    "LOAD_GLOBAL": int(sys.version_info >= (3, 11)), "LOAD_ATTR": int(sys.version_info >= (3, 12)),
-    "LOAD_SUPER_ATTR": 2,
-}  # fmt: skip
-
-
 @functools.cache
 def read_lookups(code: CodeType) -> Lookups:
     """Return the names that a code object looks up, without those of nested functions."""
     chains, imports, others = set(), set(), set()
     chain: tuple[str, ...] | None = None  # the chain loaded by the last instruction
     constants: tuple[Any, Any] = (0, None)  # the last two constants loaded
-    local, cells = code.co_varnames, (*code.co_cellvars, *code.co_freevars)
-    if sys.version_info >= (3, 11):  # locals and cells share one numbering; a parameter that is a cell keeps its index
-        local = cells = (*dict.fromkeys((*local, *cells)),)
-    module, extended = "", 0
-    # Read the raw bytes, because the generator of dis.get_instructions is too slow for a whole model.
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        operation, arg = dis.opname[op], low | extended << 8
-        extended = arg if operation == "EXTENDED_ARG" else 0
-        if operation in ("EXTENDED_ARG", "CACHE"):
+    module = ""
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation == "EXTENDED_ARG":
             continue
         before, chain = chain, None
         if operation.startswith("LOAD_FAST"):
-            chain = ("local", local[arg & 15 if operation.count("LOAD_FAST") > 1 else arg])
+            chain = ("local", value[-1] if isinstance(value, tuple) else value)
         elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-            chain = ("cell", cells[arg])
-        elif operation == "LOAD_CONST":
-            constants = (constants[1], code.co_consts[arg])
-        elif operation == "LOAD_SMALL_INT":
-            constants = (constants[1], arg)
-        elif op in dis.hasname:
-            name = code.co_names[arg >> _SHIFTS.get(operation, 0)]
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chain = ("global", name)
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
-                chain = (*before, name)
-            elif operation == "IMPORT_NAME":
-                module = f"{constants[0]}:{name}"
-            elif operation == "IMPORT_FROM":
-                imports.add((module, name))
-            else:
-                others.add(name)
+            chain = ("cell", value)
+        elif operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants = (constants[1], value)
+        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = ("global", value)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
+            chain = (*before, value)
+        elif operation == "IMPORT_NAME":
+            module = f"{constants[0]}:{value}"
+        elif operation == "IMPORT_FROM":
+            imports.add((module, value))
+        elif instruction.opcode in dis.hasname:
+            others.add(value)
         if chain is not None:
             chains.add(chain)
     return Lookups(frozenset(chains), frozenset(imports), frozenset(others))
@@ -144,8 +129,12 @@ class Copier:
     def __init__(self, exchange: Exchange, names: Mapping[str, str] | None = None) -> None:
         self.exchange, self.names = exchange, names or {}
         self._copies: dict[FunctionType, FunctionType | None] = {}
-        self.seen: list[Any] = []  # all callables passed to it
-        self._replaced: dict[int, Any] = {}  # by the id of the original, which lives as long as this object
+        self._exchanged: dict[int, tuple[Any, Any]] = {}  # id of a callable -> the callable and its replacement
+
+    @property
+    def seen(self) -> list[Any]:
+        """All callables passed to ``exchange``."""
+        return [value for value, _ in self._exchanged.values()]
 
     def copy(self, function: FunctionType, depth: int = 0) -> FunctionType | None:
         """Return a copy of a function, or None if it looks up nothing that is replaced."""
@@ -183,20 +172,14 @@ class Copier:
         """Return the places of each name whose every use in the code refers to a replaced function."""
         lookups, space = read_lookups(code), function.__globals__
         places: dict[str, list[Any]] = {name: [None] for name in lookups.others}
-        for kind, base, *attributes in lookups.chains:
-            name, holder = base, space
-            if attributes:
-                free = function.__code__.co_freevars
-                owner = space.get(base) if kind == "global" else None
-                if kind == "cell" and base in free:
-                    owner = _contents((function.__closure__ or ())[free.index(base)])
-                *path, name = attributes
+        cells = dict(zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True))
+        for kind, *path, name in lookups.chains:
+            if path or kind == "global":
+                holder = {"global": space, "cell": cells, "local": {}}[kind]
                 for each in path:
-                    owner = vars(owner).get(each) if isinstance(owner, ModuleType) else None
-                holder = vars(owner) if isinstance(owner, ModuleType) else None
-            elif kind != "global":
-                continue
-            places.setdefault(name, []).append(holder and self._place(holder, name, function, depth))
+                    owner = holder.get(each)
+                    holder = vars(owner) if isinstance(owner, ModuleType) else {}
+                places.setdefault(name, []).append(self._place(holder, name, function, depth) if holder else None)
         for path, name in lookups.imports:
             places.setdefault(name, []).append(self._place(_imported(path, space), name, function, depth))
         return {name: found for name, found in places.items() if None not in found}
@@ -213,27 +196,24 @@ class Copier:
             table = {**value} if type(value) is dict else copy.deepcopy(value)  # a shallow copy would share its values
             table.update(ours)
             return (space, table)
-        is_torch = _package_of(space) == "torch" and value is not SDPA
-        if isinstance(value, (type, ModuleType)) or not callable(value) or is_torch:
+        if _package_of(space) == "torch" and value is not SDPA:
             return None
-        if id(value) not in self._replaced:
-            ours = self._replaced[id(value)] = self._exchange(value)
-            is_function = isinstance(value, FunctionType) and depth < _DEPTH
-            if ours is None and is_function and _package_of(value.__globals__) == _package_of(caller.__globals__):
-                self._replaced[id(value)] = self.copy(value, depth + 1)
-        ours = self._replaced[id(value)]
+        package = _package_of(caller.__globals__)
+        is_helper = isinstance(value, FunctionType) and depth < _DEPTH and _package_of(value.__globals__) == package
+        ours = self.replace(value, depth + 1, may_copy=is_helper)
         return None if ours is None else (space, ours)
 
-    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False) -> Any:
+    def replace(self, value: Any, depth: int = 0, is_wrapped: bool = False, may_copy: bool = True) -> Any:
         """Return the replacement of a value, or its copy. The function inside a decorator is only copied."""
         if isinstance(value, (type, ModuleType)) or not callable(value):
             return None
         ours = None if is_wrapped else self._exchange(value)
-        return self.copy(value, depth) if ours is None and isinstance(value, FunctionType) else ours
+        return self.copy(value, depth) if ours is None and may_copy and isinstance(value, FunctionType) else ours
 
     def _exchange(self, value: Any) -> Any:
-        self.seen.append(value)
-        return self.exchange(value)
+        if id(value) not in self._exchanged:
+            self._exchanged[id(value)] = value, self.exchange(value)
+        return self._exchanged[id(value)][1]
 
 
 def _imported(place: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -338,18 +318,13 @@ def find_method(cls: type, name: str) -> Any:
 def find_methods(cls: type, entries: Iterable[str]) -> dict[str, FunctionType]:
     """Return methods by name: those in ``entries``, and those they call on the same object."""
     found: dict[str, FunctionType] = {}
-    seen: set[str] = set()
-    waiting = list(entries)
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
+    names = [*entries]
+    for name in names:  # the list grows
         method = find_method(cls, name)
         function = getattr(method, "__func__", method)
         if isinstance(function, FunctionType) and _package_of(function.__globals__) != "torch":
             found[name] = function
-            waiting += [path[0] for path in read_own(function)]
+            names += {path[0] for path in read_own(function)}.difference(names)
     return found
 
 

@@ -34,7 +34,6 @@ _EMPTY = inspect.Parameter.empty
 _MOST_ANSWERS = 4  # give up after this many kinds of arguments for which the function runs but is not a rotation
 _MOST_RECIPES = 64  # cached per function
 _GPU = "cuda"  # for functions that reject CPU tensors
-_MISSING: Any = object()
 _CONSTANTS = (int, float, bool, str, type(None))
 
 
@@ -294,15 +293,14 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
         if torch.compiler.is_compiling():
             recipe = probed.resolve(values, xs, leaves)
         else:
-            recipe = recipes.get(sizes, _MISSING)
-            if recipe is _MISSING:
+            if sizes not in recipes:
                 if len(recipes) >= _MOST_RECIPES:
                     recipes.clear()
-                recipe = recipes[sizes] = probed.resolve(values, xs, leaves)
+                recipes[sizes] = probed.resolve(values, xs, leaves)
+            recipe = recipes[sizes]
         if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
-        out = run_prepared(recipe, xs, leaves, impl)
-        return function(*args, **kwargs) if out is None else out
+        return run_prepared(recipe, xs, leaves, impl)
 
     functools.update_wrapper(replacement, _get_forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]

@@ -91,9 +91,7 @@ class _Rotating:
     """Wrapper of an attention whose norms also rotate; everything else comes from the attention."""
 
     def __init__(self, attn: Any, norms: dict[str, Any]) -> None:
-        self.attn = attn
-        for name, norm in norms.items():
-            setattr(self, name, norm)
+        vars(self).update(norms, attn=attn)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attn, name)
@@ -106,45 +104,36 @@ def _norm_and_rotate(tables: Any, norm: Norm, heads: int, impl: Impl, x: Tensor)
     return y.flatten(2) if heads else y
 
 
-def _is_pair(tables: Any, ndim: int) -> bool:
-    return type(tables) is tuple and len(tables) == 2 and all(isinstance(t, Tensor) and t.ndim == ndim for t in tables)
-
-
-_Groups = dict[tuple[str, str], Any]  # names of the q norm and the k norm → the tables of their tokens
-
-
-def _group_flux(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
-    if not _is_pair(tables, 2) or (attn.added_kv_proj_dim is None) != (text is None):
-        return None
-    if text is None:
-        return {("norm_q", "norm_k"): tables}
-    num = text.shape[1]
-    image, own = (tuple(t[part] for t in tables) for part in (slice(num, None), slice(num)))
-    return {("norm_q", "norm_k"): image, ("norm_added_q", "norm_added_k"): own}
-
-
-def _group_wan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
-    is_self = _is_pair(tables, 4) and text is None
-    return {("norm_q", "norm_k"): tuple(t.transpose(1, 2) for t in tables)} if is_self else None
-
-
-def _group_ltx(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
-    if not _is_pair(tables, 3) or text is not None:
-        return None
-    return {("norm_q", "norm_k"): tuple(t.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for t in tables)}
-
-
-def _group_hunyuan(attn: Any, text: Tensor | None, tables: Any) -> _Groups | None:
-    return {("norm_q", "norm_k"): tables} if _is_pair(tables, 2) else None
-
-
 class _Processor(NamedTuple):
-    """Description of a diffusers processor's norms."""
+    """Description of a diffusers processor.
 
-    group: Callable[[Any, Any, Any], _Groups | None]  # attention, text and tables → the norms to fuse, or None
-    over_heads: bool = False  # each norm is over all heads
-    on_cpu: bool = True  # fuse on a CPU too, where it adds Python calls and saves no time
-    joins_text: bool = False  # append text to the video in one tensor if possible
+    Args:
+        ndim: number of dimensions of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D).
+        text: "rotated", with norms of its own; "unrotated", after the video; or "none".
+        over_heads: each norm is over all heads.
+        on_cpu: fuse on a CPU too, where it adds Python calls and saves no time.
+    """
+
+    ndim: int
+    text: str = "none"
+    over_heads: bool = False
+    on_cpu: bool = True
+
+    def group(self, attn: Any, text: Tensor | None, tables: Any) -> dict[tuple[str, str], Any]:
+        """Return the cos and sin of each pair of norms, by their names; empty if they can't be fused."""
+        is_known = type(tables) is tuple and [getattr(t, "ndim", None) for t in tables] == [self.ndim] * 2
+        if not is_known or (self.text == "none" and text is not None):
+            return {}
+        if self.text == "rotated":
+            if (attn.added_kv_proj_dim is None) != (text is None):
+                return {}
+            if text is not None:
+                num = text.shape[1]
+                image, own = (tuple(t[part] for t in tables) for part in (slice(num, None), slice(num)))
+                return {("norm_q", "norm_k"): image, ("norm_added_q", "norm_added_k"): own}
+        if self.ndim > 2:
+            tables = tuple((t if t.ndim == 4 else t.unflatten(-1, (attn.heads, -1))).transpose(1, 2) for t in tables)
+        return {("norm_q", "norm_k"): tables}
 
 
 def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
@@ -159,27 +148,19 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
         heads = attn.heads if how.over_heads else 0
         norms: dict[str, Any] = {}
         fuses = how.on_cpu or hidden_states.is_cuda or impl == "triton"
-        groups = how.group(attn, text, tables) if fuses else None
-        for names, own in (groups or {}).items():
-            q_norm, k_norm = (getattr(attn, name, None) for name in names)
+        for names, own in how.group(attn, text, tables).items() if fuses else ():
             over = (heads, heads) if heads else None
+            q_norm, k_norm = (getattr(attn, name, None) for name in names)
             norm = norm_of(q_norm, k_norm, hidden_states.dtype, over, hidden_states.device)
             if norm is None or not isinstance(norm.weight, tuple):
-                groups = None
+                norms = {}
                 break
             for name, weight in zip(names, norm.weight, strict=True):
                 each = norm._replace(weight=weight, bias=None)
                 norms[name] = partial(_norm_and_rotate, own, each, heads, impl)
-        if groups is None:
+        if not norms:
             return plain(processor, attn, hidden_states, text, attention_mask, tables)
-        rotating = _Rotating(attn, norms)
-        is_joined = how.joins_text and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
-        if text is None or not is_joined:
-            return copied(processor, rotating, hidden_states, text, attention_mask, tables)
-        # Text follows the video and is not rotated. Both use the same projection, so they can stay in one tensor.
-        both, _ = copied(processor, rotating, torch.cat([hidden_states, text], dim=1), None, attention_mask, tables)
-        video, text = both.split([hidden_states.shape[1], text.shape[1]], dim=1)
-        return video, (text if getattr(attn, "to_add_out", None) is None else attn.to_add_out(text))
+        return copied(processor, _Rotating(attn, norms), hidden_states, text, attention_mask, tables)
 
     return _return_unchanged, call
 
@@ -219,10 +200,10 @@ _QWEN3 = (
 )
 _TIMM = (_fuse_timm, {"num_prefix_tokens": "_fused_prefix", "torch": "_fused_torch"}, {"_fused_prefix": (0, None)})
 _DIFFUSERS = {
-    "flux.FluxAttnProcessor": _Processor(_group_flux),
-    "wan.WanAttnProcessor": _Processor(_group_wan, over_heads=True),
-    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _Processor(_group_hunyuan, joins_text=True),
-    "ltx.LTXVideoAttnProcessor": _Processor(_group_ltx, over_heads=True, on_cpu=False),
+    "flux.FluxAttnProcessor": _Processor(2, "rotated"),
+    "wan.WanAttnProcessor": _Processor(4, over_heads=True),
+    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _Processor(2, "unrotated"),
+    "ltx.LTXVideoAttnProcessor": _Processor(3, over_heads=True, on_cpu=False),
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
 # Method name → function that makes the rotation and the call, names that the copy looks up, and class attributes.

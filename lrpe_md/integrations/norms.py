@@ -50,14 +50,12 @@ def norm_of(
         if len(found) == 1 or any(t.ndim != 1 for t in found):
             return None
         weights += found
-        joined.append(_shape_by_head(found, heads) if found else None)
+        if heads is not None:
+            found = [t.view(n, -1) for t, n in zip(found, heads, strict=False)]
+        joined.append(tuple(found) or None)
     if len({t.dtype for t in weights}) > 1 or any(t.device != (device or weights[0].device) for t in weights):
         return None
     return Norm(q.kind, joined[0], joined[1], q.eps, "head" if heads is None else "heads")
-
-
-def _shape_by_head(pair: list[Tensor], heads: tuple[int, int] | None) -> tuple[Tensor, ...]:
-    return tuple(pair) if heads is None else tuple(t.view(n, -1) for t, n in zip(pair, heads, strict=True))
 
 
 def is_plain_module(norm: nn.Module) -> bool:

@@ -250,14 +250,10 @@ def read_pairs(call: Callable[[Tensor], Tensor], x: Tensor) -> Pairs:
         raise Unlike(3, "adds something that does not depend on x")
     if out.shape != x.shape:
         return Pairs((0, x.shape[-1]), 0, 0, *call(torch.ones_like(x)).chunk(2, -1))
-    if not out.isfinite().all():
-        raise Unlike(2, "returns values that are not finite")
     changed = find_channels(x != out.to(x.dtype))
     if not changed:
         raise Unlike(3, "returns x unchanged")
     start, width = changed[0], changed[-1] + 1 - changed[0]
-    if width % 2:
-        raise Unlike(3, f"changes {width} channels, which can't be split into pairs")
 
     def respond(channels: Any) -> Tensor:
         """Return the output for an x that is one in these changed channels and zero elsewhere."""
@@ -310,7 +306,7 @@ class Reading:
         self.probe, self.layout = probe, layout
         xs, self.leaves = probe.inputs(layout.shapes(probe.axes), 1)
         self.shapes = {i: as_real(t).shape for i, t in enumerate(self.leaves) if probe.leaves[i][0] != "integers"}
-        counts, self.strides = [shape.numel() for shape in self.shapes.values()], {}
+        counts = [shape.numel() for shape in self.shapes.values()]
         self.total = sum(counts)
         if self.total > _MOST_ENTRIES:
             raise Unlike(0, f"reads tables of more than {_MOST_ENTRIES} entries")
@@ -318,7 +314,6 @@ class Reading:
         codes = (0.5 + self.step * torch.arange(self.total)).split(counts)
         for (i, shape), part in zip(self.shapes.items(), codes, strict=True):
             part = part.reshape(shape)
-            self.strides[i] = part.stride()
             self.leaves[i] = torch.view_as_complex(part) if self.leaves[i].is_complex() else part
 
         def call(i: int, x: Tensor) -> Tensor:
@@ -326,14 +321,14 @@ class Reading:
 
         self.turns = tuple(self.turn(read_pairs(partial(call, i), x)) for i, x in enumerate(xs))
 
-    def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return the leaf of an entry, and its index in that leaf."""
-        for leaf, shape in self.shapes.items():
-            if number < shape.numel():
-                places = zip(self.strides[leaf], shape, strict=True)
-                return leaf, tuple([number // stride % size for stride, size in places])
-            number -= shape.numel()
-        raise IndexError(number)
+    def place(self, numbers: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        """Return the leaf of the first entry, and the index of each entry in that leaf."""
+        rest, leaves = numbers, iter(self.shapes.items())
+        leaf, shape = next(leaves)
+        while rest[0] >= shape.numel():
+            rest = rest - shape.numel()
+            leaf, shape = next(leaves)
+        return leaf, torch.unravel_index(rest, tuple(shape))
 
     def turn(self, pairs: Pairs) -> Turn:
         """Find the table entries that contain cos and sin, or the angles that they are computed from."""
@@ -400,15 +395,15 @@ class Reading:
                     return at
             raise Unlike(5, "reads its tables in a different order than the tokens'")
 
-        def locate(numbers: list[int], is_negated: bool) -> tuple[Any, ...]:
+        def locate(numbers: Tensor, is_negated: bool) -> tuple[Any, ...]:
             """Return leaf, sign and index of a channel whose entries have these numbers."""
-            leaves, places = zip(*map(self.place, numbers), strict=True)
-            return leaves[0], is_negated, tuple(map(follow, zip(*places, strict=False)))
+            leaf, places = self.place(numbers)
+            return leaf, is_negated, tuple(follow(tuple(place.tolist())) for place in places)
 
         first, signs = firsts(stop - start, pairs.distance).tolist(), codes[2].flatten(0, -2)[0].tolist()
         inverse = all(signs)
         negated = ([False] * len(first), [False] * len(first) if inverse else signs)
-        tables = [[*map(locate, t.flatten(0, -2).T.tolist(), n)] for t, n in zip(codes[:2], negated, strict=True)]
+        tables = [[*map(locate, t.flatten(0, -2).T, n)] for t, n in zip(codes[:2], negated, strict=True)]
         by_pair = [[[e for e, f in zip(t, first, strict=True) if f == one] for one in (True, False)] for t in tables]
         corners = [{(*self.shapes[leaf][-2:], *at[-2:]) for leaf, _, at in each} for each in by_pair[1]]
         if any(negated[1]) and corners != [{(2, 2, 0, 1)}, {(2, 2, 1, 0)}]:
@@ -492,14 +487,13 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
-    makers = (partial(make_plan, layout=layout) for layout in layouts(probe, relations))
-    for make in itertools.chain([make_grid_plan], makers):
+    for layout in layouts(probe, relations):
         try:
-            return make(probe)
+            return make_plan(probe, layout)
         except Unlike as e:
             error = e
         except Exception as e:  # a third-party function may raise anything
-            error = Unlike(0, f"raises {type(e).__name__}: {e}")
+            error = Unlike(0, f"raises {type(e).__name__} with all kinds of tables that drop_in knows: {e}")
             if not isinstance(e, (RuntimeError, IndexError, AssertionError)):  # not caused by the sizes
                 num_answers = _MOST_ANSWERS
         failure, num_answers = max(failure, error, key=operator.attrgetter("depth")), num_answers + (error.depth >= 4)
@@ -533,26 +527,6 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
             inputs = probe.inputs(layout.shapes(axes, one_row=axis), 2)
             plan = candidate if compare(probe, candidate, inputs) else plan
     return complete(probe, plan, *probe.inputs(shapes, 3))
-
-
-def make_grid_plan(probe: Probe) -> RotationPlan:
-    """Return the plan of a function that rotates each sample by its own grid, like Wan's."""
-    refusal, kinds = Unlike(-1, "takes no grids"), [e[:2] for e in probe.leaves]
-    if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
-        raise refusal
-    sizes, table = kinds.index(("integers", 2)), kinds.index(("table", 2))
-    plan = RotationPlan((), (), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
-    inputs: Any = None
-    for grids, tokens in (([[2, 2, 3], [3, 1, 2]], 14), ([[1, 4, 2], [1, 4, 2]], 9)):
-        shapes = [(2, 3), (9, *probe.leaves[table][3:])]
-        inputs = probe.inputs(([(2, tokens, 3)], shapes if sizes == 0 else shapes[::-1]), tokens)
-        inputs[1][sizes] = torch.tensor(grids, dtype=probe.leaves[sizes][2])
-        is_equal = False
-        with suppress(Unlike):
-            is_equal = inputs[1][table].is_complex() and compare(probe, plan, inputs)
-        if not is_equal:
-            raise refusal
-    return complete(probe, plan, *inputs)
 
 
 def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> tuple[tuple[int, int, int], ...]:

@@ -29,15 +29,12 @@ class Arguments(dict[str, Any]):
         self.function, self.notes = function, notes
 
     def __str__(self) -> str:
-        shown = {name: f"<{tuple(v.shape)}>" if isinstance(v, Tensor) else v for name, v in self.items()}
-        shown = {name: _show_grid(v) if isinstance(v, Grid) else v for name, v in shown.items()}
-        quoted = [f"{name}={v if name in ('omega', 'phase', 'positions') else repr(v)}" for name, v in shown.items()]
-        return f"{self.function}(x, {', '.join(quoted)})" + (f"  # {self.notes}" if self.notes else "")
-
-
-def _show_grid(grid: Grid) -> str:
-    fields = [f"{name}={value}" for name in ("prefix", "shift") if (value := getattr(grid, name))]
-    return f"Grid({', '.join([str(grid.shape), *fields])})"
+        shown = {name: f"<{tuple(v.shape)}>" if isinstance(v, Tensor) else repr(v) for name, v in self.items()}
+        if (grid := self.get("positions")) is not None:
+            fields = [f"{name}={value}" for name in ("prefix", "shift") if (value := getattr(grid, name))]
+            shown["positions"] = f"Grid({', '.join([str(grid.shape), *fields])})"
+        arguments = ", ".join(f"{name}={text}" for name, text in shown.items())
+        return f"{self.function}(x, {arguments})" + (f"  # {self.notes}" if self.notes else "")
 
 
 @dataclass(frozen=True)

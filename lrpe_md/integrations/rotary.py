@@ -11,7 +11,6 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,13 +86,10 @@ def _find_refused(functions: list[Any], impl: Impl) -> dict[str, str]:
     """Return the names of functions that look like rotations, with a description of what they do instead."""
     refused: dict[str, str] = {}
     for function in filter(_is_candidate, functions):
-        code, reason = _unwrap(function).__code__, _drop_in(function, impl)
-        while isinstance(function, functools.partial):
-            function = function.func
-        name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        takes_data = _DATA.intersection(code.co_varnames[: code.co_argcount])
-        if isinstance(reason, str) and takes_data and _ROTATES.search(name.rpartition(".")[2]):
-            refused[name] = reason
+        inner, reason = _unwrap(function), _drop_in(function, impl)
+        takes_data = _DATA.intersection(inner.__code__.co_varnames[: inner.__code__.co_argcount])
+        if isinstance(reason, str) and takes_data and _ROTATES.search(inner.__name__):
+            refused[f"{inner.__module__}.{inner.__qualname__}"] = reason
     whole = {name: reason for name, reason in refused.items() if not name.endswith("rotate_half")}
     return whole or refused  # rotate_half is only a helper, so name the function that calls it
 
@@ -235,12 +231,16 @@ def find_rotary(model: nn.Module) -> list[str]:
 
 def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> dict[str, tuple[type, dict[str, Any]]]:
     """Return the new class and the replaced instance attributes of each object to change, by path."""
-    entries = _find_entries({type(part) for part in found.values()})
+    kinds = {type(part) for part in found.values() if not type(part).__module__.startswith("torch.")}
+    methods = [method for cls in kinds for method in copies.find_methods(cls, _ENTRIES).values()]
+    # Methods that others call, such as ``self.rope.rotate``
+    called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
+    entries = [*_ENTRIES, *sorted(called - {*_ENTRIES})]
     classes: dict[type, Any] = {}
     changes: dict[str, tuple[type, dict[str, Any]]] = {}
     for path, part in found.items():
         cls = type(part)
-        if cls.__module__.startswith("torch."):
+        if cls not in kinds:
             continue
         if cls not in classes:
             own = tuple(name for name in entries if isinstance(copies.find_method(cls, name), FunctionType))
@@ -255,18 +255,6 @@ def _plan(found: dict[str, Any], drop_ins: DropIns, copier: copies.Copier) -> di
         if classes[cls] is not cls or attributes:
             changes[path] = (classes[cls], attributes)
     return changes
-
-
-def _find_entries(classes: Iterable[type]) -> list[str]:
-    """Return ``__call__``, ``forward``, and the names of methods that these call, such as ``self.rope.rotate``."""
-    methods = [
-        method
-        for cls in classes
-        if not cls.__module__.startswith("torch.")
-        for method in copies.find_methods(cls, _ENTRIES).values()
-    ]
-    called = {path[1] for method in methods for path in copies.read_own(method) if len(path) > 1}
-    return [*_ENTRIES, *sorted(called - {*_ENTRIES})]
 
 
 def _restore(found: dict[str, Any]) -> None:

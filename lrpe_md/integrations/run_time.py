@@ -128,20 +128,12 @@ def _compute_scaling(path: str, module: Any, scalings: list[Scaling | None]) -> 
     gain = torch.ones_like(ratio[:1, :, 0])
     for axis, (scaling, channels) in enumerate(zip(scalings, _channels(path, module, trained), strict=True)):
         if scaling is not None and channels.numel():
-            factors, amplitude = _scale_series(trained[:, channels, axis], scaling)
+            theta = trained[:, channels, axis]
+            scaled, amplitude = apply_scaling(scaling, theta[0] if len(theta) == 1 else theta)
+            factors = torch.where(theta == 0, 1.0, scaled.reshape(theta.shape) / theta)
             ratio[:, :, axis].index_copy_(1, channels, factors)
             gain.index_copy_(1, channels, torch.ones_like(factors[:1]) * amplitude)
     return ratio, gain
-
-
-def _scale_series(theta: Tensor, scaling: Scaling) -> tuple[Tensor, Any]:
-    """Return the factors for frequencies (H or 1, E), and the amplitude. A frequency of 0 stays 0.
-
-    The scaling receives (E,) if all heads share them.
-    """
-    shared = theta.shape[0] == 1
-    scaled, amplitude = apply_scaling(scaling, theta[0] if shared else theta)
-    return torch.where(theta == 0, 1.0, (scaled[None] if shared else scaled) / theta), amplitude
 
 
 def _channels(path: str, module: Any, trained: Tensor) -> list[Tensor]:

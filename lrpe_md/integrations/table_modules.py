@@ -172,9 +172,6 @@ def _read_patches(rope: Any) -> _Found:
         omega, patch = _powers(rope.rope_dim, rope.theta), (rope.patch_size_t, rope.patch_size, rope.patch_size)
     elif hasattr(rope, "t_dim") and hasattr(rope, "freqs_cos"):
         omega, patch = _powers((rope.t_dim, rope.h_dim, rope.w_dim), 1e4), rope.patch_size  # base is not stored
-        sin, cos = rope.freqs_sin[1, ::2].double(), rope.freqs_cos[1, ::2].double()
-        if (sin - omega.sum(-1).sin()).abs().max() > 4 * torch.finfo(rope.freqs_sin.dtype).eps:
-            omega = (omega != 0) * torch.atan2(sin, cos)[:, None]
     elif hasattr(rope, "num_patches_h") and hasattr(rope, "inv_freq"):
         series, size = 2 * math.pi * rope.inv_freq.double(), rope.config.patch_size
         omega, patch = _axial(series, series), (size, size) if isinstance(size, int) else size

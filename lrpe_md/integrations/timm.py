@@ -395,12 +395,9 @@ class LrpeVisionTransformer(timm_vit.VisionTransformer):
 
     def _fit(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Fit the absolute table to the model, and keep the model's frequencies if the checkpoint has none."""
-        fitted: Any = copy(state_dict)  # keeps its metadata
+        fitted = _without_table(state_dict, self)
         table, own = fitted.get("pos_embed"), self.pos_embed
-        if table is not None and own is None:
-            del fitted["pos_embed"]
-            _warn_of_table()
-        elif table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
+        if table is not None and own is not None and self.num_axes == 2 and table.shape[1] != own.shape[1]:
             first = 0 if self.no_embed_class else self.num_prefix_tokens
             fitted["pos_embed"] = resample_abs_pos_embed(table, self.patch_embed.grid_size, num_prefix_tokens=first)
         own = with_own_frequencies({}, self)
@@ -519,12 +516,6 @@ def _check_linear_layers(vit: Any, kinds: Sequence[str], attentions: Sequence[An
     check_key_norm(memory, has_norm, (True,))
 
 
-def _has_attention(model: nn.Module) -> bool:
-    """Return whether the class of any module is named like an attention."""
-    names = (type(module).__name__.lower() for module in model.modules())
-    return any(part in name for name in names for part in ("attn", "attention", "mhsa"))
-
-
 def _attentions(model: Any) -> list[list[Any]]:
     """Return the attentions of each block of a model that can be adapted; otherwise raise an error."""
     if type(model) is not timm_vit.VisionTransformer and not isinstance(model, LrpeVisionTransformer):
@@ -537,7 +528,8 @@ def _attentions(model: Any) -> list[list[Any]]:
                 )
         if isinstance(model, str):
             raise TypeError(f"model: expected a timm VisionTransformer itself, got {model!r}; pass the model first")
-        if isinstance(model, nn.Module) and not _has_attention(model):
+        names = [type(m).__name__.lower() for m in model.modules()] if isinstance(model, nn.Module) else ["attention"]
+        if not any(part in name for name in names for part in ("attn", "attention", "mhsa")):
             raise TypeError(
                 f"model: expected a timm VisionTransformer itself, got {kind}, which has no attention "
                 "whose q and k could be encoded"
@@ -572,19 +564,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
     The absolute table is dropped or resampled to fit the model. Learned frequencies and decays that the checkpoint
     lacks keep their initial values."""
-    if getattr(model, "pos_embed", None) is None and "pos_embed" in state_dict:
-        state_dict = {name: value for name, value in state_dict.items() if name != "pos_embed"}
-        _warn_of_table()
-    state_dict = timm_vit.checkpoint_filter_fn(state_dict, model)  # pyright: ignore[reportArgumentType]
-    return with_own_frequencies(state_dict, model)
+    fitted = timm_vit.checkpoint_filter_fn(_without_table(state_dict, model), model)  # pyright: ignore[reportArgumentType]
+    return with_own_frequencies(fitted, model)
 
 
-def _warn_of_table() -> None:
-    warnings.warn(
-        "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', and "
-        "with adapt(.., absolute='keep')",
-        stacklevel=3,
-    )
+def _without_table(state_dict: Mapping[str, Any], model: nn.Module) -> Any:
+    """Return a copy of a state_dict with its metadata, but without the absolute table if the model has none."""
+    fitted: Any = copy(state_dict)
+    if getattr(model, "pos_embed", None) is None and fitted.pop("pos_embed", None) is not None:
+        warnings.warn(
+            "state_dict: pos_embed: dropped, because the model has no table. Models have one with absolute='learned', "
+            "and with adapt(.., absolute='keep')",
+            stacklevel=3,
+        )
+    return fitted
 
 
 def with_own_frequencies(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
