@@ -109,7 +109,7 @@ class _Processor(NamedTuple):
 
     Args:
         ndim: number of dimensions of its cos and sin: (N, D), (B, N, H D) or (B, N, 1, D).
-        text: "rotated", with norms of its own; "unrotated", after the video; or "none".
+        text: text "with norms" of its own, text "joined" to the video without rotation, or "none".
         over_heads: each norm is over all heads.
         on_cpu: fuse on a CPU too, where it adds Python calls and saves no time.
     """
@@ -124,7 +124,7 @@ class _Processor(NamedTuple):
         is_known = type(tables) is tuple and [getattr(t, "ndim", None) for t in tables] == [self.ndim] * 2
         if not is_known or (self.text == "none" and text is not None):
             return {}
-        if self.text == "rotated":
+        if self.text == "with norms":
             if (attn.added_kv_proj_dim is None) != (text is None):
                 return {}
             if text is not None:
@@ -160,7 +160,14 @@ def _fuse_processor(how: _Processor, impl: Impl) -> tuple[Method, Method]:
                 norms[name] = partial(_norm_and_rotate, own, each, heads, impl)
         if not norms:
             return plain(processor, attn, hidden_states, text, attention_mask, tables)
-        return copied(processor, _Rotating(attn, norms), hidden_states, text, attention_mask, tables)
+        rotating = _Rotating(attn, norms)
+        is_joined = how.text == "joined" and attn.add_q_proj is None and getattr(attn, "to_out", None) is None
+        if text is None or not is_joined:
+            return copied(processor, rotating, hidden_states, text, attention_mask, tables)
+        # Text follows the video and is not rotated. Both use the same projection, so they can stay in one tensor.
+        both, _ = copied(processor, rotating, torch.cat([hidden_states, text], dim=1), None, attention_mask, tables)
+        video, text = both.split([hidden_states.shape[1], text.shape[1]], dim=1)
+        return video, (text if getattr(attn, "to_add_out", None) is None else attn.to_add_out(text))
 
     return _return_unchanged, call
 
@@ -200,9 +207,9 @@ _QWEN3 = (
 )
 _TIMM = (_fuse_timm, {"num_prefix_tokens": "_fused_prefix", "torch": "_fused_torch"}, {"_fused_prefix": (0, None)})
 _DIFFUSERS = {
-    "flux.FluxAttnProcessor": _Processor(2, "rotated"),
+    "flux.FluxAttnProcessor": _Processor(2, "with norms"),
     "wan.WanAttnProcessor": _Processor(4, over_heads=True),
-    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _Processor(2, "unrotated"),
+    "hunyuan_video.HunyuanVideoAttnProcessor2_0": _Processor(2, "joined"),
     "ltx.LTXVideoAttnProcessor": _Processor(3, over_heads=True, on_cpu=False),
 }  # fmt: skip
 _TRANSFORMERS = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_vl": "Qwen3VLText", "qwen3_vl_moe": "Qwen3VLMoeText"}
