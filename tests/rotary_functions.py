@@ -231,6 +231,21 @@ def minus_sine(x, cos, sin):
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).type_as(x)
 
 
+def wan(x, grid_sizes, freqs):
+    """Rotate x (B, L, H, D), whose first tokens are a separate grid per sample, as in Wan 2.1."""
+    c = x.shape[3] // 2
+    parts = freqs.split([c - 2 * (c // 3), c // 3, c // 3], dim=1)
+    out = []
+    for i, (f, h, w) in enumerate(grid_sizes.tolist()):
+        table = torch.cat([
+            parts[0][:f].view(f, 1, 1, -1).expand(f, h, w, -1), parts[1][:h].view(1, h, 1, -1).expand(f, h, w, -1),
+            parts[2][:w].view(1, 1, w, -1).expand(f, h, w, -1),
+        ], -1).reshape(f * h * w, 1, -1)  # fmt: skip
+        z = torch.view_as_complex(x[i, : f * h * w].double().unflatten(-1, (-1, 2)))
+        out.append(torch.cat((torch.view_as_real(z * table).flatten(2), x[i, f * h * w :])))
+    return torch.stack(out).float()
+
+
 # --- classes -----------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +329,7 @@ def calls() -> dict[str, Call]:
     long, long_sin = randn(2 * N, D // 2), randn(2 * N, D // 2)
     cis = randn(N, D // 2, dtype=torch.complex64)
     ids = torch.tensor([[0, 3, 1, 1, 7, 2], [5, 4, 3, 2, 1, 0]])
+    grids = torch.tensor([[1, 2, 2], [2, 1, 3]])
     image, image_all = randn(B, H, 9, D), randn(B, H, 11, D)
     found: dict[str, tuple[Any, ...]] = {
         "hf_llama": (hf_llama, (q, k, cos, sin)),
@@ -358,6 +374,7 @@ def calls() -> dict[str, Call]:
         "timm, samples differ": (timm_concatenated, (q, randn(B, 1, N, 2 * D))),
         "blocks_by_axis": (blocks_by_axis, (qt, cos, sin)),
         "minus_sine": (minus_sine, (qt, long, long_sin)),
+        "wan": (wan, (randn(B, 8, H, D), grids, randn(16, D // 2, dtype=torch.complex64))),
         "torchtune": (TorchtuneRotary(), (qt,)),
         "torchtune, positions": (TorchtuneRotary(), (qt,), {"input_pos": ids}),
         "lightning": (LightningRotary(), (image,)),

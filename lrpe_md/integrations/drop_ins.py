@@ -300,7 +300,8 @@ def _replace(function: Callable[..., Any], probed: _Probed, impl: Impl) -> Calla
             recipe = recipes[sizes]
         if recipe is None or not (recipe.plan.ignores_autocast or not torch.is_autocast_enabled(xs[0].device.type)):
             return function(*args, **kwargs)
-        return run_prepared(recipe, xs, leaves, impl)
+        out = run_prepared(recipe, xs, leaves, impl)
+        return function(*args, **kwargs) if out is None else out
 
     functools.update_wrapper(replacement, _get_forward(function), updated=())
     replacement.original, replacement.probed = function, probed  # pyright: ignore[reportFunctionMemberAccess]

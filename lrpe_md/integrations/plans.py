@@ -87,6 +87,7 @@ class RotationPlan(NamedTuple):
     form: type of the output, "tensor", "tuple" or "list", and for each output whether it is a tensor or None.
     broadcast_axes: axes of x along which a table may have a single row for all tokens.
     required_sizes: dimensions with a required size, as (leaf, dimension, axis of x with this size or minus the size).
+    grids: replaces turns: the leaves with sizes (B, 3) and a complex table (L, D/2); see :func:`_run_on_grids`.
     """
 
     turns: tuple[Turn, ...]
@@ -98,6 +99,7 @@ class RotationPlan(NamedTuple):
     required_sizes: tuple[tuple[int, int, int], ...] = ()
     detach_tables: bool = False
     ignores_autocast: bool = True
+    grids: tuple[int, int] | None = None
 
 
 # --- what kind of arguments -------------------------------------------------------------------------------------
@@ -146,8 +148,8 @@ class PreparedCall(NamedTuple):
 
     plan: RotationPlan
     relations: str
-    sides: tuple[_Side, ...]
-    launches: tuple[int, ...]
+    sides: tuple[_Side, ...] = ()
+    launches: tuple[int, ...] = ()
 
 
 def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) -> tuple[Any, tuple[int, ...] | None]:
@@ -171,6 +173,10 @@ def arrange(index: Sequence[Any], labels: Sequence[Any], target: Sequence[Any]) 
 
 def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: int = 0) -> PreparedCall | None:
     """Prepare a call with tensors of these sizes; return None if the tables don't fit."""
+    if plan.grids is not None:
+        sizes, table = (leaves[i] for i in plan.grids)
+        fits = sizes.shape == (len(xs[0]), 3) and 2 * table.shape[1] == xs[0].shape[3] and table.device == xs[0].device
+        return PreparedCall(plan, EQUAL) if fits and not torch.compiler.is_compiling() else None
     for leaf, dim, size in plan.required_sizes:
         if leaves[leaf].shape[dim] != (-size if size < 0 else xs[0].shape[size]):
             return None
@@ -210,10 +216,12 @@ def prepare(plan: RotationPlan, xs: list[Tensor], leaves: list[Tensor], offset: 
 
 
 def run_prepared(recipe: PreparedCall, xs: list[Tensor], leaves: list[Tensor], impl: Any = "auto") -> Any:
-    """Rotate xs as the function would, with our kernel."""
+    """Rotate xs as the function would, with our kernel; return None if it does not support the values in the leaves."""
     plan = recipe.plan
     if plan.detach_tables:
         leaves = [t.detach() for t in leaves]
+    if plan.grids is not None:
+        return _run_on_grids(plan, xs[0], leaves, impl)
     outs: list[Any] = []
     for size in recipe.launches:
         done = len(outs)
@@ -288,3 +296,23 @@ def _lay(table: tuple[tuple[Run, ...], bool], token: int, kept: tuple[int, int] 
     if len(parts) == 1:
         return parts[0]
     return torch.stack(parts, -1).flatten(-2) if table[1] else torch.cat(parts, -1)
+
+
+def _run_on_grids(plan: RotationPlan, x: Tensor, leaves: list[Tensor], impl: Any) -> Tensor | None:
+    """Rotate as Wan does: the first tokens of each sample form its own grid (T, H, W), and the rest are unrotated."""
+    sizes, table = (leaves[i] for i in cast(tuple[int, int], plan.grids))
+    grids, width = sizes.tolist(), table.shape[1]
+    if not all(0 < t * h * w <= x.shape[1] and max(t, h, w) <= len(table) for t, h, w in grids):
+        return None
+    parts = table.split([width - 2 * (width // 3), width // 3, width // 3], dim=1)
+    heads_first = (x.to(plan.dtypes[0]) if plan.dtypes[0].itemsize > x.dtype.itemsize else x).transpose(1, 2)
+    same, outs = all(each == grids[0] for each in grids), []
+    for i, grid in enumerate(grids[:1] if same else grids):
+        rows = [
+            part[:n].view([-1 if a == axis else 1 for a in range(3)] + [part.shape[1]]).expand(*grid, -1)
+            for axis, (part, n) in enumerate(zip(parts, grid, strict=True))
+        ]
+        sample, tables = heads_first if same else heads_first[i : i + 1], torch.cat(rows, -1).flatten(0, 2)
+        outs.append(rotate(sample, tables=tables, prefix=0, pairs="interleaved", impl=impl))
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return out.transpose(1, 2).to(plan.dtypes[0])

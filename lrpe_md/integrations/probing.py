@@ -487,9 +487,10 @@ def find_plan(call: Callable[..., Any], key: tuple[Any, ...], relations: str, de
     """
     probe = Probe(call, key, device)
     failure, num_answers = Unlike(-1, "takes no arguments of this kind"), 0
-    for layout in layouts(probe, relations):
+    makers = (partial(make_plan, layout=layout) for layout in layouts(probe, relations))
+    for make in itertools.chain([make_grid_plan], makers):
         try:
-            return make_plan(probe, layout)
+            return make(probe)
         except Unlike as e:
             error = e
         except Exception as e:  # a third-party function may raise anything
@@ -527,6 +528,26 @@ def make_plan(probe: Probe, layout: LeafShapes) -> RotationPlan:
             inputs = probe.inputs(layout.shapes(axes, one_row=axis), 2)
             plan = candidate if compare(probe, candidate, inputs) else plan
     return complete(probe, plan, *probe.inputs(shapes, 3))
+
+
+def make_grid_plan(probe: Probe) -> RotationPlan:
+    """Return the plan of a function that rotates each sample by its own grid, like Wan's."""
+    refusal, kinds = Unlike(-1, "takes no grids"), [e[:2] for e in probe.leaves]
+    if sorted(kinds) != [("integers", 2), ("table", 2)] or len(probe.data) != 1 or len(probe.axes) != 3:
+        raise refusal
+    sizes, table = kinds.index(("integers", 2)), kinds.index(("table", 2))
+    plan = RotationPlan((), (), EQUAL, ("tensor", (True,)), (torch.float32,), grids=(sizes, table))
+    inputs: Any = None
+    for grids, tokens in (([[2, 2, 3], [3, 1, 2]], 14), ([[1, 4, 2], [1, 4, 2]], 9)):
+        shapes = [(2, 3), (9, *probe.leaves[table][3:])]
+        inputs = probe.inputs(([(2, tokens, 3)], shapes if sizes == 0 else shapes[::-1]), tokens)
+        inputs[1][sizes] = torch.tensor(grids, dtype=probe.leaves[sizes][2])
+        is_equal = False
+        with suppress(Unlike):
+            is_equal = inputs[1][table].is_complex() and compare(probe, plan, inputs)
+        if not is_equal:
+            raise refusal
+    return complete(probe, plan, *inputs)
 
 
 def find_required_sizes(probe: Probe, plan: RotationPlan, layout: LeafShapes) -> tuple[tuple[int, int, int], ...]:

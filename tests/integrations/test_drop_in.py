@@ -88,7 +88,7 @@ def test_outputs(name, launches):
 def test_one_launch(name, launches):
     function, args, kwargs = call_of(name)
     run_both(function, drop(name), args, kwargs, launches)
-    assert len(launches) == 1, "q and k share a launch"
+    assert len(launches) == (2 if name == "wan" else 1), "q and k share a launch; Wan's samples have grids of their own"
 
 
 def gradients(function, args, kwargs, of_module):
@@ -282,7 +282,7 @@ def after_two_tokens(x, cos, sin):
 
 
 def complex_rows(x, grid_ids, freqs_cis):
-    """Multiply by rows of a complex table."""
+    """Rotate with arguments that look like those of a function that rotates samples by their grids."""
     z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(z * freqs_cis[grid_ids].unsqueeze(2)).flatten(3).type_as(x)
 
