@@ -12,6 +12,7 @@ from lrpe_md.scripts.visualize import gallery
 
 import lrpe_md
 from lrpe_md import integrations
+from lrpe_md.reference import ACTIVATIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -300,6 +301,14 @@ def test_generated_pages_name_their_command():
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_every_activation_is_listed():
+    features = (DOCS / "features.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| activations before the map \| (.*) \|$", features, re.M)
+    assert tuple(each.split()[0] for each in row.split(", ")) == tuple(ACTIVATIONS)
+    (argument,) = re.findall(r"^ *act: activation of all tokens.*$", lrpe_md.cosine.__doc__ or "", re.M)
+    assert tuple(re.findall(r'"(\w+)"', argument)) == tuple(ACTIVATIONS)
 
 
 def test_every_exported_name_is_in_the_reference():
