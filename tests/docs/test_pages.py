@@ -285,6 +285,18 @@ def test_presets_are_sorted():
     assert names == sorted(lrpe_md.list_presets())
 
 
+def test_the_tables_of_schemes_list_every_preset():
+    from original_noise import measured_presets
+
+    text = (DOCS / "schemes.md").read_text(encoding="utf-8")
+    published, errors = (
+        text.split(f"# {title}\n")[1] for title in ("Published schemes", "Rounding error of the originals")
+    )
+    rows = re.findall(r"^\| .* \| (`.*) \|$", published.split("\n\n")[0], re.M)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(lrpe_md.list_presets())
+    assert re.findall(r"^\| `(\w+)` \|", errors, re.M) == measured_presets()
+
+
 def test_plots_have_a_copy_for_dark_pages():
     linked = {target for path in ALL for target in re.findall(r"!\[[^]]*\]\(([^)#]+\.(?:png|svg))", path.read_text())}
     linked = {target for target in linked if "complete-runs" not in target}  # samples of models, like photographs
@@ -301,6 +313,20 @@ def test_generated_pages_name_their_command():
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_names_on_the_contributors_pages_exist():
+    code = {
+        path: path.read_text(encoding="utf-8")
+        for place in ("lrpe_md", "models", "scripts", "tests")
+        for path in (ROOT / place).rglob("*.py")
+    }
+    known = set(re.findall(r"\w+", "".join(code.values()))) | {path.stem for path in code}
+    for page in (DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        names = {name for span in re.findall(r"`([^`]+)`", text) for name in re.findall(r"[A-Za-z_]*_[A-Za-z_]+", span)}
+        names = {name.removeprefix("_lrpe_") for name in names}  # a prefix that copies of functions get
+        assert sorted(names - known - {"test_NAME"}) == [], page
 
 
 def test_every_activation_is_listed():
