@@ -17,7 +17,13 @@ from lrpe_md.reference import ACTIVATIONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-ELSEWHERE = {"schemes.md", "runtime.md", "recipe.md", "your-own-training.md"}  # separate tests run their code
+ELSEWHERE = {
+    "schemes.md",
+    "runtime.md",
+    "recipe.md",
+    "several-gpus.md",
+    "your-own-training.md",
+}  # separate tests run their code
 ALL = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PRINTED = {  # expected output by page; other pages with code that runs print nothing
     "README.md": [
