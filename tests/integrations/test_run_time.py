@@ -237,6 +237,7 @@ def tower(name):
 
 HALVED = {  # a model, the name of its rotary module, and a function that halves its frequencies
     "eva02": (partial(timm_vit, "eva02_tiny_patch14_224"), "rope", lambda rope: rope.bands.div_(2)),
+    "timm's rope_vit": (partial(timm_vit, "vit_small_patch16_rope_224"), "rope", lambda rope: rope.bands.div_(2)),
     "timm's dinov3": (partial(timm_vit, "vit_small_patch16_dinov3"), "rope", lambda rope: rope.periods.mul_(2)),
     "dinov3": (partial(tower, "dinov3_vit"), "rope_embeddings", lambda rope: rope.inv_freq.div_(2)),
     "qwen3-vl": (partial(tower, "qwen3_vl_vision"), "rotary_pos_emb", lambda rope: rope.inv_freq.div_(2)),
