@@ -318,6 +318,34 @@ def test_generated_pages_name_their_command():
         )
 
 
+def test_every_page_is_linked():
+    linked = {
+        (path.parent / target).resolve()
+        for path in ALL for target in re.findall(r"\]\(([^)#\s]+\.md)", path.read_text(encoding="utf-8"))
+    }  # fmt: skip
+    assert {path for path in DOCS.rglob("*.md") if path.resolve() not in linked} == set()
+
+
+def test_the_page_about_performance_lists_every_benchmark():
+    from lrpe_md.scripts.bench.app import COMMANDS
+
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    listed = text.split("`lrpe-md bench --help` lists the other benchmarks: ")[1].split(".")[0]
+    assert {*re.findall(r"`([\w-]+)`", listed), "my-shapes", "compare", "report"} == set(COMMANDS)
+
+
+def test_tables_are_at_most_as_fast_as_claimed():
+    files = [ROOT / f"scripts/results/benchmark-{name}.csv" for name in ("vit224", "img64", "video", "text")]
+    rows = pd.concat([pd.read_csv(file) for file in files])
+    rows = rows[rows.peer.isin(["lrpe-md", "torch.compile, tables"]) & rows.variant.isna()]
+    times = rows.pivot_table(index=["workload", "op", "omega", "mode"], columns="peer", values="p50").dropna()
+    speed = times["lrpe-md"] / times["torch.compile, tables"]
+    assert speed.max() < 1.02
+    assert (speed > 1).mean() < 0.5
+    text = " ".join((DOCS / "performance.md").read_text(encoding="utf-8").split())
+    assert "reads precomputed tables is at most 2% faster, and slower in most cases." in text
+
+
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
